@@ -2,37 +2,46 @@
 
     python benchmarks/data.py --write docs/verification/cpu.md
     python benchmarks/data.py --steps configs/llama_bn.toml configs/resnet_bn.toml --write docs/verification/cpu.md
+    python benchmarks/data.py --prepare 150 --write docs/verification/cpu.md
 
 The first command reads random tokens through the loader and compares it with copies from a plain memory map of the
-same file. The second trains each configuration for a few steps.
+same file. The second trains each configuration for a few steps. The third tokenizes text with `titan-launch prepare`
+and compares it with calls of the tokenizer alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from publishing import commit, publish
 
-from titan_launch.config.sections.data import TokensData
+from titan_launch.config.sections.data import PYTHON_STDLIB, TextData, TokensData, expand_text_paths
+from titan_launch.config.sections.tokenizer import TokenizerConfig
+from titan_launch.data.corpora.text import TextCorpus, is_text
 from titan_launch.data.loader import build_train_loader
 from titan_launch.data.order import SampleOrder
+from titan_launch.data.prepare import prepare, usable_cores
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.token_files import Encoded, Header, write_header, write_shard
-from titan_launch.data.tokenizers import ByteTokenizer
+from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
 from titan_launch.plan.layout import Layout
 
 SEQ_LEN, BATCH_SIZES, WORKERS = 2048, (8, 64), (0, 2)
 REPEATS, TRAINED_STEPS, FIRST_STEPS = 5, 6, 2
+REPEATS_OF_PREPARE = 3
 
 
 def write_tokens(folder: Path, num_tokens: int) -> None:
@@ -143,15 +152,90 @@ def table_of_steps(configs: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def copies_of_the_standard_library(folder: Path, megabytes: int) -> list[str]:
+    """Write copies of the source code of Python's standard library. Return the texts."""
+    texts: list[str] = []
+    size = 0
+    for copy in itertools.count():
+        for name, path in expand_text_paths(PYTHON_STDLIB):
+            if size >= megabytes * 1e6:
+                return texts
+            content = path.read_bytes()
+            if is_text(content):
+                (folder / f"{copy}_{name.replace('/', '_')}").write_bytes(content)
+                texts.append(content.decode())
+                size += len(content)
+    raise AssertionError
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its processes that have ended."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def table_of_preparation(megabytes: int) -> str:
+    """Return a Markdown table of the speed of `prepare` and of the tokenizer alone, on all cores."""
+    import tokenizers
+
+    cores = usable_cores()
+    wall: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        text, folder = Path(name, "text"), Path(name, "tokenizer")
+        text.mkdir()
+        texts = copies_of_the_standard_library(text, megabytes)
+        train_tokenizer(texts[:500], 8192, folder)
+        tokenizer = build_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
+        bare = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        for repeat in range(REPEATS_OF_PREPARE):
+
+            def timed(name: str, action: Callable[[], object]) -> None:
+                start, start_cpu = time.perf_counter(), cpu_seconds()
+                action()
+                wall.setdefault(name, []).append(time.perf_counter() - start)
+                cpu.setdefault(name, []).append(cpu_seconds() - start_cpu)
+
+            def encode() -> None:
+                for first in range(0, len(texts), 1000):
+                    bare.encode_batch_fast(texts[first : first + 1000], add_special_tokens=False)
+
+            corpus = TextCorpus(TextData(path=str(text)), tokenizer, ("data",))
+            for workers in (1, cores):
+                timed(f"the tokenizer alone, {cores} threads", encode)
+                out = Path(name, f"tokens_{workers}_{repeat}")
+                about = f"{cores} processes" if workers > 1 else f"1 process, {cores} threads"
+                timed(f"prepare, {about}", partial(prepare, corpus, out, workers))
+    size = sum(len(content.encode()) for content in texts) / 1e6
+    alone, *_ = wall
+    rows = [
+        f"| {name} | {size / min(wall[name]):.2f} | {min(wall[alone]) / min(wall[name]):.0%} "
+        f"| {size / min(cpu[name]):.2f} | {min(cpu[alone]) / min(cpu[name]):.0%} |"
+        for name in wall
+    ]
+    lines = [
+        f"{size:,.0f} MB in {len(texts):,} files, a byte-level BPE of 8,192 tokens, commit {commit()}; the best of "
+        f"{REPEATS_OF_PREPARE} repetitions.",
+        "",
+        "| program | MB/s | of the tokenizer alone | MB per CPU second | of the tokenizer alone |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, print the table, and write it to a page of the docs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", nargs="+", metavar="CONFIG", help="train these configurations instead of reading")
+    parser.add_argument("--prepare", type=int, metavar="MB", help="measure `titan-launch prepare` on this much text")
     parser.add_argument("--num-tokens", type=int, default=200_000_000, help="tokens of the file (default: %(default)s)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="Markdown page with the markers of this benchmark")
     arguments = parser.parse_args()
     if arguments.steps:
         publish(table_of_steps(arguments.steps), "data_steps", arguments.write)
+    elif arguments.prepare:
+        publish(table_of_preparation(arguments.prepare), "data_preparation", arguments.write)
     else:
         publish(table_of_loading(arguments.num_tokens), "data_loading", arguments.write)
 

@@ -32,7 +32,7 @@ from titan_launch.cli import main, parse_arguments
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.data.sources import build_source
-from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.data.tokenizers import build_tokenizer, train_tokenizer
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.metrics.tags import markdown_table
 from titan_launch.train.build import build_run
@@ -80,6 +80,12 @@ def test_every_toml_block_of_the_docs_passes_the_check(
     if path := re.search(r'^name = "huggingface"\npath = "(.*?)"', block, flags=re.MULTILINE):
         write_config(tmp_path / path[1], "llama", vocab_size=320, max_position_embeddings=2048)
         monkeypatch.chdir(tmp_path)
+    if 'kind = "tokens"' in block:
+        pytest.importorskip("tokenizers")
+        monkeypatch.chdir(tmp_path)
+        train_tokenizer(["text"], 300, tmp_path / "tokens/tokenizer")
+        for path in re.findall(r'^path = "(tokens/.*)"', block, flags=re.MULTILINE):
+            (tmp_path / path).mkdir(exist_ok=True)
     if re.search(r'^path = "(photos|shards)/', block, flags=re.MULTILINE):
         for folder in ("photos/train/cat", "photos/val/cat", "shards"):
             (tmp_path / folder).mkdir(parents=True)
@@ -159,8 +165,11 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
     match words:
         case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
             arguments = rest if words[0] == "titan-launch" else rest[2:]
-            if arguments[0] in ("import", "export", "generate", "evaluate"):
+            if arguments[0] in ("import", "export", "generate", "evaluate", "prepare"):
                 assert parse_arguments(arguments).run
+            elif arguments[0] == "data":
+                parsed = parse_arguments(arguments)
+                check(["--config", parsed.config, *parsed.overrides], capsys)
             elif arguments[0] == "plan":
                 plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
             else:

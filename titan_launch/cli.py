@@ -17,6 +17,8 @@ COMMANDS = {
     "train": "train as one rank of the process group that torchrun describes, or alone (the default command)",
     "check": "check the job file and, if it exists, its run folder, without torch or a GPU",
     "plan": "predict dtypes of modules, memory, communication and step time, without a GPU",
+    "prepare": "tokenize text into files that runs map into memory, and train tokenizers",
+    "data": "show what the data of the job is, and its first samples, without a GPU",
     "import": "convert a Hugging Face folder to the names of this package, and write a job that starts from it",
     "export": "write the weights of a run in the format of Hugging Face, or as one file",
     "generate": "continue a text with a trained model, and print it as it is generated",

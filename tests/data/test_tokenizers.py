@@ -1,7 +1,22 @@
-import numpy as np
+"""The tokenizer of bytes, and tokenizers in a `tokenizer.json`."""
 
-from titan_launch.config.sections.tokenizer import TokenizerConfig
-from titan_launch.data.tokenizers import build_tokenizer
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titan_launch.config.sections.tokenizer import TokenizerConfig, vocabulary_size
+from titan_launch.core.errors import ConfigError
+from titan_launch.data.tokenizers import END_OF_DOCUMENT, Tokenizer, build_tokenizer, train_tokenizer
+
+TEXT = "Grüße, 世界 🌍\n"
 
 
 def test_a_document_becomes_its_bytes_and_an_end_token() -> None:
@@ -16,10 +31,101 @@ def test_an_empty_document_becomes_an_end_token() -> None:
 
 def test_decode_reverses_encode() -> None:
     tokenizer = build_tokenizer(TokenizerConfig())
-    text = "Grüße, 世界 🌍\n"
-    assert tokenizer.decode(tokenizer.encode_documents([text.encode()])[0]) == text
+    assert tokenizer.decode(tokenizer.encode_documents([TEXT.encode()])[0]) == TEXT
     assert tokenizer.vocab_size == 257
 
 
 def test_decode_survives_half_a_character() -> None:
     assert build_tokenizer(TokenizerConfig()).decode([97, 195, 98]) == "a\ufffdb"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a trained tokenizer of 300 tokens."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("trained") / "tokenizer"
+    assert train_tokenizer(texts(), 300, folder) == 300
+    return folder
+
+
+def texts() -> list[str]:
+    return [f"the number {number} is one of the numbers\n" * 3 for number in range(50)]
+
+
+def load(path: Path, **keys: Any) -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(kind="huggingface", path=str(path), **keys))
+
+
+def test_training_is_deterministic_and_transformers_loads_the_result(trained: Path, tmp_path: Path) -> None:
+    train_tokenizer(texts(), 300, tmp_path / "again")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (trained / name).read_bytes()
+    assert train_tokenizer(["ab"], 300, tmp_path / "small") == 258, "256 bytes, ab, and the end of a document"
+    tokenizer = load(trained)
+    (tokens,) = tokenizer.encode_documents([TEXT.encode()])
+    assert tokenizer.decode(tokens) == TEXT and tokens[-1] == tokenizer.end_of_document
+    assert tokenizer.vocab_size == 300 == vocabulary_size(TokenizerConfig(kind="huggingface", path=str(trained)))
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(trained)
+    assert theirs.eos_token == END_OF_DOCUMENT
+    assert [*theirs(TEXT)["input_ids"], theirs.eos_token_id] == tokens.tolist()
+
+
+def test_names_of_special_tokens_in_text_are_text(trained: Path) -> None:
+    tokenizer = load(trained)
+    for loaded in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        (tokens,) = loaded.encode_documents([END_OF_DOCUMENT.encode()])
+        assert tokens.tolist().count(tokenizer.end_of_document) == 1 and len(tokens) > 2
+
+
+def test_the_digest_follows_the_tokens_and_not_the_path(trained: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "other.json"
+    moved.write_bytes((trained / "tokenizer.json").read_bytes())
+    assert load(moved).digest == load(trained).digest
+    assert load(moved, begin_of_document=END_OF_DOCUMENT).digest != load(trained).digest
+
+
+def edited(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    """Return a function that changes the content of a `tokenizer.json`."""
+
+    def apply(file: Path) -> None:
+        content = json.loads(file.read_text())
+        change(content)
+        file.write_text(json.dumps(content))
+
+    return apply
+
+
+def fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "keys", "message"),
+    [
+        (lambda file: file.unlink(), {}, "tokenizer.path: cannot be read: No such file or directory; name a"),
+        (fifo, {}, "tokenizer.path: cannot be read: not a regular file"),
+        (lambda file: file.write_bytes(b"\xff{"), {}, "tokenizer.path: is not a tokenizer.json of Hugging Face"),
+        (lambda file: file.write_text("[]"), {}, "tokenizer.path: is not a tokenizer.json of Hugging Face"),
+        (edited(lambda c: c["model"].update(type="None")), {}, "tokenizer.path: cannot be used: "),
+        (edited(lambda c: c["model"]["merges"].append("x y")), {}, "tokenizer.path: cannot be used: "),
+        (edited(lambda c: c.pop("model")), {}, "tokenizer.path: is not a tokenizer.json of Hugging Face"),
+        (
+            edited(lambda c: (c["added_tokens"].clear(), c["model"]["vocab"].pop(END_OF_DOCUMENT))),
+            {},
+            "tokenizer.end_of_document: must name the token that ends a document",
+        ),
+        (edited(lambda c: None), {"end_of_document": "<|endoftex|>"}, 'did you mean "<|endoftext|>"?'),
+        (edited(lambda c: None), {"begin_of_document": "<s>"}, "tokenizer.begin_of_document: is not a token of"),
+    ],
+)
+def test_tokenizers_that_cannot_be_used_are_refused(
+    trained: Path, tmp_path: Path, damage: Any, keys: Any, message: str
+) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes((trained / "tokenizer.json").read_bytes())
+    damage(file)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, **keys)
+    assert message in str(caught.value)

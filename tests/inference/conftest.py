@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import run_ranks
 from tests.models.conftest import single_process_group
@@ -30,6 +32,15 @@ def text_job(folder: Path, **sections: Any) -> dict[str, Any]:
     if job["model"]["name"] == "llama3":
         job["model"]["args"]["vocab_size"] = 257
     return job
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: each forward is tiny, and threads would wait for each other on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

@@ -36,8 +36,8 @@ CPU = torch.device("cpu")
 NAMES = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<begin>", "eos_token": "<end>"}
 
 
-def load(folder: Path, **options: Any) -> LanguageModel:
-    return load_language_model(open_saved_model(folder), folder, CPU, **options)
+def load(folder: Path, device: torch.device = CPU, **options: Any) -> LanguageModel:
+    return load_language_model(open_saved_model(folder), folder, device, **options)
 
 
 def byte_level_tokenizer(folder: Path) -> None:
@@ -75,6 +75,19 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
         cached = torch.stack([forward(piece) for piece in pieces])
     whole = model.module(sequence)[0]
     torch.testing.assert_close(cached, torch.cat([whole[6:30], whole[-1:]]), rtol=0, atol=1e-5)
+
+
+@needs_transformers
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("case", ["Llama 3.1, RoPE scaling", "Gemma 2", "GPT-2"])
+def test_a_gpu_generates_what_the_cpu_does(case: str, tmp_path: Path) -> None:
+    random_model(case, tmp_path, vocab_size=258, eos_token_id=256)
+    byte_level_tokenizer(tmp_path)
+    on_cpu, on_gpu = load(tmp_path), load(tmp_path, device=torch.device("cuda"))
+    prompt = on_cpu.encode("a prompt, 世界")
+    tokens = [list(generate_tokens(model, prompt, 30, Sampling())) for model in (on_cpu, on_gpu)]
+    assert tokens[0] == tokens[1]
 
 
 class Smoothed(nn.Module):
@@ -232,6 +245,7 @@ def test_bad_requests_are_one_line_and_status_2(
         ([own, *prompt, "--model=a:b"], "its model is llama3, not a:b; remove --model"),
         ([own, "--prompt-file=no.txt"], "--prompt-file no.txt: No such file or directory"),
         ([own, *prompt, "--prompt-file=no.txt"], "--prompt and --prompt-file are both set"),
+        ([own, "--prompt=\udcff"], "the prompt is not UTF-8 text"),
         ([own, "--prompt="], "--prompt needs a value"),
         ([own, *prompt, "--max-new-tokens=0"], "--max-new-tokens: must be a whole number of at least 1"),
         ([own, *prompt, "--max-new-tokens=47"], "the prompt has 2 tokens, and --max-new-tokens is 47, but the model"),

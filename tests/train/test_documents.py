@@ -113,7 +113,8 @@ def train(model: str, sections: dict[str, Any], folder: Path, is_packed: bool) -
         for _ in range(STEPS):
             scalars = report(run, train_one_step(run), due_now(run))
             measured.append((scalars["train/loss"], scalars["train/grad_norm"]))
-        found = validate(run.model, batches(STEPS), run.ranks.device, run.step.loss)
+        held_out = [("", batch) for batch in batches(STEPS)]
+        found = validate(run.model, held_out, run.ranks.device, run.step.loss)
         measured.append((found["validation/loss"], found["validation/accuracy"]))
     return measured
 

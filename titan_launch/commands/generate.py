@@ -125,7 +125,10 @@ def _typed() -> Iterator[str]:
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError:
+            raise UserError("error: the standard input is not UTF-8 text") from None
         if not line:
             return
         yield line.rstrip("\n")
@@ -144,7 +147,11 @@ def _generator(model: LanguageModel, arguments: Namespace) -> Callable[[str], No
         print(f"note: {name} has no cache: each token computes the whole sequence again", file=sys.stderr)
 
     def generate(prompt: str) -> None:
-        tokens, new, start = model.encode(prompt), list[None](), time.perf_counter()
+        try:
+            tokens = model.encode(prompt)
+        except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+            raise UserError("error: the prompt is not UTF-8 text") from None
+        new, start = list[None](), time.perf_counter()
         room = max(1, model.max_tokens - len(tokens))
         most = arguments.max_new_tokens or min(_NEW_TOKENS, room)
         for piece in generate_text(

@@ -67,9 +67,8 @@ class Parser(ArgumentParser):
             if not name.startswith("-") and self._get_positional_actions():
                 options += words
             elif action is None:
-                if self._get_positional_actions():
-                    self._refuse_unknown(name)
-                if name.startswith("-") and not _is_key(name):
+                has_keys = "--config" in self._option_string_actions
+                if not has_keys or (name.startswith("-") and not _is_key(name)):
                     self._refuse_unknown(name)
                 overrides += words
             elif action.nargs == 0:
@@ -94,7 +93,7 @@ class Parser(ArgumentParser):
             **{f"--{launch_option}": "launch" for launch_option in LAUNCH_OPTIONS},
             "--fake-world-size": "train and launch",
             "--fake-rank": "train and launch",
-            "--world-size": "check and plan",
+            "--world-size": "check, plan and data",
         }
         option, known = name.replace("_", "-"), {*self._option_string_actions} - {"-h", "--help"}
         if owner := owners.get(option):

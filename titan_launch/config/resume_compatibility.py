@@ -34,8 +34,10 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "data": {
         "kind": "experiment",
         "path": "operation",
+        "dtype": "operation",
         "split": "experiment",
         "validation_percent": "experiment",
+        "packing": "experiment",
         "field": "experiment",
         "template": "experiment",
         "train_on": "experiment",

@@ -6,8 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from titan_launch.core.errors import listed
 
 _HASHED_SAMPLES = 64
+_NAMED_FILES = 2000
+"""Largest number of files whose names a fingerprint has. It has 60 to 100 bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +24,18 @@ class Fingerprint:
 
     samples: int
     files: int
-    names_and_sizes: str
-    """Digest of the names and sizes of all files, in order."""
+    states: str
+    """Digest of the names and states of all files, in order. The state of a file is its size, and a checksum of its
+    content if all of it has been read."""
 
     content: str
     """Digest of up to 64 samples."""
+
+    named: tuple[tuple[str, str], ...] = ()
+    """Name and state of each file that has a name, if there are at most 2,000 files."""
+
+    tokenizer: str = ""
+    """Digest of the tokenizer that made the tokens; "" for data without tokens."""
 
     def changed_to(self, now: Fingerprint) -> str:
         """Return a clause that says how the data has changed; "" if the data is the same. `now`: a fingerprint of the
@@ -33,23 +45,51 @@ class Fingerprint:
             for noun, old, new in (("sample", self.samples, now.samples), ("file", self.files, now.files))
             if old != new
         ]
-        if counts:
-            return f"it now has {' and '.join(counts)}"
-        if self.names_and_sizes != now.names_and_sizes:
-            return "the names or the sizes of its files differ"
-        return "" if self == now else "the names and sizes of its files are the same, but their content differs"
+        names = self._changed_names(now)
+        if counts or names:
+            return "; ".join([*([f"it now has {' and '.join(counts)}"] if counts else []), *names])
+        if self.states != now.states:
+            return "the names, sizes or contents of its files differ"
+        if self.content != now.content:
+            return "the names and sizes of its files are the same, but their content differs"
+        return ""
+
+    def _changed_names(self, now: Fingerprint) -> list[str]:
+        """Return the names of files that changed, as in `missing: a.txt, b.txt`. Empty if one of the two data sets has
+        too many files, or files without a name."""
+        if len(self.named) != self.files or len(now.named) != now.files:
+            return []
+        before, after = dict(self.named), dict(now.named)
+        groups = {
+            "missing": [name for name in before if name not in after],
+            "changed": [name for name in before if after.get(name, before[name]) != before[name]],
+            "new": [name for name in after if name not in before],
+        }
+        return [f"{group}: {listed(names)}" for group, names in groups.items() if names]
 
 
 def fingerprint_of(
-    files: Sequence[tuple[str, int]], num_samples: int, sample: Callable[[int], bytes], seed: int
+    files: Sequence[Sequence[Any]],
+    num_samples: int,
+    sample: Callable[[int], bytes],
+    seed: int,
+    tokenizer: str = "",
 ) -> Fingerprint:
     """Return the fingerprint of a data set, the same on every machine.
 
-    `files`: name and size of each file, in order. `sample` returns the content of the sample at an index.
+    `files`: name and state of each file, in order. The name may be "". `sample` returns the content of the sample at an
+    index.
     """
-    names_and_sizes = json.dumps(files).encode()
-    content = map(sample, _drawn_samples(num_samples, seed))
-    return Fingerprint(seed, num_samples, len(files), _digest([names_and_sizes]), _digest(content))
+    named = tuple((_printable(name), " ".join(map(str, state))) for name, *state in files[:_NAMED_FILES] if name)
+    states = _digest([json.dumps(files).encode()])
+    content = _digest(map(sample, _drawn_samples(num_samples, seed)))
+    is_named = len(files) <= _NAMED_FILES
+    return Fingerprint(seed, num_samples, len(files), states, content, named if is_named else (), tokenizer)
+
+
+def _printable(name: str) -> str:
+    """Return a file name with its bytes that are not UTF-8 as `\\udcXX`. JSON files must not contain such bytes."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _drawn_samples(num_samples: int, seed: int) -> Iterable[int]:

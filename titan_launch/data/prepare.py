@@ -2,91 +2,315 @@
 
 from __future__ import annotations
 
-import itertools
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from titan_launch.core.errors import ConfigError, Problem, RunError, UserError, config_error
+from titan_launch.core.files import read_regular, replace_text
+from titan_launch.core.signals import signals_blocked, stop_with_parent
 from titan_launch.data.cache import built_once
-from titan_launch.data.corpora.base import Corpus, Document, Part, Skipped, in_split
-from titan_launch.data.token_files import VERSION, Encoded, Header, Shard, token_dtype, write_header, write_shard
+from titan_launch.data.corpora.base import Corpus, Document, File, Part, Skipped, in_split
+from titan_launch.data.token_files import (
+    HEADER,
+    VERSION,
+    Encoded,
+    Header,
+    Shard,
+    TokenFilesError,
+    open_token_files,
+    read_header,
+    token_dtype,
+    write_header,
+    write_shard,
+)
+
+UNFINISHED = "unfinished.json"
+"""Name of a file that exists in a folder until its header is written. It identifies the corpus and the tokenizer."""
 
 _BATCH = 1000
-"""Documents that are tokenized at a time."""
+"""Largest number of documents that are tokenized at a time."""
+
+_BATCH_BYTES = 1 << 20
+"""Size of text that is tokenized at a time. The package tokenizers needs about 100 bytes for each token."""
+
+_NOT_IN_TOKENS = {"path", "packing", "shuffle", "num_workers", "name", "weight"}
+"""Keys that do not change the tokens. (The files that `path` names are compared instead.)"""
 
 
 @dataclass
 class Counts:
     """The files and skipped documents of a part."""
 
-    files: dict[tuple[str, int], None] = field(default_factory=dict)
-    """Name and size of each file, in order."""
+    files: dict[tuple[str, int], int] = field(default_factory=dict)
+    """CRC-32 of the tokens and targets of each file, by its name and size."""
 
     skipped: Counter[str] = field(default_factory=Counter)
     first_skipped: str = ""
 
+    def add(self, document: Document, encoded: Encoded) -> None:
+        """Include a document in the checksum of its file."""
+        checksum = zlib.crc32(np.ascontiguousarray(encoded.tokens).data, self.files.get(document.file, 0))
+        if encoded.targets is not None:
+            checksum = zlib.crc32(np.ascontiguousarray(encoded.targets).data, checksum)
+        self.files[document.file] = checksum
 
-def prepare(corpus: Corpus, folder: Path, report: Callable[[Part], None] = lambda part: None) -> Header:
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prepare(
+    corpus: Corpus, folder: Path, num_workers: int = 1, report: Callable[[Part], None] = lambda part: None
+) -> Header:
     """Write the documents of a corpus, as far as its split contains them, as token files. Return the header.
 
-    `report` is called after each part. Raises ConfigError for documents that stop the run.
+    Processes tokenize the parts. Their number does not change the files. If an earlier call for the same corpus was
+    interrupted, its finished shards are kept. If it had completed the folder, nothing is written. `report` is called
+    after each part. Raises ConfigError for documents that stop the run, UserError if the folder has other content, and
+    OSError if it cannot be written.
     """
-    shards, counts = [], []
-    for index, part in enumerate(corpus.parts()):
-        shard, found = prepare_part(corpus, part, folder, f"{index:05}")
-        shards.append(shard)
-        counts.append(found)
-        report(part)
-    vocab_size = corpus.tokenizer.vocab_size
-    header = Header(
-        token_dtype(vocab_size),
-        vocab_size,
-        corpus.tokenizer.digest,
-        corpus.has_targets,
-        tuple(shards),
-        tuple(dict.fromkeys(itertools.chain.from_iterable(found.files for found in counts))),
-        dict(sum((found.skipped for found in counts), Counter[str]())),
-        next((found.first_skipped for found in counts if found.first_skipped), ""),
-    )
-    write_header(folder, header)
+    header = _header_of(corpus, folder)
+    if header is not None:
+        return header
+    parts = {f"{index:05}": part for index, part in enumerate(corpus.parts())}
+    with _claimed(corpus, folder):
+        rest = {}
+        for name, part in parts.items():
+            if _record(folder, name).exists():
+                report(part)
+            else:
+                rest[name] = part
+        for part in _finish_parts(corpus, folder, rest, num_workers):
+            report(part)
+        header = _combined(corpus, [_read_record(folder, name) for name in parts])
+        write_header(folder, header)
+        for name in parts:
+            _record(folder, name).unlink()
+        (folder / UNFINISHED).unlink()
     return header
 
 
 def prepare_part(corpus: Corpus, part: Part, folder: Path, name: str) -> tuple[Shard, Counts]:
     """Write the documents of a part as the shard `name`."""
     counts = Counts()
-    documents = _encoded(corpus, _chosen(corpus, part, counts))
-    shard = write_shard(folder, name, documents, token_dtype(corpus.tokenizer.vocab_size), corpus.has_targets)
+
+    def encoded() -> Iterator[Encoded]:
+        for batch in _batches(chosen_documents(corpus, part, counts)):
+            for document, result in zip(batch, corpus.encode([document.content for document in batch]), strict=True):
+                counts.add(document, result)
+                yield result
+
+    shard = write_shard(folder, name, encoded(), token_dtype(corpus.tokenizer.vocab_size), corpus.has_targets)
     return shard, counts
 
 
-def cached_token_files(corpus: Corpus) -> Path:
-    """Return the folder of a corpus's token files in the cache, and write it if it does not exist."""
-    files = [(file.name, str(file.path.resolve()), file.size, file.modified_ns) for file in corpus.files]
-    keys = corpus.config.model_dump(mode="json", exclude=_ORDER)
-    identity = [VERSION, corpus.tokenizer.digest, keys, files, *corpus.identity]
-    return built_once("tokens", identity, partial(prepare, corpus))
-
-
-_ORDER = {"shuffle", "num_workers", "name", "weight"}
-"""Keys that do not change the tokens."""
-
-
-def _chosen(corpus: Corpus, part: Part, counts: Counts) -> Iterator[Document]:
-    """Yield the documents of the split, and count the others."""
+def chosen_documents(corpus: Corpus, part: Part, counts: Counts) -> Iterator[Document]:
+    """Yield the documents of the split, and count the skipped ones."""
     for document in corpus.documents(part):
         if not in_split(document.name, corpus.config):
             continue
         if isinstance(document, Skipped):
             counts.skipped[document.reason] += 1
             counts.first_skipped = counts.first_skipped or document.name
-            continue
-        counts.files[document.file] = None
-        yield document
+        else:
+            yield document
 
 
-def _encoded(corpus: Corpus, documents: Iterator[Document]) -> Iterator[Encoded]:
-    while batch := [document.content for document in itertools.islice(documents, _BATCH)]:
-        yield from corpus.encode(batch)
+_TRAINING_BYTES = 1 << 30
+"""Largest amount of text on which a tokenizer is trained."""
+
+
+def training_texts(corpus: Corpus) -> Iterator[str]:
+    """Yield the text of documents, from all parts alike, of about 1 GiB at most. Raises ConfigError for documents that
+    are not text."""
+    parts = corpus.parts()
+    for part in parts:
+        size = 0
+        for document in chosen_documents(corpus, part, Counts()):
+            if not isinstance(document.content, bytes):
+                raise config_error((*corpus.key, "kind"), "cannot train a tokenizer; name text", corpus.config.kind)
+            yield document.content.decode()
+            size += len(document.content)
+            if size * len(parts) >= _TRAINING_BYTES:
+                break
+
+
+def cached_token_files(corpus: Corpus) -> Path:
+    """Return the folder of a corpus's token files in the cache, and write it if it does not exist or is damaged."""
+
+    def is_damaged(folder: Path) -> bool:
+        try:
+            open_token_files(folder, read_header(folder))
+        except TokenFilesError:
+            return True
+        return False
+
+    size = sum(file.size for file in corpus.files)
+    task = f"{'tokenizing:':26} {len(corpus.files):,} files, {size / 1e6:,.1f} MB"
+    identity = [VERSION, corpus.tokenizer.digest, _source(corpus, _where_and_when)]
+    return built_once("tokens", identity, lambda folder: prepare(corpus, folder, usable_cores()), task, is_damaged)
+
+
+def _source(corpus: Corpus, state: Callable[[File], list[Any]] = lambda file: []) -> str:
+    """Return a digest of the keys, the files and the identity of a corpus. `state`: further facts about a file."""
+    keys = corpus.config.model_dump(mode="json", exclude=_NOT_IN_TOKENS)
+    files = [[file.name, file.size, *state(file)] for file in corpus.files]
+    return hashlib.blake2b(json.dumps([keys, files, *corpus.identity]).encode(), digest_size=16).hexdigest()
+
+
+def _where_and_when(file: File) -> list[Any]:
+    return [str(file.path.resolve()), file.modified_ns]
+
+
+def _header_of(corpus: Corpus, folder: Path) -> Header | None:
+    """Return the header of a folder that an earlier call completed; None without one. Raises UserError if the folder
+    has the tokens of another corpus."""
+    if not (folder / HEADER).exists():
+        return None
+    try:
+        header = read_header(folder)
+    except TokenFilesError as error:
+        raise UserError(f"{folder}: {error}") from None
+    if header.tokenizer != corpus.tokenizer.digest:
+        digests = f"(digest {header.tokenizer}, now {corpus.tokenizer.digest})"
+        raise UserError(f"{folder} has tokens of another tokenizer {digests}; delete it, or name another folder")
+    if header.source != _source(corpus):
+        raise UserError(f"{folder} has tokens of other files, or of other keys; delete it, or name another folder")
+    return header
+
+
+@contextmanager
+def _claimed(corpus: Corpus, folder: Path) -> Iterator[None]:
+    """Lock a folder for a corpus. Raises UserError if the folder has other files, or if another process writes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / UNFINISHED
+    identity = json.dumps([VERSION, corpus.tokenizer.digest, _source(corpus, lambda file: [file.modified_ns])])
+    if not path.exists():
+        if any(entry.is_file() for entry in folder.iterdir()):
+            raise UserError(f"{folder} has files that are not token files; name another folder, or delete them")
+        replace_text(path, identity)
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is writing {folder}; wait for its end, or name another folder") from None
+        if file.read() != identity:
+            reason = "has unfinished token files of other text or another tokenizer"
+            raise UserError(f"{folder} {reason}; delete it, or name another folder")
+        yield
+
+
+def _finish_parts(corpus: Corpus, folder: Path, parts: dict[str, Part], num_workers: int) -> Iterator[Part]:
+    """Write the shard of each part, and yield the part. The parts are finished in any order."""
+    num_workers = min(num_workers, len(parts))
+    if num_workers <= 1:
+        for name, part in parts.items():
+            _write_part(corpus, part, folder, name)
+            yield part
+        return
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (corpus, folder))
+    try:
+        with signals_blocked():  # Ctrl-C reaches all processes; this one ends the others
+            futures = {pool.submit(_work, part, name): part for name, part in parts.items()}
+        for future in as_completed(futures):
+            if problems := future.result():
+                raise ConfigError(problems)
+            yield futures[future]
+    except BrokenProcessPool:
+        reason = "a process that tokenized text was killed, probably because the host had no memory left"
+        raise RunError(f"{reason}; use fewer processes, or smaller documents") from None
+    except BaseException:
+        for process in list(pool._processes.values()):
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_job: tuple[Corpus, Path]
+"""The corpus and the folder of this worker process."""
+
+
+def _start_worker(corpus: Corpus, folder: Path) -> None:
+    global _job
+    stop_with_parent(signal.SIGKILL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has one core
+    _job = corpus, folder
+
+
+def _work(part: Part, name: str) -> tuple[Problem, ...]:
+    """Write a shard. Return the problems of the documents."""
+    corpus, folder = _job
+    try:
+        _write_part(corpus, part, folder, name)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _write_part(corpus: Corpus, part: Part, folder: Path, name: str) -> None:
+    """Write the shard of a part, and then its record, which marks the shard as finished."""
+    shard, counts = prepare_part(corpus, part, folder, name)
+    files = [[*file, checksum] for file, checksum in counts.files.items()]
+    record = {"shard": asdict(shard), "files": files, "skipped": counts.skipped, "first_skipped": counts.first_skipped}
+    replace_text(_record(folder, name), json.dumps(record))
+
+
+def _record(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def _read_record(folder: Path, name: str) -> tuple[Shard, Counts]:
+    record = json.loads(read_regular(_record(folder, name)))
+    files = {(str(file), int(size)): int(checksum) for file, size, checksum in record["files"]}
+    return Shard(**record["shard"]), Counts(files, Counter(record["skipped"]), record["first_skipped"])
+
+
+def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]]) -> Header:
+    """Return the header of all shards. A file may be in several of them."""
+    files: dict[tuple[str, int], int] = {}
+    for _, counts in records:
+        for file, checksum in counts.files.items():
+            files[file] = zlib.crc32(checksum.to_bytes(4, "little"), files.get(file, 0))
+    vocab_size = corpus.tokenizer.vocab_size
+    return Header(
+        token_dtype(vocab_size),
+        vocab_size,
+        corpus.tokenizer.digest,
+        corpus.has_targets,
+        tuple(shard for shard, _ in records),
+        tuple((name, size, f"{checksum:08x}") for (name, size), checksum in files.items()),
+        dict(sum((counts.skipped for _, counts in records), Counter[str]())),
+        next((counts.first_skipped for _, counts in records if counts.first_skipped), ""),
+        _source(corpus),
+    )
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Group documents for the tokenizer."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.content) if isinstance(document.content, bytes | str) else 0
+        if len(batch) == _BATCH or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

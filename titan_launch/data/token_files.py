@@ -7,7 +7,7 @@ A folder of token files contains (all numbers are little-endian):
     00000.ends       int64 per document: number of tokens of the shard up to the document's end
     00000.targets    only if some tokens are not targets: uint8 per token, 1 if it counts as a target
 
-The header is written last, so a folder with a header is complete.
+The header is written last, so a folder with a header is complete. docs/reference/token_files.md specifies the format.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -27,12 +28,16 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_launch.core.files import read_regular, replace_text
+from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 HEADER = "tokens.json"
 FORMAT = "titan_launch tokens"
 VERSION = 1
+
+SHARD_NAME = re.compile(r"[0-9A-Za-z_-]+")
+"""Valid names of shards. A header must not name files outside of its folder."""
 
 _DIGEST_BYTES = 1 << 24
 """Bytes per read when a file is hashed."""
@@ -75,13 +80,16 @@ class Header:
 
     has_targets: bool
     shards: tuple[Shard, ...]
-    files: tuple[tuple[str, int], ...] = ()
-    """Name and size in bytes of each file that the documents came from."""
+    files: tuple[tuple[str, int, str], ...] = ()
+    """Name, size in bytes and CRC-32 of the tokens of each file that the documents came from."""
 
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of skipped files or documents, by reason."""
 
     first_skipped: str = ""
+    source: str = ""
+    """Digest of the keys of the corpus, and of the names and sizes of its files."""
+
     format: str = FORMAT
     version: int = VERSION
 
@@ -139,18 +147,23 @@ def write_header(folder: Path, header: Header) -> None:
 
 def read_header(folder: Path) -> Header:
     """Return the header of a folder. Raises TokenFilesError."""
-    path = folder / HEADER
     try:
-        content = json.loads(read_regular(path))
+        content = json.loads(read_regular(folder / HEADER))
         if content.pop("format") != FORMAT:
             raise ValueError
         version = content.pop("version")
         if version != VERSION:
             raise TokenFilesError(f"has version {version} of the format, but this release reads version {VERSION}")
         shards = tuple(Shard(**shard) for shard in content.pop("shards"))
-        files = tuple((name, size) for name, size in content.pop("files"))
+        files = tuple((str(name), int(size), str(checksum)) for name, size, checksum in content.pop("files"))
         header = Header(**content, shards=shards, files=files)
-        if header.dtype not in ("uint16", "uint32"):
+        counts = [
+            header.vocab_size,
+            *(number for shard in shards for number in (shard.num_tokens, shard.num_documents)),
+        ]
+        names_are_valid = all(SHARD_NAME.fullmatch(shard.name) for shard in shards)
+        counts_are_valid = all(type(number) is int and number >= 0 for number in counts)
+        if not (names_are_valid and counts_are_valid and header.dtype == token_dtype(header.vocab_size)):
             raise ValueError
     except FileNotFoundError:
         raise TokenFilesError(f"has no {HEADER}; write the folder with titan-launch prepare") from None
@@ -172,8 +185,11 @@ class TokenStream:
     targets: Sequence[npt.NDArray[np.uint8]] | None
     """For each shard, 1 for each token that counts as a target; None if all tokens do."""
 
-    files: Sequence[tuple[str, int]]
-    """Name and size of each file, for the fingerprint."""
+    files: Sequence[Sequence[Any]]
+    """Name and state of each file, for the fingerprint."""
+
+    tokenizer: str
+    """Digest of the tokenizer."""
 
     starts: Sequence[int] = field(init=False)
     """Number of tokens before each shard, and of all shards."""
@@ -202,6 +218,10 @@ class TokenStream:
         parts = [ends + start for ends, start in zip(self.ends, self.starts, strict=False)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
+    def fingerprint(self, num_samples: int, sample: Callable[[int], bytes], seed: int) -> Fingerprint:
+        """Return the fingerprint of the files, of the tokenizer, and of samples that are read from this stream."""
+        return fingerprint_of(self.files, num_samples, sample, seed, self.tokenizer)
+
     def _read(self, arrays: Sequence[npt.NDArray[Any]], start: int, stop: int) -> npt.NDArray[Any]:
         first = bisect_right(self.starts, start) - 1
         begin = self.starts[first]
@@ -215,34 +235,48 @@ class TokenStream:
 
 
 def open_token_files(folder: Path, header: Header) -> TokenStream:
-    """Map the files of a folder into memory. Raises TokenFilesError if a file is missing or has another size."""
+    """Map the files of a folder into memory. Raises TokenFilesError if a file is missing or does not have the size that
+    the header says."""
     shards = [shard for shard in header.shards if shard.num_tokens]
-
-    def mapped(suffix: str, dtype: str, sizes: Iterator[int]) -> list[npt.NDArray[Any]]:
-        return [_map(_path(folder, shard.name, suffix), dtype, size) for shard, size in zip(shards, sizes, strict=True)]
-
-    def lengths() -> Iterator[int]:
-        return (shard.num_tokens for shard in shards)
-
-    return TokenStream(
-        mapped("tokens", header.dtype, lengths()),
-        mapped("ends", "int64", (shard.num_documents for shard in shards)),
-        mapped("targets", "uint8", lengths()) if header.has_targets else None,
-        header.files,
-    )
+    tokens = [map_file(folder / f"{shard.name}.tokens", header.dtype, shard.num_tokens) for shard in shards]
+    ends = [map_file(folder / f"{shard.name}.ends", "int64", shard.num_documents) for shard in shards]
+    for shard, of_shard in zip(shards, ends, strict=True):
+        if not len(of_shard) or of_shard[-1] != shard.num_tokens:
+            raise TokenFilesError(f"is damaged: {shard.name}.ends does not end at {shard.num_tokens:,}; {_REMEDY}")
+    targets = None
+    if header.has_targets:
+        targets = [map_file(folder / f"{shard.name}.targets", "uint8", shard.num_tokens) for shard in shards]
+    return TokenStream(tokens, ends, targets, header.files, header.tokenizer)
 
 
-def _map(path: Path, dtype: str, size: int) -> npt.NDArray[Any]:
+def verify_token_files(folder: Path) -> Header:
+    """Read all files of a folder, and compare them with the header. Return the header. Raises TokenFilesError."""
+    header = read_header(folder)
+    stream = open_token_files(folder, header)
+    for shard in header.shards:
+        if shard_digest(folder, shard.name, header.has_targets) != shard.digest:
+            raise TokenFilesError(f"is damaged: the content of shard {shard.name} has another digest; {_REMEDY}")
+    for tokens, ends in zip(stream.shards, stream.ends, strict=True):
+        if int(tokens.max()) >= header.vocab_size or int(np.diff(ends, prepend=0).min()) < 1:
+            raise TokenFilesError("has token ids above the vocabulary, or documents without tokens; prepare it again")
+    return header
+
+
+_REMEDY = "copy or prepare it again"
+
+
+def map_file(path: Path, dtype: str, size: int) -> npt.NDArray[Any]:
+    """Map a file of `size` numbers into memory. Raises TokenFilesError if the file is missing or has another size."""
     kind = np.dtype(dtype).newbyteorder("<")
     try:
         found = os.stat(path).st_size
         if found != size * kind.itemsize:
             reason = f"{path.name} has {found:,} bytes, but the header says {size * kind.itemsize:,}"
-            raise TokenFilesError(f"is damaged: {reason}; copy or prepare it again")
+            raise TokenFilesError(f"is damaged: {reason}; {_REMEDY}")
         # Slices of a plain array take a third of the time of slices of `np.memmap`.
         return np.asarray(np.memmap(path, kind, mode="r")) if size else np.zeros(0, kind)
     except OSError as error:
-        raise TokenFilesError(f"is damaged: {path.name}: {error.strerror}; copy or prepare it again") from None
+        raise TokenFilesError(f"is damaged: {path.name}: {error.strerror}; {_REMEDY}") from None
 
 
 def _path(folder: Path, name: str, suffix: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,8 @@ from titan_launch.config.sections.tokenizer import (
     special_token,
     tokenizer_file,
 )
-from titan_launch.core.errors import config_error
+from titan_launch.core.errors import KeyPath, config_error
+from titan_launch.core.files import remove
 from titan_launch.data.token_files import Tokens, token_dtype
 
 
@@ -53,9 +55,9 @@ class Tokenizer(Protocol):
     def special_tokens(self) -> Sequence[str]:
         """Names of the special tokens."""
 
-    def encode_template(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of a chat that a template has rendered, and the index of each token's first character. Names
-        of special tokens become these tokens."""
+    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text that a chat template has written, and for each token its first character and the
+        end of its characters. Names of special tokens become these tokens."""
 
 
 class ByteTokenizer:
@@ -79,10 +81,10 @@ class ByteTokenizer:
         """Return the text of `tokens`. Invalid UTF-8 becomes U+FFFD; end-of-document tokens are dropped."""
         return bytes(int(token) for token in tokens if token < self.end_of_document).decode("utf-8", errors="replace")
 
-    def encode_template(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the bytes of a text, and the index of each byte's character."""
-        starts = [index for index, character in enumerate(text) for _ in character.encode()]
-        return self.encode(text), starts
+    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the bytes of a text, and the character of each byte."""
+        offsets = [(index, index + 1) for index, character in enumerate(text) for _ in character.encode()]
+        return self.encode(text), offsets
 
     def _encode(self, data: bytes) -> npt.NDArray[np.uint16]:
         tokens = np.empty(len(data) + 1, dtype=np.uint16)
@@ -97,15 +99,20 @@ class HuggingFaceTokenizer:
     def __init__(self, config: TokenizerConfig):
         """Load the file. Raises ConfigError on `tokenizer.path`, or on the key of a special token that it lacks."""
         self._config = config
+        end_of_document = special_token(config)  # also checks the token that begins a document
         content = read_tokenizer_json(config)
         self._tokenizer = _load(config, content)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._dtype = token_dtype(self.vocab_size)
         self._begin = [] if config.begin_of_document is None else [self.token(config.begin_of_document)]
-        self.end_of_document = self.token(special_token(config))
+        self.end_of_document = self.token(end_of_document)
         digest = hashlib.blake2b(content, digest_size=16)
         digest.update(f"{self._begin} {self.end_of_document}".encode())
         self.digest = digest.hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Load the file again in another process. A pickle of the package's tokenizer would lose its options."""
+        return HuggingFaceTokenizer, (self._config,)
 
     @property
     def folder(self) -> Path:
@@ -117,15 +124,15 @@ class HuggingFaceTokenizer:
         """Names of the special tokens."""
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
 
-    def encode_template(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of a chat that a template has rendered, and the index of each token's first character. Names
-        of special tokens become these tokens."""
+    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text that a chat template has written, and for each token its first character and the
+        end of its characters. Names of special tokens become these tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
-        return list(encoding.ids), [start for start, _ in encoding.offsets]
+        return list(encoding.ids), list(encoding.offsets)
 
     def token(self, name: str) -> int:
         """Return the id of the token `name`, which `special_token` has checked."""
@@ -152,15 +159,50 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return ByteTokenizer() if config.kind == "bytes" else HuggingFaceTokenizer(config)
 
 
+END_OF_DOCUMENT = "<|endoftext|>"
+"""Name of the special token of a trained tokenizer, as in GPT-2."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
+    """Train a byte-level BPE tokenizer and write it to a new folder, which `transformers` also loads. Return the number
+    of its tokens: `vocab_size`, or less for little text. The same texts always give the same files."""
+    tokenizers = _library(("tokenizer", "kind"), "huggingface")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    partial = folder.with_name(f"{folder.name}.partial")
+    remove(partial)
+    partial.mkdir(parents=True)
+    (partial / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+    (partial / "tokenizer_config.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+    partial.rename(folder)
+    return int(tokenizer.get_vocab_size())
+
+
+def _library(key: KeyPath, value: object) -> Any:
+    """Return the package `tokenizers`. Raises ConfigError on `key` if it is not installed."""
+    try:
+        import tokenizers  # optional, and slow to import
+    except ImportError:
+        reason = "needs the package tokenizers, which is not installed: pip install 'titan-launch[tokenizers]'"
+        raise config_error(key, reason, value) from None
+    return tokenizers
+
+
 def _load(config: TokenizerConfig, content: bytes) -> Any:
     key = ("tokenizer", "path")
+    library = _library(key, config.path)
     try:
-        from tokenizers import Tokenizer as Fast  # optional, and slow to import
-    except ImportError:
-        reason = "needs the package tokenizers, which is not installed: pip install 'titan-launch[hf]'"
-        raise config_error(key, reason, config.path) from None
-    try:
-        tokenizer = Fast.from_buffer(content)
+        tokenizer = library.Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises plain exceptions
         reason = f"cannot be used: {error}; name a tokenizer.json of Hugging Face"
         raise config_error(key, reason, config.path) from None

@@ -4,7 +4,7 @@
     plain causal                       scaled_dot_product_attention with is_causal, on both
     sliding window, documents          FlexAttention, compiled   scaled_dot_product_attention with a mask
     soft cap, with or without these    FlexAttention, compiled   explicit scores in fp32, for some queries at a time
-    new tokens, to those of a cache    the paths of the CPU, on both
+    in generation and evaluation       the paths of the CPU, on both
 
 FlexAttention (arXiv:2412.05496) skips blocks of tokens that a mask excludes, and never stores the scores. On a CPU it
 has no backward. The paths for CPUs are exact, and serve small models and tests.
@@ -68,19 +68,25 @@ class Documents:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions = ScoreOptions(), documents: Documents | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: ScoreOptions = ScoreOptions(),
+    documents: Documents | None = None,
+    has_many_lengths: bool = False,
 ) -> Tensor:
     """Return the causal attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads.
 
     `k` and `v` may have more tokens than `q` (those of a `KeyValueCache`). The tokens of `q` are then the last ones.
-    The result has the dtype of `q`. Soft cap and softmax are computed in fp32.
+    `has_many_lengths`: do not use FlexAttention, which is compiled for each length. The result has the dtype of `q`.
+    Soft cap and softmax are computed in fp32.
     """
     if q.shape[2] < k.shape[2]:
-        return _attention_to_cache(q, k, v, options)
+        return _explicitly_masked(q, k, v, options, None)
     is_cut = options.window is not None and options.window < q.shape[2]
-    if is_cut or options.soft_cap is not None or documents is not None:
-        return masked_attention(q, k, v, options, documents)
-    return causal_attention(q, k, v, options.scale)
+    if not is_cut and options.soft_cap is None and documents is None:
+        return causal_attention(q, k, v, options.scale)
+    return (_explicitly_masked if has_many_lengths else masked_attention)(q, k, v, options, documents)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -105,20 +111,15 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, doc
     """Return causal attention with a window, a soft cap or documents. (A trace replaces this function.)"""
     if q.is_cuda:
         return _flex_attention(q, k, v, options, documents)
+    return _explicitly_masked(q, k, v, options, documents)
+
+
+def _explicitly_masked(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None) -> Tensor:
+    """Return the attention of the last tokens of a sequence, or of all its tokens, with a mask as a tensor."""
     if options.soft_cap is not None:
         return _capped_attention(q, k, v, options, options.soft_cap, documents)
-    tokens, is_grouped = slice(0, q.shape[2]), q.shape[1] > k.shape[1]
-    mask = _allowed(tokens, tokens, options.window, documents, q.device)[:, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=is_grouped)
-
-
-def _attention_to_cache(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions) -> Tensor:
-    """Return the attention of the last tokens of a sequence to all its tokens. There are few queries, so the mask and
-    the scores are small."""
-    if options.soft_cap is not None:
-        return _capped_attention(q, k, v, options, options.soft_cap, None)
     queries, keys = slice(k.shape[2] - q.shape[2], k.shape[2]), slice(0, k.shape[2])
-    mask, is_grouped = _allowed(queries, keys, options.window, None, q.device)[:, None], q.shape[1] > k.shape[1]
+    mask, is_grouped = _allowed(queries, keys, options.window, documents, q.device)[:, None], q.shape[1] > k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=is_grouped)
 
 

@@ -133,6 +133,11 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
     )
 
 
+def smallest_world_size(parallelism: ParallelismConfig) -> int:
+    """Return the smallest number of ranks that has the configured degrees."""
+    return prod(max(1, getattr(parallelism, name)) for name in _DEGREES)
+
+
 def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
     """Return the number of data-parallel ranks of one replica: the configured degree, or for -1 all remaining ranks."""
     others = {name: getattr(parallelism, name) for name in _DEGREES if name != _SHARD}

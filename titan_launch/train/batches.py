@@ -17,9 +17,8 @@ from titan_launch.data.order import MixtureOrder, Order, SampleOrder
 from titan_launch.data.sources import Batch, MixtureSource, SampleSource, StreamSource, build_source
 from titan_launch.data.sources.mixture import single_sources
 from titan_launch.data.tokenizers import build_tokenizer
-from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
-from titan_launch.parallel.context_parallel import SequencePart, part_of, sequence_part
+from titan_launch.parallel.context_parallel import SequencePart, part_of
 from titan_launch.plan.layout import Layout
 from titan_launch.train.streams import StreamBatches
 
@@ -126,7 +125,7 @@ class RunData:
         return inputs.to("meta").expand(self.local_batch_size, *inputs.shape)
 
 
-def build_data(config: JobConfig, mesh: Mesh) -> RunData:
+def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> RunData:
     """Open the data to train on and to validate on. Raises ConfigError for data that cannot be read."""
     tokenizer = build_tokenizer(config.tokenizer)
 
@@ -142,11 +141,11 @@ def build_data(config: JobConfig, mesh: Mesh) -> RunData:
             start += len(source)
     return RunData(
         train,
-        build_order(config.data, train, config.training.seed, mesh.layout.global_batch_size),
+        build_order(config.data, train, config.training.seed, layout.global_batch_size),
         validation,
         parts,
-        sequence_part(mesh.context, config.parallelism),
-        mesh.layout.local_batch_size,
+        part,
+        layout.local_batch_size,
     )
 
 

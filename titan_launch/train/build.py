@@ -22,6 +22,7 @@ from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.compile import cache_folder
+from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
@@ -81,7 +82,7 @@ def build_run(
     stack.enter_context(cache_folder(config.compile))
 
     mesh = build_mesh(job.layout, ranks.device.type)
-    data = build_data(config, mesh)
+    data = build_data(config, job.layout, sequence_part(mesh.context, config.parallelism))
     model = assemble_model(config, job.built, job.plan, mesh, data)
     if ranks.device.type == "cpu":
         dtypes = attention_dtypes(config.data, job.built, job.plan)

@@ -169,7 +169,7 @@ def test_a_fingerprint_changes_with_the_images_and_not_with_how_they_are_scaled(
 
     assert change(images, labels, mean=0.1, std=0.2) == ""
     assert change(images[:9], labels[:9]) == "it now has 9 samples (before: 20)"
-    assert change(images.reshape(20, 6, 4), labels) == "the names or the sizes of its files differ"
+    assert change(images.reshape(20, 6, 4), labels) == "the names, sizes or contents of its files differ"
     for other in ((images + np.uint8(1), labels), (images, labels[::-1])):
         assert change(*other) == "the names and sizes of its files are the same, but their content differs"
 

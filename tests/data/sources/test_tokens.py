@@ -97,15 +97,17 @@ def test_a_fingerprint_changes_with_the_data_alone(tmp_path: Path) -> None:
     assert (before.samples, before.files) == (547, 60)
     assert change() == ""
     assert change(seed=1) != ""  # other samples are hashed
-    assert change(split="train") == "it now has 520 samples (before: 547) and 57 files (before: 60)"
+    assert change(split="train") == (
+        "it now has 520 samples (before: 547) and 57 files (before: 60); missing: sub/18.txt, sub/3.txt, sub/36.txt"
+    )
     (moved / "sub" / "9.txt").rename(moved / "sub" / "8.txt~")
-    assert change() == "the names or the sizes of its files differ"
+    assert change() == "missing: sub/9.txt; new: sub/8.txt~"
     (moved / "sub" / "8.txt~").rename(moved / "sub" / "9.txt")
     for document in (moved / "sub").iterdir():
         document.write_bytes(document.read_bytes().swapcase())
-    assert change() == "the names and sizes of its files are the same, but their content differs"
+    assert change() == "changed: sub/0.txt, sub/1.txt, sub/10.txt and 57 more"
     (moved / "sub" / "10.txt").write_text("longer" * 100)
-    assert change() == "it now has 688 samples (before: 547)"
+    assert change() == "it now has 688 samples (before: 547); changed: sub/0.txt, sub/1.txt, sub/10.txt and 57 more"
 
 
 def test_a_file_name_need_not_be_utf8(tmp_path: Path) -> None:
@@ -129,10 +131,10 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
     file.write_text("short")
     too_few = "path: has too few tokens for a sample of seq_len + 1 = 257 tokens"
     remedy = "name more text, or set a smaller training.seq_len"
-    assert problem(TextData(path=str(file))) == f"data.{too_few}: 6 tokens in 1 file; {remedy}"
+    assert problem(TextData(path=str(file))) == f"data.{too_few}: 1 file, 6 tokens; {remedy}"
     (tmp_path / "b.txt").write_text("")
     assert problem(TextData(path=str(tmp_path)), key=("validation", "data")) == (
-        f"validation.data.{too_few}: 7 tokens in 2 files; {remedy}"
+        f"validation.data.{too_few}: 2 files, 7 tokens; {remedy}"
     )
     assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == 'data.path: no file is found at "nowhere/*.txt"'
     empty_side = "train" if is_held_out("a.txt", 50) else "validation"
@@ -247,8 +249,8 @@ def test_a_run_logs_how_much_data_it_has_and_goes_on_with_no_other_data(tmp_path
     status, printed, reported = run_command(again, tmp_path)
     assert status == 2 and "step 2/2" not in printed
     assert reported == (
-        'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: the '
-        "names and sizes of its files are the same, but their content differs; restore it, or use the new data with "
+        'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: '
+        "changed: sub/10.txt, sub/11.txt, sub/12.txt and 40 more; restore it, or use the new data with "
         "--checkpoint.accept_changes=true, or start anew with --checkpoint.load=none\n"
     )
 

@@ -17,10 +17,11 @@ from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import TextData
+from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.errors import UserError
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import build_source
-from titan_launch.data.tokenizers import ByteTokenizer
+from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
 from titan_launch.train.build import build_run
 
 
@@ -158,7 +159,7 @@ def write_text(folder: Path, num_files: int, mark: str = "a") -> None:
     for file in folder.iterdir():
         file.unlink()
     for i in range(num_files):
-        (folder / f"{i}.txt").write_text(f"{mark}{i:02}" + mark * 77)
+        (folder / str(i)).write_text(f"{mark}{i:02}" + mark * 77)
 
 
 def text_job(folder: Path, data: str, steps: int, **checkpoint: Any) -> dict[str, Any]:
@@ -194,10 +195,11 @@ def on_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_data_that_changed_is_refused(on_text: Path) -> None:
     step_2, changes = on_text / "tiny/checkpoints/step-2", []
+    more = "it now has 202 samples (before: 101) and 40 files (before: 20); new: 20, 21, 22 and 17 more"
     for data, num_files, mark, change in (
-        ("more", 40, "a", "it now has 202 samples (before: 101) and 40 files (before: 20)"),
-        ("fewer", 1, "a", "it now has 5 samples (before: 101) and 1 file (before: 20)"),
-        ("others", 20, "b", "the names and sizes of its files are the same, but their content differs"),
+        ("more", 40, "a", more),
+        ("fewer", 1, "a", "it now has 5 samples (before: 101) and 1 file (before: 20); missing: 1, 10, 11 and 16 more"),
+        ("others", 20, "b", "changed: 0, 1, 10 and 17 more"),
     ):
         write_text(on_text / data, num_files, mark)
         changes.append(change)
@@ -222,7 +224,7 @@ def test_a_run_resumes_with_moved_data_and_with_accepted_changes_of_data(tmp_pat
     checkpoints = tmp_path / "tiny/checkpoints"
     assert run_ranks(logged, 1, text_job(tmp_path, "text", 4), "the ")[0] == [
         f"the validation data has changed since {checkpoints / 'step-2'} was saved: it now has 15 samples (before: 10) "
-        "and 3 files (before: 2); validation/loss before and after are not comparable"
+        "and 3 files (before: 2); new: 2; validation/loss before and after are not comparable"
     ]
     write_text(tmp_path / "text", 2)
     accepted = text_job(tmp_path, "text", 6, accept_changes=True)
@@ -231,7 +233,34 @@ def test_a_run_resumes_with_moved_data_and_with_accepted_changes_of_data(tmp_pat
     assert run_ranks(next_inputs, 1, accepted)[0] == [new[order(16)][0].tolist()]
     assert run_ranks(logged, 2, accepted, "the ")[1] == [
         f"the data has changed since {checkpoints / 'step-4'} was saved: it now has 10 samples (before: 101) and 2 "
-        "files (before: 20); training continues at epoch 1.60 of the new data"
+        "files (before: 20); missing: 10, 11, 12 and 15 more; training continues at epoch 1.60 of the new data"
     ]
     # The changed data is accepted from now on.
     assert run_ranks(start, 1, text_job(tmp_path, "text", 8))[0][:2] == (6, 24)
+
+
+def test_another_tokenizer_is_refused_and_a_moved_one_is_not(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    write_text(tmp_path / "text", 20)
+    write_text(tmp_path / "held-out", 2)
+    for name, begin in (("one", "x"), ("two", "y")):
+        train_tokenizer([f"{begin * 4} aaaa"], 260, tmp_path / name)
+    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+
+    def config(tokenizer: str, steps: int, **checkpoint: Any) -> dict[str, Any]:
+        keys = text_job(tmp_path, "text", steps, **checkpoint)
+        keys["model"]["args"]["vocab_size"] = 260
+        return keys | {"tokenizer": {"kind": "huggingface", "path": str(tmp_path / tokenizer)}}
+
+    run_ranks(run_job, 1, config("one", 2))
+    run_ranks(run_job, 1, config("moved", 4))
+    before, now = (build_tokenizer(TokenizerConfig(**config(name, 4)["tokenizer"])) for name in ("one", "two"))
+    digests = f"digest {now.digest} (before: {before.digest})"
+    change = f"changed since {tmp_path / 'tiny/checkpoints/step-4'} was saved: {digests}"
+    assert run_ranks(refused, 1, config("two", 6)) == [
+        f"tokenizer.path: the tokenizer has {change}; the model learned the ids of the other tokenizer: restore "
+        "[tokenizer], or accept the change with --checkpoint.accept_changes=true, or start anew with "
+        "--checkpoint.load=none"
+    ]
+    logged_lines = run_ranks(logged, 1, config("two", 6, accept_changes=True), "the tok")[0]
+    assert logged_lines == [f"the tokenizer has {change}"]

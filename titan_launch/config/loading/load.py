@@ -32,21 +32,23 @@ class LoadedJob:
 
 
 def load_job(
-    path: str,
+    path: str | None,
     overrides: Sequence[str] = (),
     extra_rules: Sequence[Rule] = (),
     aliases: Mapping[str, str] | None = None,
+    rules: Sequence[Rule] = RULES,
 ) -> LoadedJob:
     """Read a job file (`.toml`, or the `config.json` of a run), apply the overrides, and check the configuration.
 
-    `aliases`: short options and the keys that they set (`--device`: `--planner.device`). Messages show options as the
-    user wrote them. Raises UserError with all problems: location, key, value, reason and remedy of each.
+    `path`: None for a job that only overrides describe. `rules`: the rules to check before `extra_rules`. `aliases`:
+    short options and the keys that they set (`--device`: `--planner.device`). Messages show options as the user wrote
+    them. Raises UserError with all problems: location, key, value, reason and remedy of each.
     """
     draft, problems = _merge_all(path, overrides, aliases)
     config, more = _parse(draft.table)
     problems += more
-    problems += _check_rules(config, (*RULES, *extra_rules), problems)
-    provenance = draft.provenance(path)
+    problems += _check_rules(config, (*rules, *extra_rules), problems)
+    provenance = draft.provenance(path or "the command line")
     if problems:
         raise UserError(provenance.describe(problems))
     return LoadedJob(config, provenance)
@@ -59,9 +61,11 @@ def dump_job(config: JobConfig) -> str:
     return json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2, allow_nan=False) + "\n"
 
 
-def _merge_all(path: str, overrides: Sequence[str], aliases: Mapping[str, str] | None) -> tuple[Draft, list[Problem]]:
+def _merge_all(
+    path: str | None, overrides: Sequence[str], aliases: Mapping[str, str] | None
+) -> tuple[Draft, list[Problem]]:
     """Return the merged files and overrides of a job, and the problems of overrides that cannot be applied."""
-    given, files = parse_overrides(overrides, aliases), read_job(path)
+    given, files = parse_overrides(overrides, aliases), read_job(path) if path else []
     draft, problems = _merge(files, given)
     try:
         if folder := _model_of_folder(draft.table.get("model")):

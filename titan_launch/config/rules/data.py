@@ -157,11 +157,18 @@ def files_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def token_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each `path` to token files that is not a folder."""
+    """Report a problem for each `path` to token files that names no folder or file, and for a `dtype` of a folder."""
     for source, data in _sources(config):
-        if isinstance(data, TokensData) and not os.path.isdir(data.path):
-            reason = "must be an existing folder of token files; write it with titan-launch prepare"
-            yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
+        if not isinstance(data, TokensData):
+            continue
+        also = ((*source, "kind"),)
+        if os.path.isdir(data.path):
+            if data.dtype is not None:
+                reason = "is only for flat files, but path is a folder; remove this key"
+                yield Problem((*source, "dtype"), reason, data.dtype, also=(*also, (*source, "path")))
+        elif not (names_a_file(data.path) or os.path.isfile(f"{data.path}.bin")):
+            reason = "must be a folder that titan-launch prepare wrote, or files of another program, and must exist"
+            yield Problem((*source, "path"), reason, data.path, also=also)
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
@@ -285,6 +292,9 @@ def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterat
                 reason = f"must equal {at} ({value}), so that training and validation normalize images equally"
                 yield Problem((*key, name), reason, ours, also=((*train_key, name), (*train_key, "kind")))
 
+
+CORPUS_RULES = (tokenizer_is_usable, files_exist)
+"""The rules for the text and the tokenizer that `titan-launch prepare` reads."""
 
 DATA_RULES = (
     data_suits_the_model,

@@ -123,6 +123,12 @@ def _tag(table: Any) -> Any:
 class TokenizedData(DataSource):
     """The keys of all kinds of data that become sequences of `training.seq_len` tokens."""
 
+    packing: Literal["concat", "documents"] = "concat"
+    """Division of the documents into samples. `concat`: all documents are one stream, which is cut every
+    `training.seq_len` tokens. Tokens attend to earlier documents of their sample. `documents`: a sample has whole
+    documents and at its end padding, as little as possible. Documents do not attend to each other, and positions begin
+    at 0 in each. Only documents of more than `training.seq_len` + 1 tokens are cut."""
+
 
 class CorpusData(TokenizedData):
     """The keys of all kinds of text. When a run starts, one process of each host tokenizes the text into the cache
@@ -147,12 +153,11 @@ class FilesData(CorpusData):
     """Ends of the names of the files that count in a folder, before `.gz` or `.zst`."""
 
     path: str | Array[str]
-    """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
-    working directory."""
+    """A file, a folder, a glob (`**` crosses folders), or an array of these, relative to the working directory."""
 
 
 class TextData(FilesData):
-    """Text files. They are tokenized, concatenated and cut into sequences of `training.seq_len` tokens."""
+    """Text files. Each file is one document."""
 
     kind: Literal["text"] = "text"
     """Kind of data source. It decides which other keys are valid."""
@@ -160,9 +165,9 @@ class TextData(FilesData):
     path: str | Array[str] = PYTHON_STDLIB
     """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
     working directory. `python-stdlib` is the source code of the running Python's standard library: tens of MB of real
-    text that every machine has. Each file is one document, whose name is its path relative to the given folder. Files
-    that end in `.gz` or `.zst` are decompressed. Files that are not text (valid UTF-8 without NUL bytes) are skipped;
-    the log reports their number."""
+    text that every machine has. The name of a document is its path relative to the given folder. Files that end in
+    `.gz` or `.zst` are decompressed. Files that are not text (valid UTF-8 without NUL bytes) are skipped; the log
+    reports their number."""
 
 
 class RecordsData(CorpusData):
@@ -195,25 +200,34 @@ class JsonlData(LinesData):
 
 
 class ChatData(LinesData):
-    """Chats in JSON lines: one chat per line, for fine-tuning. A chat template turns it into text, and the tokens of the
-    assistant's turns are the targets. A line has `messages` with `role` and `content`, `conversations` with `from` and
-    `value`, `prompt` and `response` (or `completion`), or `instruction`, `input` and `output`."""
+    """Chats in JSON lines, for fine-tuning: one chat per line, which is one document. A chat template turns it into
+    text, and the assistant's turns are the targets. A line has `messages` with `role` and `content`, `conversations`
+    with `from` and `value`, `prompt` and `response` (or `completion`), or `instruction`, `input` and `output`. It needs
+    `pip install 'titan-launch[chat]'`."""
 
     kind: Literal["chat"]
     """Kind of data source. It decides which other keys are valid."""
 
+    packing: Literal["concat", "documents"] = "documents"
+    """Division of the chats into samples. `documents`: a sample has whole chats and at its end padding, as little as
+    possible. Chats do not attend to each other, and positions begin at 0 in each. `concat`: all chats are one stream,
+    which is cut every `training.seq_len` tokens. Tokens attend to earlier chats of their sample."""
+
     template: str | None = None
-    """`chatml`, or the path of a Jinja template. Default: the template of the tokenizer, in `chat_template.jinja` or
-    `tokenizer_config.json` beside its file. It needs `pip install jinja2`, which PyTorch also needs."""
+    """Chat template: `chatml`, or the path of a Jinja file. Default: the template of the tokenizer, in
+    `chat_template.jinja` or `tokenizer_config.json` beside its `tokenizer.json`."""
+
+    template_args: Table = Field(default_factory=dict)
+    """Further variables of the template, such as `{ enable_thinking = false }`."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens that are targets. `assistant`: all turns of the assistant, each with the token that ends it. `last`: the
-    last of these turns. `all`: all tokens."""
+    """Targets. `assistant`: all turns of the assistant, each with the token that ends it. `last`: the last of these
+    turns. `all`: all tokens."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
-    """Use of chats with more than `training.seq_len` + 1 tokens. `skip`: they are not used; the log reports their number.
-    `stop`: the run ends with an error that names the line. `right`, `left`: tokens are removed at the end or at the
-    beginning."""
+    """Use of a chat with more than `training.seq_len` + 1 tokens. `skip`: the chat is not used, and the log reports the
+    number of such chats. `stop`: the run ends with an error that names the chat. `right`, `left`: tokens are removed at
+    its end or at its beginning."""
 
 
 class ParquetData(FilesData, RecordsData):
@@ -258,14 +272,19 @@ class HuggingFaceData(RecordsData):
 
 
 class TokensData(TokenizedData):
-    """Token files that `titan-launch prepare` wrote. They are mapped into memory."""
+    """Tokens in files: those that `titan-launch prepare` wrote, or those of other programs. They are mapped into
+    memory."""
 
     kind: Literal["tokens"]
     """Kind of data source. It decides which other keys are valid."""
 
     path: str
-    """Folder of token files, relative to the working directory. The job's `[tokenizer]` must be the one that prepared
-    them."""
+    """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or files of another
+    program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, a flat file
+    of numbers as in nanoGPT, or a glob of these. `[tokenizer]` must be the tokenizer that made the tokens."""
+
+    dtype: Literal["uint16", "uint32"] | None = None
+    """Dtype of the numbers in a flat file. Files of all other formats say their dtype themselves."""
 
 
 class SyntheticData(DataSource):
@@ -504,7 +523,7 @@ def expand_paths(config: FilesData) -> list[tuple[str, Path]]:
     return [(name, file) for file, name in files.items()]
 
 
-def names_a_file(entry: str, suffixes: tuple[str, ...]) -> bool:
+def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
     """Return True if an entry of a `path` names at least one file. The search stops at the first file. The standard
     library is assumed to exist."""
     return entry == PYTHON_STDLIB or next(_files_of(entry, suffixes), None) is not None
@@ -590,10 +609,9 @@ def resized_size(height: int, width: int, resize: int) -> tuple[int, int]:
 
 def separates_documents(data: DataSource) -> bool:
     """Return True if samples have document numbers, which separate attention and positions of documents."""
-    return any(
-        "documents" in (getattr(source, "packing", None), getattr(source, "samples", None))
-        for source in single_sources(data).values()
-    )
+    sources = single_sources(data).values()
+    packed = ("documents" in (getattr(source, "packing", None), getattr(source, "samples", None)) for source in sources)
+    return any(packed)
 
 
 class ValidationConfig(Section):

@@ -21,7 +21,7 @@ class TokenizerConfig(Section):
 
     kind: Literal["bytes", "huggingface"] = "bytes"
     """The tokenizer. `bytes`: each byte of the UTF-8 text is a token (0 to 255), and token 256 ends a document; no
-    download is needed. `huggingface`: the file `path`, which needs `pip install 'titan-launch[hf]'`."""
+    download is needed. `huggingface`: the file `path`, which needs `pip install 'titan-launch[tokenizers]'`."""
 
     path: str | None = None
     """A `tokenizer.json`, or a folder that contains one, such as the folder of a Hugging Face model. `titan-launch

@@ -1,0 +1,17 @@
+"""Corpora, by the `kind` of their section."""
+
+from titan_launch.data.corpora.base import Corpus
+from titan_launch.data.corpora.chat import ChatCorpus
+from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
+from titan_launch.data.corpora.jsonl import JsonlCorpus
+from titan_launch.data.corpora.parquet import ParquetCorpus
+from titan_launch.data.corpora.text import TextCorpus
+
+CORPORA: dict[str, type[Corpus]] = {
+    "text": TextCorpus,
+    "jsonl": JsonlCorpus,
+    "chat": ChatCorpus,
+    "parquet": ParquetCorpus,
+    "huggingface": HuggingFaceCorpus,
+}
+"""The corpus of each kind of data that can be tokenized: when a run starts, or by `titan-launch prepare`."""

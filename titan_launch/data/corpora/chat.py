@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from titan_launch.config.sections.data import ChatData
 from titan_launch.core.errors import KeyPath, listed
-from titan_launch.data.chat_template import ChatTemplate, Span, TemplateProblem, load_template
-from titan_launch.data.corpora.base import Document, Skipped
+from titan_launch.data.corpora.base import Document
+from titan_launch.data.corpora.chat_template import ChatTemplate, Message, Span, load_template
 from titan_launch.data.corpora.jsonl import LinesCorpus
 from titan_launch.data.corpora.records import RecordError
 from titan_launch.data.token_files import Encoded, token_dtype
 from titan_launch.data.tokenizers import Tokenizer
 
-Message = dict[str, Any]
-"""A message of a chat, as templates expect it: `{"role": "user", "content": "..."}`, perhaps with more keys."""
-
-_ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "bard": "assistant"}
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 """Roles of ShareGPT's format that have another name in templates."""
 
 
@@ -33,108 +32,107 @@ class ChatCorpus(LinesCorpus):
     def __init__(self, config: ChatData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
         """Load the template. Raises ConfigError on the key `template`."""
         super().__init__(config, tokenizer, key, seq_len)
-        self.template: ChatTemplate = load_template(config.template, tokenizer, (*key, "template"))
+        self.template: ChatTemplate = load_template(
+            config.template, config.template_args, tokenizer, (*key, "template")
+        )
 
     @property
     def identity(self) -> Sequence[object]:
         """The template and the longest chat also decide the tokens."""
-        return [self.template.text, self.seq_len]
+        return [self.template.text, str(self.template.variables), self.seq_len]
 
-    def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document | Skipped:
+    def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
         """Return the tokens of a chat. Raises RecordError."""
-        messages = chat_messages(record)
-        is_answered = any(message["role"] == "assistant" for message in messages)
-        if not is_answered and self.config.train_on != "all":
+        messages, train_on = chat_messages(record), self.config.train_on
+        if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
             raise RecordError("without a message of the assistant")
+        tools = record.get("tools")
+        if not isinstance(tools, list | None):
+            raise RecordError('without an array in "tools"')
+        text, spans = self.template.render(messages, tools, train_on)
         try:
-            text, spans = self.template.render(messages, record.get("tools"))
-        except TemplateProblem as problem:
-            raise RecordError(problem.reason, problem.detail, "template") from None
-        if self.config.train_on == "last":
-            spans = spans[-1:]
-        elif self.config.train_on == "all":
-            spans = [Span(0, len(text))]
-        tokens, starts = self.tokenizer.encode_template(text)
-        encoded = Encoded(np.array(tokens, token_dtype(self.tokenizer.vocab_size)), _within(starts, spans))
-        name = text.encode(errors="replace")
-        return self._shortened(encoded, name, file)
+            tokens, offsets = self.tokenizer.encode_chat(text)
+        except UnicodeEncodeError:
+            raise RecordError("not valid Unicode", "it has a part of a surrogate pair") from None
+        kept = self._kept(len(tokens))
+        targets = _within(offsets, spans)[kept]
+        if not targets[1:].any():
+            raise RecordError("without a target", "no text of the assistant, or none is left", "truncation")
+        chat = Encoded(np.array(tokens[kept], token_dtype(self.tokenizer.vocab_size)), targets)
+        return Document(json.dumps(messages, sort_keys=True).encode(), chat, file)
 
     def encode(self, contents: Sequence[Encoded]) -> list[Encoded]:
         """Return the documents, which are tokens already."""
         return list(contents)
 
-    def _shortened(self, chat: Encoded, name: bytes, file: tuple[str, int]) -> Document | Skipped:
-        """Return a chat that fits into a sequence."""
+    def _kept(self, num_tokens: int) -> slice:
+        """Return the part of a chat that fits into a sequence. Raises RecordError if a longer chat is not used."""
         longest, rule = self.seq_len + 1, self.config.truncation
-        assert chat.targets is not None
-        if len(chat.tokens) > longest:
-            reason = f"longer than {longest} tokens"
-            if rule == "stop":
-                raise RecordError(reason, f"it has {len(chat.tokens):,}", "truncation")
-            if rule == "skip":
-                return Skipped(reason, "")
-            part = slice(0, longest) if rule == "right" else slice(-longest, None)
-            chat = Encoded(chat.tokens[part], chat.targets[part])
-        assert chat.targets is not None
-        if not chat.targets[1:].any():
-            raise RecordError("without a token of the assistant in its first or last tokens", key="truncation")
-        return Document(name, chat, file)
+        if num_tokens > longest and rule in ("skip", "stop"):
+            reason = f"longer than training.seq_len + 1 = {longest:,} tokens"
+            raise RecordError(reason, f"it has {num_tokens:,}", "truncation", on_error=rule)
+        return slice(-longest, None) if rule == "left" else slice(longest)
 
 
 def chat_messages(record: Mapping[str, Any]) -> list[Message]:
     """Return the messages of a line in one of four formats. Raises RecordError for any other line.
 
-    - `{"messages": [{"role": ..., "content": ...}, ...]}`
+    - `{"messages": [{"role": ..., "content": ...}, ...]}` (OpenAI)
     - `{"conversations": [{"from": ..., "value": ...}, ...]}` (ShareGPT)
-    - `{"prompt": ..., "response": ...}` or `completion`: texts, or lists of messages
+    - `{"prompt": ..., "response": ...}` or `completion`: texts, or arrays of messages
     - `{"instruction": ..., "input": ..., "output": ...}` (Alpaca), of which `input` may be missing
+
+    A string `system` becomes the first message.
     """
-    if "messages" in record:
-        return _checked(record["messages"], "messages")
-    if "conversations" in record:
-        turns = _list_of_objects(record["conversations"], "conversations")
-        named = [
-            {"role": _ROLES.get(turn.get("from", ""), turn.get("from")), "content": turn.get("value")} for turn in turns
-        ]
-        return _checked(named, "conversations")
     answer = next((name for name in ("response", "completion", "output") if name in record), None)
     question = next((name for name in ("prompt", "instruction") if name in record), None)
-    if answer is None or question is None:
+    if "messages" in record:
+        messages = _messages(record, "messages")
+    elif "conversations" in record:
+        messages = _messages(record, "conversations")
+    elif answer is not None and question is not None:
+        asked = record[question]
+        if isinstance(asked, str) and isinstance(extra := record.get("input"), str) and extra:
+            asked = f"{asked}\n\n{extra}"
+        asked_and_answered = {question: _as_message(asked, "user"), answer: _as_message(record[answer], "assistant")}
+        messages = [*_messages(asked_and_answered, question), *_messages(asked_and_answered, answer)]
+    else:
         known = '"messages", "conversations", "prompt" with "response", or "instruction" with "output"'
         raise RecordError("not a chat", f"its keys are {listed(list(record), most=8)}; a chat has {known}")
-    extra = record.get("input")
-    asked = record[question] if not extra else f"{record[question]}\n\n{extra}"
-    return [
-        *_checked(_as_messages(asked, "user"), question),
-        *_checked(_as_messages(record[answer], "assistant"), answer),
-    ]
+    system = record.get("system")
+    return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
 
 
-def _as_messages(text: object, role: str) -> object:
+def _as_message(text: object, role: str) -> object:
     return text if isinstance(text, list) else [{"role": role, "content": text}]
 
 
-def _list_of_objects(value: object, key: str) -> list[Message]:
-    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+def _messages(record: Mapping[str, Any], key: str) -> list[Message]:
+    """Return the messages in an array. Raises RecordError for any other value."""
+    found = record[key]
+    if not isinstance(found, list) or not found or not all(isinstance(item, dict) for item in found):
         raise RecordError(f'without messages in "{key}"', "it must be an array of objects")
-    return value
-
-
-def _checked(value: object, key: str) -> list[Message]:
-    messages = _list_of_objects(value, key)
+    messages = [_named(item) for item in found]
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message.get("role"), str):
+        if not isinstance(message["role"], str):
             raise RecordError("without the role of a message", f'message {number} of "{key}"')
-        has_text = isinstance(message.get("content"), str)
-        if not has_text and not message.get("tool_calls"):
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise RecordError("without the text of a message", f'message {number} of "{key}" needs a string')
     return messages
 
 
-def _within(starts: Sequence[int], spans: Sequence[Span]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return True for each token that begins in a span. `starts`: index of the first character of each token."""
-    positions = np.array(starts, dtype=np.int64)
-    within = np.zeros(len(positions), dtype=np.bool_)
+def _named(message: dict[str, Any]) -> Message:
+    """Return a message with `role` and `content`, which ShareGPT calls `from` and `value`."""
+    if "role" in message:
+        return message
+    role = message.get("from")
+    return {"role": _ROLES.get(str(role), role), "content": message.get("value")}
+
+
+def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Return True for each token with a character in a span. `offsets`: first character of each token, and its end."""
+    starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
+    within = np.zeros(len(starts), np.bool_)
     for span in spans:
-        within |= (positions >= span.start) & (positions < span.stop)
+        within |= (stops > span.start) & (starts < span.stop)
     return within

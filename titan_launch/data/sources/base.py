@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from titan_launch.config.sections.data import ImageFormat
 from titan_launch.core.errors import KeyPath
 from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.data.token_files import Tokens
 from titan_launch.data.tokenizers import Tokenizer
 
 Sample = tuple[Tensor, ...]
@@ -73,6 +76,28 @@ class BatchSource(Protocol):
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None, /) -> Sample:
         """Return what the function `read_batch` returns. Integers may have a smaller dtype: the loader widens them."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """The contents of a source, as `titan-launch data` prints them."""
+
+    amounts: dict[str, Any]
+    """Numbers by name. A table of numbers is a histogram: `{"classes": {"0": 178, "1": 182}}`."""
+
+    document_lengths: npt.NDArray[np.int64] | None = None
+    """Number of tokens of each document; None for data without documents."""
+
+    first_tokens: Tokens | None = None
+    """The first tokens of the data, from which the number of bytes per token is computed; None without text."""
+
+
+@runtime_checkable
+class DetailedSource(Protocol):
+    """A source that knows more about its data than the number of samples."""
+
+    def details(self) -> Details:
+        """Return the contents of the source. This may read all ends of documents, or all labels."""
 
 
 def read_batch(source: SampleSource, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:

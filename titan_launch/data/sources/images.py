@@ -15,7 +15,7 @@ from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.data.images.arrays import Labels, open_digits, open_npz
 from titan_launch.data.images.encoded import open_folder, open_shards
 from titan_launch.data.images.transform import Transform
-from titan_launch.data.sources.base import SourceContext
+from titan_launch.data.sources.base import Details, SourceContext
 
 Indices = npt.NDArray[np.int64]
 
@@ -63,6 +63,12 @@ class ImageSource:
         """Return the amount of data as part of a log line."""
         return f"{len(self):,} images {tuple(self.shape)} of {self.num_classes:,} classes{self._images.note}"
 
+    def details(self) -> Details:
+        """Return the shape of the images, and the number of images of each class."""
+        counts = np.bincount(self._images.labels[self._chosen], minlength=self.num_classes)
+        classes = {str(label): count for label, count in enumerate(counts.tolist())}
+        return Details({"shape": " x ".join(map(str, self.shape)), "classes": classes})
+
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the stored images and labels, which count as one file."""
         images = self._images
@@ -71,7 +77,7 @@ class ImageSource:
             image = self._chosen[index]
             return images.content(image) + images.labels[image].tobytes()
 
-        return fingerprint_of([images.as_file(self._chosen)], len(self), sample, seed)
+        return fingerprint_of([("", *images.as_file(self._chosen))], len(self), sample, seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a float32 image `[channels, height, width]` without augmentation, and its class, an int64 scalar.

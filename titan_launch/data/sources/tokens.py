@@ -10,25 +10,15 @@ import torch
 
 from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokensData
 from titan_launch.core.errors import ConfigError, config_error
-from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.data.corpora import CORPORA
 from titan_launch.data.corpora.base import Corpus
-from titan_launch.data.corpora.chat import ChatCorpus
-from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
-from titan_launch.data.corpora.jsonl import JsonlCorpus
-from titan_launch.data.corpora.parquet import ParquetCorpus
-from titan_launch.data.corpora.text import TextCorpus
+from titan_launch.data.foreign_tokens import open_foreign_tokens
+from titan_launch.data.packing import cached_packing
 from titan_launch.data.prepare import cached_token_files
-from titan_launch.data.sources.base import Sample, SourceContext
+from titan_launch.data.sources.base import Details, Sample, SourceContext
+from titan_launch.data.sources.packed import PackedSource, token_details
 from titan_launch.data.token_files import Header, TokenFilesError, Tokens, TokenStream, open_token_files, read_header
-
-CORPORA: dict[str, type[Corpus]] = {
-    "text": TextCorpus,
-    "jsonl": JsonlCorpus,
-    "chat": ChatCorpus,
-    "parquet": ParquetCorpus,
-    "huggingface": HuggingFaceCorpus,
-}
-"""The corpus of each kind of data that is tokenized when a run starts."""
 
 
 class TokenSource:
@@ -38,19 +28,22 @@ class TokenSource:
     first are also a target once.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, num_classes: int, description: str, note: str = ""):
-        """`description`: the files, for the log line; `note`: its end."""
+    def __init__(self, stream: TokenStream, seq_len: int, header: Header, description: str, note: str = ""):
+        """`description`: the data, for the log line; `note`: its end."""
         self._stream, self._seq_len = stream, seq_len
-        self.num_classes = num_classes
-        self._description, self._note = description, note
+        self.num_classes = header.vocab_size
+        self._header, self._description, self._note = header, description, note
 
     def __len__(self) -> int:
         return max(0, len(self._stream) - 1) // self._seq_len
 
     def describe(self) -> str:
         """Return the amount of data as part of a log line."""
-        size = f"{self._description}, {_count(len(self._stream), 'token')}"
-        return f"{size}, {_count(len(self), 'sample')} of {self._seq_len}{self._note}"
+        return f"{self._description}, {_count(len(self), 'sample')} of {self._seq_len}{self._note}"
+
+    def details(self) -> Details:
+        """Return the contents of the token files."""
+        return token_details(self._header, self._stream)
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the tokens and their files, without skipped files."""
@@ -58,7 +51,7 @@ class TokenSource:
         def content(index: int) -> bytes:
             return self._window(index).astype(np.int64).tobytes()
 
-        return fingerprint_of(self._stream.files, len(self), content, seed)
+        return self._stream.fingerprint(len(self), content, seed)
 
     def __getitem__(self, index: int) -> Sample:
         """Return inputs and targets, both int64 `[seq_len]`. The targets are the inputs shifted by one position."""
@@ -82,7 +75,7 @@ class TokenSource:
         return self._stream.read(start, start + self._seq_len + 1)
 
 
-def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource:
+def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | PackedSource:
     """Tokenize a corpus, unless the cache has its tokens, and open them. Raises ConfigError on a key below
     `context.key`."""
     corpus = CORPORA[config.kind](config, context.tokenizer, context.key, context.seq_len)
@@ -93,46 +86,61 @@ def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource:
         raise _without_documents(corpus, skipped)
     documents = "" if corpus.unit == "file" else f", {_count(header.num_documents, 'document')}"
     description = f"{_count(len(header.files), 'file')}{documents}"
-    return _build(config, context, folder, header, description, skipped and f"; {skipped}")
+    stream = _open(config, context, folder, header)
+    return _build(config, context, header, stream, description, skipped and f"; {skipped}")
 
 
-def build_tokens(config: TokensData, context: SourceContext) -> TokenSource:
-    """Open token files that `prepare` wrote. Raises ConfigError on a key below `context.key`."""
+def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | PackedSource:
+    """Open token files of `prepare` or of another program. Raises ConfigError on a key below `context.key`."""
     folder, key = Path(config.path), (*context.key, "path")
     try:
+        if not folder.is_dir():
+            header, stream = open_foreign_tokens(config, context.tokenizer, context.key)
+            return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
         header = read_header(folder)
     except TokenFilesError as error:
         raise config_error(key, str(error), config.path) from None
+    except OSError as error:
+        reason = f"cannot read {error.filename}: {error.strerror}; correct the permissions, or name other files"
+        raise config_error(key, reason, config.path) from None
     if header.tokenizer != context.tokenizer.digest:
         reason = (
             f"was prepared with another tokenizer (digest {header.tokenizer}; that of [tokenizer] is "
             f"{context.tokenizer.digest}); set [tokenizer] as for titan-launch prepare, or prepare the text again"
         )
         raise config_error(key, reason, config.path, also=(("tokenizer",),))
-    return _build(config, context, folder, header, _count(header.num_documents, "document"), "")
+    stream = _open(config, context, folder, header)
+    return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
+
+
+def _open(config: CorpusData | TokensData, context: SourceContext, folder: Path, header: Header) -> TokenStream:
+    try:
+        return open_token_files(folder, header)
+    except TokenFilesError as error:
+        raise config_error((*context.key, "path"), str(error), config.path) from None
 
 
 def _build(
     config: CorpusData | TokensData,
     context: SourceContext,
-    folder: Path,
     header: Header,
+    stream: TokenStream,
     description: str,
     note: str,
-) -> TokenSource:
-    key = (*context.key, "path")
-    try:
-        stream = open_token_files(folder, header)
-    except TokenFilesError as error:
-        raise config_error(key, str(error), config.path) from None
-    source = TokenSource(stream, context.seq_len, header.vocab_size, description, note)
+) -> TokenSource | PackedSource:
+    description = f"{description}, {_count(len(stream), 'token')}"
+    source: TokenSource | PackedSource
+    if config.packing == "documents":
+        packing = cached_packing(stream, header, context.seq_len)
+        source = PackedSource(stream, packing, header, description, note)
+        needed, remedy = "one document of at least 2 tokens", "name more text"
+    else:
+        source = TokenSource(stream, context.seq_len, header, description, note)
+        needed = f"a sample of seq_len + 1 = {context.seq_len + 1} tokens"
+        remedy = "name more text, or set a smaller training.seq_len"
     if not len(source):
-        found = f"{len(stream)} tokens in {description}{note}"
-        reason = (
-            f"has too few tokens for a sample of seq_len + 1 = {context.seq_len + 1} tokens: {found}; name more text, "
-            "or set a smaller training.seq_len"
-        )
-        raise config_error(key, reason, config.path)
+        reason = f"has too few tokens for {needed}: {description}{note}; {remedy}"
+        raise config_error((*context.key, "path"), reason, config.path)
     return source
 
 

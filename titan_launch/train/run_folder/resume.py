@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -183,7 +183,7 @@ def _resume(
 ) -> None:
     """Resume from a checkpoint of this run. Log a warning if the validation data has changed.
 
-    Raises ConfigError if the training data or the weights that the run began with have changed, and
+    Raises ConfigError if the training data, its tokenizer or the weights that the run began with have changed, and
     `checkpoint.accept_changes` is false."""
     if (change := _data_change(checkpoint, "model.weights", sources)) and not config.checkpoint.accept_changes:
         raise config_error(
@@ -192,11 +192,24 @@ def _resume(
             "folder, or resume with --checkpoint.accept_changes=true, or start anew with --checkpoint.load=none",
             config.model.weights,
         )
-    trained_on = [section for section in sources if section.partition(".")[0] == "data" and selection.takes("data")]
+    sections = [section for section in sources if section.partition(".")[0] == "data"]
+    tokenizers = (_data_change(checkpoint, section, sources, _tokenizer_change) for section in sections)
+    tokenizer_change = next(filter(None, tokenizers), "")
+    if tokenizer_change and not config.checkpoint.accept_changes:
+        raise config_error(
+            ("tokenizer", "path" if config.tokenizer.path else "kind"),
+            f"the tokenizer has {tokenizer_change}; the model learned the ids of the other tokenizer: restore "
+            "[tokenizer], or accept the change with --checkpoint.accept_changes=true, or start anew with "
+            "--checkpoint.load=none",
+            config.tokenizer.path or config.tokenizer.kind,
+        )
+    trained_on = sections if selection.takes("data") else []
     changes = {section: change for section in trained_on if (change := _data_change(checkpoint, section, sources))}
     if changes and not config.checkpoint.accept_changes:
         raise ConfigError(_changed_data(config, section, change) for section, change in changes.items())
     _load(checkpoint, state, selection)
+    if tokenizer_change:
+        warn(_log, "the tokenizer has %s", tokenizer_change)
     consumed = dict(zip(trained_on, order.consumed(progress.data_position), strict=False))
     for section, change in changes.items():
         epoch = consumed[section] / len(sources[section])
@@ -251,20 +264,31 @@ def _listed(counts: Iterable[int]) -> str:
     return " + ".join(f"{count:,}" for count in counts)
 
 
-def _data_change(checkpoint: Path, section: str, sources: Sources) -> str:
+def _tokenizer_change(before: Fingerprint, now: Fingerprint) -> str:
+    """Return a clause with the digests of two tokenizers; "" if the tokenizers are the same."""
+    return f"digest {now.tokenizer} (before: {before.tokenizer})" if before.tokenizer != now.tokenizer else ""
+
+
+def _data_change(
+    checkpoint: Path,
+    section: str,
+    sources: Sources,
+    compare: Callable[[Fingerprint, Fingerprint], str] = Fingerprint.changed_to,
+) -> str:
     """Return a clause that describes how the data of a section has changed since a checkpoint was saved. Collective.
 
     Return "" if no rank finds a change. Also return "" if the checkpoint or this job has no data for the section.
+    `compare` returns the change of one fingerprint to another.
     """
     before = read_manifest(checkpoint).data.get(section)
     if before is None or section not in sources:
         return ""
 
-    def compare() -> str:
+    def change_on_this_rank() -> str:
         now = sources[section].fingerprint(before.seed)
-        return "" if now is None else before.changed_to(now)
+        return "" if now is None else compare(before, now)
 
-    change = next(filter(None, on_all_ranks(compare)), "")
+    change = next(filter(None, on_all_ranks(change_on_this_rank)), "")
     return change and f"changed since {checkpoint} was saved: {change}"
 
 

@@ -1,0 +1,264 @@
+"""Preparation of token files, by function calls and by the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_command
+from titan_launch.config.sections.data import TextData
+from titan_launch.config.sections.tokenizer import TokenizerConfig
+from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.data.cache import VARIABLE
+from titan_launch.data.corpora.text import TextCorpus
+from titan_launch.data.prepare import UNFINISHED, cached_token_files, prepare
+from titan_launch.data.token_files import HEADER, open_token_files, verify_token_files
+from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
+
+PART_BYTES = "titan_launch.data.corpora.text._PART_BYTES"
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of 12 documents in 4 parts."""
+    monkeypatch.setattr(PART_BYTES, 250)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number:02}.txt").write_text(f"document {number} says hello to documents and tokens\n" * 2)
+    (folder / "05.bin").write_bytes(b"\xff\0")
+    return folder
+
+
+def corpus(text: Path, tokenizer: Any = None, **keys: Any) -> TextCorpus:
+    return TextCorpus(TextData(path=str(text), **keys), tokenizer or ByteTokenizer(), ("data",))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_number_of_processes_does_not_change_the_files(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    train_tokenizer((path.read_text() for path in text.glob("*.txt")), 280, tmp_path / "bpe")
+    tokenizer = build_tokenizer(TokenizerConfig(kind="huggingface", path=str(tmp_path / "bpe")))
+    finished: list[Any] = []
+    header = prepare(corpus(text, tokenizer), tmp_path / "one")
+    assert prepare(corpus(text, tokenizer), tmp_path / "two", 2, finished.append) == header
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+    assert len(finished) == len(header.shards) == 4 and header.num_documents == 12
+    assert header.skipped == {"file that is not UTF-8 text": 1} and header.first_skipped == "05.bin"
+    stream = open_token_files(tmp_path / "two", verify_token_files(tmp_path / "two"))
+    ends = stream.document_ends()
+    documents = [stream.read(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+    assert [tokenizer.decode(tokens) for tokens in documents] == [p.read_text() for p in sorted(text.glob("*.txt"))]
+
+
+def interrupted(text: Path, folder: Path, after: int = 2) -> None:
+    """Interrupt a preparation after some parts."""
+    finished: list[Any] = []
+
+    def report(part: Any) -> None:
+        finished.append(part)
+        if len(finished) == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus(text), folder, report=report)
+
+
+def test_an_interrupted_preparation_continues(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    interrupted(text, folder)
+    assert not (folder / HEADER).exists()
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tokens")}
+    assert len(before) == 2
+    header = prepare(corpus(text), folder)
+    after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tokens")}
+    assert len(after) == 4 and before.items() < after.items()
+    prepare(corpus(text), tmp_path / "at once")
+    assert content(folder) == content(tmp_path / "at once")
+    assert prepare(corpus(text), folder) == header, "a complete folder is kept"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda text, folder: (text / "00.txt").write_text("longer " * 50), "has unfinished token files of other text"),
+        (lambda text, folder: (folder / UNFINISHED).unlink(), "has files that are not token files"),
+        (
+            lambda text, folder: prepare(corpus(text), folder) and (text / "00.txt").unlink(),
+            "has tokens of other files",
+        ),
+    ],
+)
+def test_a_folder_of_another_corpus_is_refused(text: Path, tmp_path: Path, change: Any, reason: str) -> None:
+    interrupted(text, tmp_path / "tokens")
+    change(text, tmp_path / "tokens")
+    with pytest.raises(UserError, match=reason):
+        prepare(corpus(text), tmp_path / "tokens")
+
+
+def test_errors_of_a_process_name_the_key(text: Path, tmp_path: Path) -> None:
+    broken = corpus(text)
+    assert len(broken.parts()) == 4
+    (text / "03.txt").unlink()
+    with pytest.raises(ConfigError, match=r"data\.path: cannot read .*03\.txt: No such file"):
+        prepare(broken, tmp_path / "tokens", 2)
+
+
+def test_a_damaged_cache_is_built_again(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(PART_BYTES, 1 << 20)
+    folder = cached_token_files(corpus(text))
+    before = content(folder)
+    (folder / "00000.tokens").write_bytes(b"")
+    assert cached_token_files(corpus(text)) == folder and content(folder) == before
+    (folder / HEADER).unlink()
+    assert cached_token_files(corpus(text)) == folder and content(folder) == before
+
+
+def test_a_cache_that_cannot_be_written_is_one_error(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"the cache of prepared data cannot be written .*Not a directory"):
+        cached_token_files(corpus(text))
+
+
+def test_the_command_trains_a_tokenizer_and_splits(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    command = ["prepare", "text", "--out=tokens", "--train-tokenizer=280", "--validation-percent=30", "--workers=1"]
+    status, printed, reported = run_command([*command, "--verify"], tmp_path)
+    assert (status, reported) == (0, ""), reported
+    sides = [verify_token_files(tmp_path / "tokens" / side) for side in ("train", "validation")]
+    assert sum(side.num_documents for side in sides) == 12 and all(side.num_documents for side in sides)
+    tokenizer = build_tokenizer(TokenizerConfig(kind="huggingface", path=str(tmp_path / "tokens/tokenizer")))
+    assert {side.tokenizer for side in sides} == {tokenizer.digest}
+    assert "tokenizer: 280 tokens, trained in" in printed and printed.count("verified") == 2
+    assert run_command(command, tmp_path)[0] == 0, "the same command again changes nothing"
+    assert run_command(["prepare", "--verify", "--out", "tokens"], tmp_path)[1].count("verified") == 2
+    with (tmp_path / "tokens/train/00000.tokens").open("r+b") as file:
+        file.write(b"\1")
+    status, _, reported = run_command(["prepare", "--verify", "--out", "tokens"], tmp_path)
+    assert (status, reported) == (
+        2,
+        "error: tokens/train is damaged: the content of shard 00000 has another digest; copy or prepare it again\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out=o"], "error: name the text, or a job with --config"),
+        (["nothing", "--out=o"], 'command line: --data.path="nothing": data.path = "nothing": no such file or folder'),
+        (["text", "--out=o", "--train-tokenizer=9"], "--train-tokenizer: must be a whole number of at least 257"),
+        (["text", "--out=o", "--validation-percent=100"], "must be a whole number from 1 to 99"),
+        (["text", "--out=o", "--tokenizer=none"], "tokenizer.path"),
+        (["text", "--out=text"], "error: text has files that are not token files; name another folder, or delete them"),
+        (["--out=o", "--data.kind=synthetic"], 'prepare reads one source of text: set kind = "text"'),
+        (["fifo", "--out=o"], "no such file or folder"),
+        (["text/05.bin", "--out=o"], "error: o has no tokens: all documents were skipped; name more text"),
+    ],
+)
+def test_bad_arguments_are_one_error(text: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    if "fifo" in arguments:
+        os.mkfifo(tmp_path / "fifo")
+    status, _, reported = run_command(["prepare", *arguments], tmp_path)
+    assert status == 2 and message in reported and "Traceback" not in reported, reported
+
+
+SLOW = """
+import sys, time
+from titan_launch.cli import main
+from titan_launch.data.corpora import text
+from titan_launch.data import prepare
+text._PART_BYTES = 250
+parts = prepare._finish_parts
+def slowly(*arguments):
+    for part in parts(*arguments):
+        yield part
+        time.sleep(60)
+prepare._finish_parts = slowly
+main(sys.argv[1:])
+"""
+
+
+def test_ctrl_c_says_how_to_continue(text: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SLOW, "prepare", "text", "--out=tokens", "--workers=1"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "tokens/00000.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, reported = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert reported == (
+        "interrupted after 1 of 4 parts; run the same command again to continue: finished parts are kept\n"
+    )
+
+
+def test_a_full_disk_is_one_error(text: Path, tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)); "
+    ignore = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    code = f"import sys; {limit}{ignore}from titan_launch.cli import main; main(sys.argv[1:])"
+    result = subprocess.run(
+        [sys.executable, "-c", code, "prepare", "text", "--out=tokens"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert "cannot be written: File too large; correct this, then run the same command again" in result.stderr
+
+
+JOB = """
+[job]
+name = "on_{kind}"
+dump_folder = "."
+device = "cpu"
+
+[model.args]
+dim = 32
+n_layers = 1
+n_heads = 4
+n_kv_heads = 2
+
+[tokenizer]
+kind = "huggingface"
+path = "tokens/tokenizer"
+
+[data]
+kind = "{kind}"
+path = "{path}"
+
+[training]
+seq_len = 16
+steps = 2
+
+[checkpoint]
+save_last = false
+"""
+
+
+def test_prepared_tokens_give_the_losses_of_the_text(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    assert run_command(["prepare", "text", "--out=tokens", "--train-tokenizer=280"], tmp_path)[0] == 0
+    losses = []
+    for kind, path in (("text", "text"), ("tokens", "tokens")):
+        (tmp_path / "job.toml").write_text(JOB.format(kind=kind, path=path))
+        status, printed, reported = run_command(["train", "--config", "job.toml", "--metrics.log_freq=1"], tmp_path)
+        assert status == 0, reported
+        assert ("tokenizing:" in printed) == (kind == "text")
+        records = (tmp_path / f"on_{kind}" / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["train/loss"] for line in records])
+    assert losses[0] == losses[1] and len(losses[0]) == 2

@@ -1,0 +1,157 @@
+"""The command `data`: what the data of a job is, without a process group and without a GPU."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from titan_launch.commands.parser import Parser, at_least, load
+from titan_launch.core.process import run_and_exit
+from titan_launch.plan.layout import plan_layout, smallest_world_size
+
+_WIDTH = 24
+"""Width of the column of names."""
+
+_BAR = 40
+"""Length of the longest bar of a histogram."""
+
+_MAX_ROWS = 20
+"""Largest number of rows of a histogram in text. JSON has all rows."""
+
+_SHARES = ("share", "padding", "ignored_targets")
+
+_LABELS = {
+    "bytes_per_token": "bytes per token",
+    "documents_cut": "documents cut",
+    "ignored_targets": "ignored targets",
+    "share": "share of the samples",
+    "validated_samples": "validated samples",
+    "document_lengths": "tokens per document",
+}
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `data`."""
+    parser.add_job("titan-launch data --config configs/llama_debug.toml --samples 2")
+    text = "ranks, for training.global_batch_size if the job does not set it (default: the smallest number)"
+    parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
+    text = "samples to show, in the order of the run (default: 1)"
+    parser.add_argument("--samples", type=at_least(0), default=1, metavar="N", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(arguments: Namespace) -> NoReturn:
+    """Print the data of the job, and end the process."""
+    loaded = load(arguments, arguments.world_size)
+    config = loaded.config
+    world_size = arguments.world_size or smallest_world_size(config.parallelism)
+
+    def print_data() -> None:
+        from titan_launch.train.data_report import describe_data
+
+        report = describe_data(config, plan_layout(config.parallelism, config.training, world_size), arguments.samples)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # text of any language, on any terminal
+        print(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report, _marks())))
+
+    run_and_exit(print_data, loaded.provenance.describe)
+
+
+def _marks() -> tuple[str, str]:
+    """Return what stands before and after tokens that are not targets."""
+    is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return ("\x1b[2m", "\x1b[0m") if is_coloured else ("[-", "-]")
+
+
+def _lines(report: dict[str, Any], marks: tuple[str, str]) -> Iterator[str]:
+    consumed = report["steps"] * report["global_batch_size"]
+    batch = f"{report['steps']:,} steps of {report['global_batch_size']:,} samples ({_ranks(report['world_size'])})"
+    yield _row("job", report["job"])
+    length = "" if report["seq_len"] is None else f" of {_tokens(report['seq_len'])}"
+    yield _row("training", f"{batch}: {consumed:,} samples{length}")
+    if tokenizer := report.get("tokenizer"):
+        path = "" if tokenizer["path"] is None else f" {tokenizer['path']}"
+        yield _row("tokenizer", f"{tokenizer['kind']}{path}, {tokenizer['vocab_size']:,} tokens")
+    for source in report["sources"]:
+        yield ""
+        yield from _source_lines(source)
+    for sample in report["samples"]:
+        yield ""
+        yield from _sample_lines(sample, marks)
+
+
+def _source_lines(source: dict[str, Any]) -> Iterator[str]:
+    rest = dict(source)
+    yield f"{rest.pop('section')} {rest.pop('name')}".rstrip()
+    for name, value in rest.items():
+        label = _LABELS.get(name, name)
+        if name == "document_lengths":
+            numbers = ("min", "mean", "p50", "p90", "p99", "max")
+            yield _row(label, ", ".join(f"{number} {_number(value[number])}" for number in numbers), 2)
+            yield from _histogram(value["histogram"])
+        elif name == "skipped":
+            yield _row(label, "; ".join(f"{count:,}: {reason}" for reason, count in value.items()), 2)
+        elif isinstance(value, dict):
+            yield _row(label, f"{len(value):,}", 2)
+            yield from _histogram(value)
+        elif name in _SHARES:
+            yield _row(label, f"{value:.2%}", 2)
+        else:
+            yield _row(label, _number(value), 2)
+
+
+def _sample_lines(sample: dict[str, Any], marks: tuple[str, str]) -> Iterator[str]:
+    source = f" of {sample['source']}" if sample["source"] else ""
+    yield f"sample {sample['position']} of the run: sample {sample['index']:,}{source}"
+    if "class" in sample:
+        yield f"  class {sample['class']}, shape {' x '.join(map(str, sample['shape']))}"
+    for document in sample.get("documents", ()):
+        yield f"--- document of {_tokens(document['tokens'])}"
+        before, after = marks
+        passages = ((_printable(passage["text"]), passage["counts"]) for passage in document["text"])
+        yield "".join(text if counts else f"{before}{text}{after}" for text, counts in passages)
+    if sample.get("padding"):
+        yield f"--- padding of {_tokens(sample['padding'])}"
+
+
+def _row(name: str, value: str, indent: int = 0) -> str:
+    return f"{' ' * indent}{name:{_WIDTH - indent}}{value}"
+
+
+def _histogram(counts: dict[str, int]) -> Iterator[str]:
+    shown = dict(list(counts.items())[:_MAX_ROWS])
+    largest = max(shown.values(), default=1)
+    labels, numbers = max(map(len, shown)), max(len(f"{count:,}") for count in shown.values())
+    for label, count in shown.items():
+        bar = "#" * max(count > 0, round(_BAR * count / largest))
+        yield f"    {label:>{labels}}  {count:{numbers},}  {bar}".rstrip()
+    if len(counts) > _MAX_ROWS:
+        yield f"    and {len(counts) - _MAX_ROWS:,} more"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.2f}"
+    return (
+        f"{value:,}" if isinstance(value, int) else _printable(", ".join(value) if isinstance(value, tuple) else value)
+    )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number:,} ranks"
+
+
+def _tokens(number: int) -> str:
+    return "1 token" if number == 1 else f"{number:,} tokens"
+
+
+def _printable(text: str) -> str:
+    """Return a text without control characters, which could change the terminal."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )

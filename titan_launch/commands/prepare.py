@@ -1,0 +1,220 @@
+"""The command `prepare`: text becomes token files. It can also train the tokenizer."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from titan_launch.commands.parser import OVERRIDES, Parser, at_least
+from titan_launch.config.loading.load import load_job
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.rules.data import CORPUS_RULES
+from titan_launch.config.sections.data import CorpusData
+from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
+from titan_launch.core.errors import RunError, Stopped, UserError, config_error
+from titan_launch.core.process import INTERRUPTED, run_and_exit
+
+if TYPE_CHECKING:
+    from titan_launch.config.job import JobConfig
+    from titan_launch.data.corpora.base import Corpus, Part
+    from titan_launch.data.token_files import Header
+
+_EXAMPLE = "titan-launch prepare corpus/ --out tokens --train-tokenizer 8192"
+
+_SPLITS = ("train", "validation")
+
+_REPORT_S = 10.0
+"""Seconds between the lines of progress if standard error is not a terminal."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `prepare`."""
+    parser.usage = (
+        f"{parser.prog} PATH... --out OUT [--tokenizer TOKENIZER] [options] [--data.key=value ...]\n"
+        f"       {parser.prog} --config JOB.toml --out OUT [options] [--section.key=value ...]\n"
+        f"       {parser.prog} --verify --out OUT"
+    )
+    parser.epilog = (
+        f"{OVERRIDES}\n\nexamples:\n"
+        f"  {parser.prog} corpus/ --out tokens --train-tokenizer 8192 --validation-percent 5\n"
+        f"  {parser.prog} --config job.toml --out tokens"
+    )
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="file, folder or glob of text; sets data.path")
+    parser.add_argument("--config", metavar="JOB.toml", help="job whose [data] and [tokenizer] are used")
+    parser.add_argument("--out", required=True, metavar="OUT", help="folder to write (required)")
+    text = "tokenizer.json, or its folder; sets tokenizer.path (default: bytes)"
+    parser.add_argument("--tokenizer", metavar="TOKENIZER", help=text)
+    text = "first train a byte-level BPE tokenizer of SIZE tokens on the text, and write it to OUT/tokenizer"
+    parser.add_argument("--train-tokenizer", type=at_least(BYTES_VOCABULARY), metavar="SIZE", help=text)
+    text = "write OUT/train and OUT/validation, which has N %% of the documents (default: OUT has all documents)"
+    parser.add_argument("--validation-percent", type=_percentage, metavar="N", help=text)
+    text = "number of processes, which does not change the result (default: the number of CPU cores)"
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help=text)
+    text = "read all token files of OUT at the end, and compare them with their digests"
+    parser.add_argument("--verify", action="store_true", help=text)
+
+
+def run(arguments: Namespace) -> NoReturn:
+    """Prepare the text of a job or of paths, or only verify a folder."""
+    only_verifies = arguments.verify and not (arguments.paths or arguments.config or arguments.overrides)
+    loaded = load_job(arguments.config, [] if only_verifies else _overrides(arguments), rules=CORPUS_RULES)
+
+    def act() -> None:
+        if only_verifies:
+            _verify(Path(arguments.out))
+        else:
+            _prepare(arguments, loaded.config)
+
+    run_and_exit(act, loaded.provenance.describe)
+
+
+def _overrides(arguments: Namespace) -> list[str]:
+    """Return the overrides of the job that the arguments describe. Raises UserError for arguments that contradict."""
+    given = list(arguments.overrides)
+    if bool(arguments.paths) == bool(arguments.config) and not given:
+        raise UserError("error: name the text, or a job with --config (see titan-launch prepare --help)")
+    if arguments.paths and arguments.config:
+        raise UserError("error: name either the text or a job; --data.path=... replaces the text of a job")
+    if arguments.train_tokenizer and (arguments.config or arguments.tokenizer):
+        other = "--config" if arguments.config else "--tokenizer"
+        raise UserError(f"error: --train-tokenizer cannot be used with {other}; name the text alone: {_EXAMPLE}")
+    if arguments.paths:
+        paths = arguments.paths
+        given.append(f"--data.path={toml_value(paths if len(paths) > 1 else paths[0])}")
+    if arguments.tokenizer:
+        given += ["--tokenizer.kind=huggingface", f"--tokenizer.path={toml_value(arguments.tokenizer)}"]
+    return given
+
+
+def _prepare(arguments: Namespace, config: JobConfig) -> None:
+    from titan_launch.data.corpora import CORPORA
+    from titan_launch.data.prepare import usable_cores
+    from titan_launch.data.tokenizers import build_tokenizer
+
+    data, out, percent = config.data, Path(arguments.out), arguments.validation_percent
+    if not isinstance(data, CorpusData):
+        kinds = " or ".join(map(toml_value, CORPORA))
+        reason = f"prepare reads one source of text: set kind = {kinds}, or name the text of each source in turn"
+        raise config_error(("data", "kind"), reason, data.kind)
+    split = {"validation_percent": percent}
+    datas = {name: data.model_copy(update={"split": name, **split}) for name in _SPLITS} if percent else {"": data}
+    tokenizer, seq_len = config.tokenizer, config.training.seq_len
+    if arguments.train_tokenizer:
+        first = next(iter(datas.values()))
+        tokenizer = _train_tokenizer(
+            CORPORA[data.kind](first, build_tokenizer(tokenizer), ("data",), seq_len), arguments
+        )
+    built, workers = build_tokenizer(tokenizer), arguments.workers or usable_cores()
+    for name, part in datas.items():
+        _write(CORPORA[data.kind](part, built, ("data",), seq_len), out / name, workers, arguments.verify)
+
+
+def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
+    """Write a tokenizer that is trained on a corpus, unless it exists, and return its configuration."""
+    from titan_launch.data.prepare import training_texts
+    from titan_launch.data.tokenizers import train_tokenizer
+
+    folder = Path(arguments.out, "tokenizer")
+    config = TokenizerConfig(kind="huggingface", path=str(folder))
+    if folder.exists():
+        print(f"tokenizer: {folder} exists and is used; delete {arguments.out} to train another one")
+        return config
+    start = time.monotonic()
+    size = train_tokenizer(training_texts(corpus), arguments.train_tokenizer, folder)
+    fewer = "" if size == arguments.train_tokenizer else f" (the text has no pairs for {arguments.train_tokenizer:,})"
+    print(f"tokenizer: {size:,} tokens{fewer}, trained in {time.monotonic() - start:,.0f} s, in {folder}")
+    return config
+
+
+def _write(corpus: Corpus, folder: Path, num_workers: int, verify: bool) -> None:
+    from titan_launch.data.prepare import prepare
+
+    parts = corpus.parts()
+    progress = Progress(len(parts), sum(part.num_bytes for part in parts))
+    size = f"{len(corpus.files):,} files, {progress.total_bytes / 1e6:,.1f} MB"
+    print(f"{folder}: {size}, in parts: {len(parts):,}", flush=True)
+    advice = "run the same command again to continue: finished parts are kept"
+    try:
+        header = prepare(corpus, folder, num_workers, progress.advance)
+    except KeyboardInterrupt:
+        progress.clear()
+        raise Stopped(f"interrupted after {progress.parts:,} of {len(parts):,} parts; {advice}", INTERRUPTED) from None
+    except OSError as error:
+        progress.clear()
+        reason = f"{error.filename or folder} cannot be written: {error.strerror}; correct this, then {advice}"
+        raise RunError(reason) from None
+    progress.clear()
+    print(f"{folder}: {_summary(header)}{progress.speed()}")
+    if not header.num_tokens:
+        raise UserError(f"{folder} has no tokens: {_why_empty(header)}; name more text")
+    if verify:
+        _verify(folder)
+
+
+def _summary(header: Header) -> str:
+    skipped = ", ".join(f"skipped {number:,} {reason}" for reason, number in header.skipped.items())
+    size = f"{header.num_documents:,} documents, {header.num_tokens:,} tokens ({header.dtype})"
+    return size + (f"; {skipped}, first: {header.first_skipped}" if skipped else "")
+
+
+def _why_empty(header: Header) -> str:
+    return "all documents were skipped" if header.skipped else "no document belongs to this split"
+
+
+def _verify(out: Path) -> None:
+    """Verify the token files of a folder, or those of its folders `train` and `validation`."""
+    from titan_launch.data.token_files import HEADER, TokenFilesError, verify_token_files
+
+    folders = [out] if (out / HEADER).exists() else [out / name for name in _SPLITS if (out / name / HEADER).exists()]
+    for folder in folders or [out]:
+        try:
+            header = verify_token_files(folder)
+        except TokenFilesError as error:
+            raise UserError(f"{folder} {error}") from None
+        print(f"{folder}: verified {header.num_tokens:,} tokens of {header.num_documents:,} documents")
+
+
+_CLEAR_LINE = "\r\x1b[K"
+
+
+class Progress:
+    """Progress of a preparation on standard error: a line that is redrawn on a terminal, else a line at times."""
+
+    def __init__(self, total_parts: int, total_bytes: int):
+        self.total_parts, self.total_bytes = total_parts, total_bytes
+        self.parts, self._bytes = 0, 0
+        self._start = self._shown = time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+
+    def advance(self, part: Part) -> None:
+        """Count a finished part."""
+        self.parts += 1
+        self._bytes += part.num_bytes
+        now = time.monotonic()
+        if self._is_terminal or now - self._shown >= _REPORT_S:
+            self._shown = now
+            size = f"{self._bytes / 1e6:,.0f} of {self.total_bytes / 1e6:,.0f} MB{self.speed()}"
+            line = f"parts: {self.parts:,} of {self.total_parts:,}, {size}"
+            sys.stderr.write(f"{_CLEAR_LINE}{line}" if self._is_terminal else f"{line}\n")
+            sys.stderr.flush()
+
+    def speed(self) -> str:
+        """Return the throughput so far; "" if nothing was done."""
+        seconds = time.monotonic() - self._start
+        return f", {self._bytes / 1e6 / seconds:,.1f} MB/s" if self._bytes and seconds > 0.01 else ""
+
+    def clear(self) -> None:
+        """Remove the line from a terminal."""
+        if self._is_terminal:
+            sys.stderr.write(_CLEAR_LINE)
+            sys.stderr.flush()
+
+
+def _percentage(text: str) -> int:
+    number = at_least(1)(text)
+    if number > 99:
+        raise ArgumentTypeError(f'must be a whole number from 1 to 99, not "{text}"')
+    return number

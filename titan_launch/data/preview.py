@@ -1,0 +1,68 @@
+"""Samples as text, for `titan-launch data`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.data.sources.base import Sample
+from titan_launch.data.tokenizers import Tokenizer
+
+END_OF_DOCUMENT = "<end of document>"
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Consecutive tokens of a document that all count as targets, or all do not."""
+
+    text: str
+    counts: bool
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """The tokens of a sample with one document number."""
+
+    num_tokens: int
+    """Number of inputs."""
+
+    passages: list[Passage]
+
+
+def decode_sample(sample: Sample, tokenizer: Tokenizer) -> list[ShownDocument]:
+    """Return the documents of a sample of tokens, without its padding.
+
+    The last target of a document is its last token, which is no input. The first token is not a target; it is shown
+    like the second one. A sample without document numbers is one document.
+    """
+    inputs, targets, *numbers = (column.tolist() for column in sample)
+    number_of = numbers[0] if numbers else [0] * len(inputs)
+    documents = []
+    for _, group in groupby(range(len(inputs) - num_padding(sample)), key=number_of.__getitem__):
+        places = list(group)
+        counts = [targets[place] != IGNORED_TARGET for place in places]
+        tokens = [inputs[place] for place in places] + ([targets[places[-1]]] if counts[-1] else [])
+        states = [counts[0], *counts][: len(tokens)]
+        passages = [
+            Passage(_decode([token for token, _ in passage], tokenizer), counted)
+            for counted, passage in groupby(zip(tokens, states, strict=True), key=lambda pair: pair[1])
+        ]
+        documents.append(ShownDocument(len(places), passages))
+    return documents
+
+
+def num_padding(sample: Sample) -> int:
+    """Return the number of places at the end of a sample that are padding: a document of zeros, without targets."""
+    inputs, targets, *numbers = sample
+    if not numbers:
+        return 0
+    is_last = numbers[0] == numbers[0][-1]
+    is_padding = not inputs[is_last].any() and bool((targets[is_last] == IGNORED_TARGET).all())
+    return int(is_last.sum()) if is_padding else 0
+
+
+def _decode(tokens: list[int], tokenizer: Tokenizer) -> str:
+    end = tokenizer.end_of_document
+    parts = groupby(tokens, key=lambda token: token == end)
+    return "".join(END_OF_DOCUMENT * len([*part]) if is_end else tokenizer.decode(part) for is_end, part in parts)

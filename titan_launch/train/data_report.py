@@ -1,0 +1,152 @@
+"""What the data of a job is: sources, documents, epochs, and the first samples. Nothing is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.data import IGNORED_TARGET, DataSource
+from titan_launch.config.sections.data import single_sources as single_sections
+from titan_launch.data.order import MixtureOrder
+from titan_launch.data.preview import decode_sample, num_padding
+from titan_launch.data.sources import SampleSource, read_batch
+from titan_launch.data.sources.base import DetailedSource
+from titan_launch.data.sources.mixture import single_sources
+from titan_launch.data.tokenizers import Tokenizer, build_tokenizer
+from titan_launch.plan.layout import Layout
+from titan_launch.train.batches import RunData, build_data
+
+_DRAWN_SAMPLES = 64
+"""Samples from which the share of ignored targets is computed."""
+
+_CONFIG_KEYS = ("kind", "path", "split", "packing")
+"""Keys of a source that the report repeats."""
+
+
+def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[str, Any]:
+    """Return the data of a job as a value that JSON can represent, with the first `num_samples` samples of the run.
+
+    Raises the same ConfigErrors as the start of a run.
+    """
+    data, tokenizer = build_data(config, layout, None), build_tokenizer(config.tokenizer)
+    steps = config.training.steps
+    report: dict[str, Any] = {
+        "job": config.job.name,
+        "steps": steps,
+        "global_batch_size": layout.global_batch_size,
+        "seq_len": config.training.seq_len if config.data.unit == "tokens" else None,
+        "world_size": layout.world_size,
+    }
+    if config.data.unit == "tokens":
+        report["tokenizer"] = {
+            "kind": config.tokenizer.kind,
+            "path": config.tokenizer.path,
+            "vocab_size": tokenizer.vocab_size,
+            "digest": tokenizer.digest,
+        }
+    report["sources"] = _training_sources(config, data, steps * layout.global_batch_size, tokenizer)
+    if config.validation.data is not None and data.validation is not None:
+        report["sources"] += _validation_sources(config.validation.data, data, data.validation, tokenizer)
+    shown = range(min(num_samples, steps * layout.global_batch_size))
+    report["samples"] = [_sample(config, data, position, tokenizer) for position in shown]
+    return report
+
+
+def _training_sources(config: JobConfig, data: RunData, consumed: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    found = []
+    sections = single_sections(config.data)
+    for name, source in single_sources(data.train).items():
+        share, epochs = 1.0, consumed / len(source)
+        if isinstance(data.order, MixtureOrder):
+            share, epochs = data.order.progress(consumed)[name]
+        section = {"section": "data", "name": name, **_source(sections[name], source, tokenizer)}
+        found.append({**section, **({"share": share} if name else {}), "epochs": epochs})
+    return found
+
+
+def _validation_sources(
+    section: DataSource, data: RunData, validation: SampleSource, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    sections = single_sections(section)
+    return [
+        {
+            "section": "validation.data",
+            "name": name,
+            **_source(sections[name], source, tokenizer),
+            "validated_samples": len(data.validation_parts[name]),
+        }
+        for name, source in single_sources(validation).items()
+    ]
+
+
+def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> dict[str, Any]:
+    keys = {key: getattr(section, key) for key in _CONFIG_KEYS if hasattr(section, key)}
+    found = {**keys, "samples": len(source)}
+    if isinstance(source, DetailedSource):
+        details = source.details()
+        found |= details.amounts
+        if details.first_tokens is not None:
+            num_bytes = len(tokenizer.decode(details.first_tokens).encode())
+            found["bytes_per_token"] = num_bytes / max(1, len(details.first_tokens))
+        if details.document_lengths is not None:
+            found["document_lengths"] = _lengths(details.document_lengths)
+    if section.unit == "tokens":
+        found["ignored_targets"] = _ignored_share(source)
+    return found
+
+
+def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Return percentiles of the lengths, and a histogram whose borders are powers of 2."""
+    found = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()  # lengths that occur
+    percentiles = dict(zip(("p50", "p90", "p99"), found, strict=True))
+    counts = np.bincount(np.frexp(lengths)[1])  # 2^(e - 1) <= length < 2^e
+    histogram = {
+        str(low) if low >= high - 1 else f"{low:,} to {high - 1:,}": int(count)
+        for exponent, count in enumerate(counts.tolist())
+        for low, high in [((1 << exponent) >> 1, 1 << exponent)]
+    }
+    used = np.flatnonzero(counts)
+    rows = list(histogram.items())[used[0] : used[-1] + 1]
+    extremes = {"min": int(lengths.min()), "max": int(lengths.max()), "mean": float(lengths.mean())}
+    return {**extremes, **percentiles, "histogram": dict(rows)}
+
+
+def _ignored_share(source: SampleSource) -> float:
+    """Return the share of the targets that do not count, without padding, in samples at equal distances."""
+    ignored = total = 0
+    for index in np.unique(np.linspace(0, len(source) - 1, _DRAWN_SAMPLES, dtype=np.int64)).tolist():
+        sample = source[index]
+        padding = num_padding(sample)
+        ignored += int((sample[1] == IGNORED_TARGET).sum()) - padding
+        total += sample[1].numel() - padding
+    return ignored / max(1, total)
+
+
+def _sample(config: JobConfig, data: RunData, position: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the sample at a position of the stream of training samples."""
+    index = data.order(position)
+    sample = tuple(column[0] for column in read_batch(data.train, [index], [position]))
+    name, index_of_source = _locate(data.train, index)
+    found: dict[str, Any] = {"position": position, "source": name, "index": index_of_source}
+    if config.data.unit == "images":
+        return {**found, "shape": list(sample[0].shape), "class": int(sample[1])}
+    documents = [
+        {
+            "tokens": document.num_tokens,
+            "text": [{"text": passage.text, "counts": passage.counts} for passage in document.passages],
+        }
+        for document in decode_sample(sample, tokenizer)
+    ]
+    return {**found, "documents": documents, "padding": num_padding(sample)}
+
+
+def _locate(source: SampleSource, index: int) -> tuple[str, int]:
+    """Return the name of the source of a mixture that holds a sample, and the index of the sample there."""
+    for name, single in single_sources(source).items():
+        if index < len(single):
+            return name, index
+        index -= len(single)
+    raise IndexError(index)
