@@ -44,8 +44,8 @@ class Tokenizer(Protocol):
     def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
         """Return the tokens of each UTF-8 document, including the tokens that begin and end it."""
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`. Invalid text becomes U+FFFD; special tokens are dropped."""
+    def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
+        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: do not drop special tokens."""
 
     @property
     def folder(self) -> Path | None:
@@ -77,9 +77,12 @@ class ByteTokenizer:
         """Return the n bytes of each document and the end-of-document token: `[n + 1]`."""
         return [self._encode(data) for data in documents]
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`. Invalid UTF-8 becomes U+FFFD; end-of-document tokens are dropped."""
-        return bytes(int(token) for token in tokens if token < self.end_of_document).decode("utf-8", errors="replace")
+    def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
+        """Return the text of `tokens`. Invalid UTF-8 becomes U+FFFD. The end-of-document token is dropped, or with
+        `keep_special` written as `<end of document>`."""
+        end = b"<end of document>" if keep_special else b""
+        data = b"".join(bytes([token]) if token < self.end_of_document else end for token in map(int, tokens))
+        return data.decode("utf-8", errors="replace")
 
     def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the bytes of a text, and the character of each byte."""
@@ -149,9 +152,9 @@ class HuggingFaceTokenizer:
         end = [self.end_of_document]
         return [np.array([*self._begin, *encoding.ids, *end], dtype=self._dtype) for encoding in encodings]
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`. Invalid text becomes U+FFFD; special tokens are dropped."""
-        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+    def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
+        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: do not drop special tokens."""
+        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not keep_special))
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

@@ -14,7 +14,7 @@ from titan_launch.core.errors import KeyPath, listed
 from titan_launch.data.corpora.base import Document
 from titan_launch.data.corpora.chat_template import ChatTemplate, Message, Span, load_template
 from titan_launch.data.corpora.jsonl import LinesCorpus
-from titan_launch.data.corpora.records import RecordError
+from titan_launch.data.corpora.records import RecordError, utf8
 from titan_launch.data.token_files import Encoded, token_dtype
 from titan_launch.data.tokenizers import Tokenizer
 
@@ -50,14 +50,14 @@ class ChatCorpus(LinesCorpus):
         if not isinstance(tools, list | None):
             raise RecordError('without an array in "tools"')
         text, spans = self.template.render(messages, tools, train_on)
-        try:
-            tokens, offsets = self.tokenizer.encode_chat(text)
-        except UnicodeEncodeError:
-            raise RecordError("not valid Unicode", "it has a part of a surrogate pair") from None
+        utf8(text)  # raises
+        tokens, offsets = self.tokenizer.encode_chat(text)
         kept = self._kept(len(tokens))
         targets = _within(offsets, spans)[kept]
         if not targets[1:].any():
-            raise RecordError("without a target", "no text of the assistant, or none is left", "truncation")
+            if len(targets) < len(tokens):
+                raise RecordError("without a target", "it was truncated", "truncation")
+            raise RecordError("without a target", "the chat template writes no text of the assistant", "template")
         chat = Encoded(np.array(tokens[kept], token_dtype(self.tokenizer.vocab_size)), targets)
         return Document(json.dumps(messages, sort_keys=True).encode(), chat, file)
 

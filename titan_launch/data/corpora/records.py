@@ -36,10 +36,7 @@ class RecordCorpus(Corpus):
         name = getattr(self.config, key)
         if not isinstance(text, str):
             raise RecordError(f'without a string in "{name}"', f"it is {_TYPES.get(type(text), 'another type')}", key)
-        try:
-            content = text.encode()
-        except UnicodeEncodeError:
-            raise RecordError("not valid Unicode", "it has a part of a surrogate pair") from None
+        content = utf8(text)
         return Document(content, content, file)
 
     def failed(self, error: RecordError, where: str) -> Skipped:
@@ -50,6 +47,14 @@ class RecordCorpus(Corpus):
         skip = f'{format_key((*self.key, error.key if error.on_error else "on_error"))} = "skip"'
         reason = f"{where} is {error.reason}{detail}; correct this {self.unit}, or set {skip}"
         raise config_error((*self.key, error.key), reason, getattr(self.config, error.key))
+
+
+def utf8(text: str) -> bytes:
+    """Return the text as bytes. Raises RecordError for text that JSON can represent, but UTF-8 cannot."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise RecordError("not valid Unicode", "it has a part of a surrogate pair") from None
 
 
 _TYPES: dict[type, str] = {
