@@ -2,7 +2,7 @@
 
     python benchmarks/data.py --write docs/verification/cpu.md
     python benchmarks/data.py --steps configs/llama_bn.toml configs/resnet_bn.toml --write docs/verification/cpu.md
-    python benchmarks/data.py --prepare 150 --write docs/verification/cpu.md
+    python benchmarks/data.py --prepare 34 --write docs/verification/cpu.md
 
 The first command reads random tokens through the loader and compares it with copies from a plain memory map of the
 same file. The second trains each configuration for a few steps. The third tokenizes text with `titan-launch prepare`
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from publishing import commit, publish
 
-from titan_launch.config.sections.data import PYTHON_STDLIB, TextData, TokensData, expand_text_paths
+from titan_launch.config.sections.data import PYTHON_STDLIB, TextData, TokensData, expand_paths
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.data.corpora.text import TextCorpus, is_text
 from titan_launch.data.loader import build_train_loader
@@ -157,7 +157,7 @@ def copies_of_the_standard_library(folder: Path, megabytes: int) -> list[str]:
     texts: list[str] = []
     size = 0
     for copy in itertools.count():
-        for name, path in expand_text_paths(PYTHON_STDLIB):
+        for name, path in expand_paths(TextData(path=PYTHON_STDLIB)):
             if size >= megabytes * 1e6:
                 return texts
             content = path.read_bytes()

@@ -267,8 +267,8 @@ def test_check_refuses_an_unknown_planner_device(job: Path) -> None:
     [
         (
             "chekc --config x.toml",
-            'unknown command "chekc"; the commands are train, check, plan, data, import, export, generate, evaluate, '
-            'launch; did you mean "ch',
+            'unknown command "chekc"; the commands are train, check, plan, prepare, data, import, export, generate, '
+            'evaluate, launch; did you mean "ch',
         ),
         ("check", "the following arguments are required: --config (see titan-launch check --help)"),
         ("check --config", "--config needs a value"),

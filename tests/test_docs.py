@@ -30,6 +30,7 @@ from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import main, parse_arguments
 from titan_launch.config.loading.load import load_job
+from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer, train_tokenizer
@@ -92,10 +93,27 @@ def test_every_toml_block_of_the_docs_passes_the_check(
         for number in range(2):
             (tmp_path / f"shards/train-00{number}.tar").touch()
         monkeypatch.chdir(tmp_path)
+    if re.search(r'^path = "corpus', block, flags=re.MULTILINE):
+        (tmp_path / "corpus").mkdir()
+        for suffix in ("jsonl", "parquet"):
+            (tmp_path / f"corpus/00.{suffix}").touch()
+        monkeypatch.chdir(tmp_path)
     job = tmp_path / "job.toml"
     job.write_text(block)
     command = ["check", "--config", str(job), "--world-size", "2", NO_EARLIER_RUN]
     assert main(command) == 0, capsys.readouterr().err
+
+
+def test_the_data_source_of_the_docs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = (REPO / "docs/how_to/data.md").read_text().partition("## Your own source")[2]
+    code, job = re.findall(r"^```(?:python\n# my_data.py|toml)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[:2]
+    (tmp_path / "my_data.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "job.toml").write_text(job)
+    source = build_source(load_job("job.toml").config.data, build_tokenizer(TokenizerConfig()), 8)
+    assert len(source) == 1000
+    assert [tensor.tolist() for tensor in source[2]] == [list(range(2, 10)), list(range(3, 11))]
 
 
 RESULT = [  # smaller than the main job, and in fp32, so that the numbers are equal

@@ -52,7 +52,7 @@ data
   packing               documents
   samples               3
   files                 4
-  skipped               1: file that is not UTF-8 text
+  skipped               1: not UTF-8 text
   documents             4
   tokens                22
   padding               25.00%
@@ -161,7 +161,6 @@ def test_images(folder: Path) -> None:
     status, printed, reported = run_command(["data", "--config", "job.toml"], folder)
     assert (status, reported) == (0, "")
     bars = "".join(f"    {label}  {label + 1}  {'#' * length}\n" for label, length in enumerate((13, 27, 40)))
-    assert (
-        f"\n  samples               6\n  shape                 1 x 8 x 8\n  classes               3\n{bars}" in printed
-    )
-    assert "\n  class " in printed and "shape 1 x 8 x 8\n" in printed
+    shape = "  shape                 1 x 8 x 8\n  bytes                 432\n"
+    assert f"\n  samples               6\n{shape}  classes               3\n{bars}" in printed
+    assert "\n  class " in printed and printed.endswith("shape 1 x 8 x 8\n")

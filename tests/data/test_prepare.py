@@ -23,7 +23,7 @@ from titan_launch.data.prepare import UNFINISHED, cached_token_files, prepare
 from titan_launch.data.token_files import HEADER, open_token_files, verify_token_files
 from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
 
-PART_BYTES = "titan_launch.data.corpora.text._PART_BYTES"
+PART_BYTES = "titan_launch.data.corpora.base.Corpus.part_bytes"
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_the_number_of_processes_does_not_change_the_files(text: Path, tmp_path:
     assert prepare(corpus(text, tokenizer), tmp_path / "two", 2, finished.append) == header
     assert content(tmp_path / "one") == content(tmp_path / "two")
     assert len(finished) == len(header.shards) == 4 and header.num_documents == 12
-    assert header.skipped == {"file that is not UTF-8 text": 1} and header.first_skipped == "05.bin"
+    assert header.skipped == {"not UTF-8 text": 1} and header.first_skipped == "05.bin"
     stream = open_token_files(tmp_path / "two", verify_token_files(tmp_path / "two"))
     ends = stream.document_ends()
     documents = [stream.read(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
@@ -180,9 +180,9 @@ def test_bad_arguments_are_one_error(text: Path, tmp_path: Path, arguments: list
 SLOW = """
 import sys, time
 from titan_launch.cli import main
-from titan_launch.data.corpora import text
+from titan_launch.data.corpora.base import Corpus
 from titan_launch.data import prepare
-text._PART_BYTES = 250
+Corpus.part_bytes = 250
 parts = prepare._finish_parts
 def slowly(*arguments):
     for part in parts(*arguments):

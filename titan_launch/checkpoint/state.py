@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,12 @@ class Part(Protocol):
         """Load a state. Keys that did not exist when the state was saved may be missing."""
 
 
-@runtime_checkable
-class SizedPart(Part, Protocol):
-    """A part whose tensors have other sizes in each checkpoint, and may have other values on each rank."""
+class SizedPart(Part):
+    """A base class of parts whose tensors have other sizes in each checkpoint, and other keys on each rank."""
 
     def targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Values:
         """Return the tensors into which a checkpoint is read. `shapes`: the saved shapes, by key."""
+        raise NotImplementedError
 
 
 @dataclass

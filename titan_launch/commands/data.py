@@ -94,7 +94,7 @@ def _source_lines(source: dict[str, Any]) -> Iterator[str]:
             numbers = ("min", "mean", "p50", "p90", "p99", "max")
             yield _row(label, ", ".join(f"{number} {_number(value[number])}" for number in numbers), 2)
             yield from _histogram(value["histogram"])
-        elif name == "skipped":
+        elif name == "skipped" and isinstance(value, dict):
             yield _row(label, "; ".join(f"{count:,}: {reason}" for reason, count in value.items()), 2)
         elif isinstance(value, dict):
             yield _row(label, f"{len(value):,}", 2)
@@ -120,14 +120,15 @@ def _sample_lines(sample: dict[str, Any], marks: tuple[str, str]) -> Iterator[st
 
 
 def _row(name: str, value: str, indent: int = 0) -> str:
-    return f"{' ' * indent}{name:{_WIDTH - indent}}{value}"
+    return f"{' ' * indent}{name:{_WIDTH - indent}}{_printable(value)}"
 
 
 def _histogram(counts: dict[str, int]) -> Iterator[str]:
     shown = dict(list(counts.items())[:_MAX_ROWS])
     largest = max(shown.values(), default=1)
-    labels, numbers = max(map(len, shown)), max(len(f"{count:,}") for count in shown.values())
-    for label, count in shown.items():
+    numbers = max(len(f"{count:,}") for count in shown.values())
+    labels = max(map(len, map(_printable, shown)))
+    for label, count in zip(map(_printable, shown), shown.values(), strict=True):
         bar = "#" * max(count > 0, round(_BAR * count / largest))
         yield f"    {label:>{labels}}  {count:{numbers},}  {bar}".rstrip()
     if len(counts) > _MAX_ROWS:
@@ -137,9 +138,7 @@ def _histogram(counts: dict[str, int]) -> Iterator[str]:
 def _number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.2f}"
-    return (
-        f"{value:,}" if isinstance(value, int) else _printable(", ".join(value) if isinstance(value, tuple) else value)
-    )
+    return f"{value:,}" if isinstance(value, int) else ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _ranks(number: int) -> str:

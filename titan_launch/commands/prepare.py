@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -12,7 +13,7 @@ from titan_launch.commands.parser import OVERRIDES, Parser, at_least
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.rules.data import CORPUS_RULES
-from titan_launch.config.sections.data import CorpusData
+from titan_launch.config.sections.data import COMPRESSED, DATA_KINDS, CorpusData, FilesData
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
 from titan_launch.core.process import INTERRUPTED, run_and_exit
@@ -42,7 +43,12 @@ def add_arguments(parser: Parser) -> None:
         f"  {parser.prog} corpus/ --out tokens --train-tokenizer 8192 --validation-percent 5\n"
         f"  {parser.prog} --config job.toml --out tokens"
     )
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="file, folder or glob of text; sets data.path")
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="file, folder or glob of text; sets data.path",
+    )
     parser.add_argument("--config", metavar="JOB.toml", help="job whose [data] and [tokenizer] are used")
     parser.add_argument("--out", required=True, metavar="OUT", help="folder to write (required)")
     text = "tokenizer.json, or its folder; sets tokenizer.path (default: bytes)"
@@ -83,10 +89,18 @@ def _overrides(arguments: Namespace) -> list[str]:
         raise UserError(f"error: --train-tokenizer cannot be used with {other}; name the text alone: {_EXAMPLE}")
     if arguments.paths:
         paths = arguments.paths
+        given[:0] = [f"--data.kind={kind}" for kind in _kinds_of(paths)]
         given.append(f"--data.path={toml_value(paths if len(paths) > 1 else paths[0])}")
     if arguments.tokenizer:
         given += ["--tokenizer.kind=huggingface", f"--tokenizer.path={toml_value(arguments.tokenizer)}"]
     return given
+
+
+def _kinds_of(paths: Sequence[str]) -> list[str]:
+    """Return the kind of data whose files end as all paths do, such as `.jsonl` or `.jsonl.gz`; else nothing."""
+    names = [path.removesuffix(Path(path).suffix) if path.endswith(COMPRESSED) else path for path in paths]
+    kinds = {kind: data.suffixes for kind, data in DATA_KINDS.items() if issubclass(data, FilesData)}
+    return [kind for kind, ends in kinds.items() if "" not in ends and all(name.endswith(ends) for name in names)]
 
 
 def _prepare(arguments: Namespace, config: JobConfig) -> None:

@@ -46,9 +46,12 @@ _BATCH = 1000
 """Largest number of documents that are tokenized at a time."""
 
 _BATCH_BYTES = 1 << 20
-"""Size of text that is tokenized at a time. The package tokenizers needs about 100 bytes for each token."""
+"""Size of text that is tokenized at a time. The package tokenizers needs about 500 bytes for each token."""
 
-_NOT_IN_TOKENS = {"path", "packing", "shuffle", "num_workers", "name", "weight"}
+_LARGE_CORPUS = 1 << 26
+"""Bytes of text above which a run starts processes to tokenize it. They take a second to start."""
+
+_NOT_IN_TOKENS = {"path", "packing", "shuffle", "num_workers", "name", "weight", "streaming"}
 """Keys that do not change the tokens. (The files that `path` names are compared instead.)"""
 
 
@@ -162,9 +165,10 @@ def cached_token_files(corpus: Corpus) -> Path:
         return False
 
     size = sum(file.size for file in corpus.files)
+    num_workers = usable_cores() if size > _LARGE_CORPUS else 1
     task = f"{'tokenizing:':26} {len(corpus.files):,} files, {size / 1e6:,.1f} MB"
     identity = [VERSION, corpus.tokenizer.digest, _source(corpus, _where_and_when)]
-    return built_once("tokens", identity, lambda folder: prepare(corpus, folder, usable_cores()), task, is_damaged)
+    return built_once("tokens", identity, lambda folder: prepare(corpus, folder, num_workers), task, is_damaged)
 
 
 def _source(corpus: Corpus, state: Callable[[File], list[Any]] = lambda file: []) -> str:

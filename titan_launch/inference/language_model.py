@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.d
     _fill(built, saved, device)
     for child in built.module.modules():
         if isinstance(child, Attention):
-            child.has_many_lengths = True
+            child.options = replace(child.options, has_many_lengths=True)
     return built.module.eval()
 
 

@@ -43,6 +43,10 @@ class ScoreOptions:
     soft_cap: float | None = None
     """Scores become `soft_cap * tanh(score / soft_cap)`; None for no cap."""
 
+    has_many_lengths: bool = False
+    """Sequences have many lengths, as in generation and evaluation. FlexAttention is compiled for each length, so it is
+    not used."""
+
 
 class Documents:
     """The documents of the tokens in a microbatch. A token attends only to tokens of its own document.
@@ -68,25 +72,19 @@ class Documents:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: ScoreOptions = ScoreOptions(),
-    documents: Documents | None = None,
-    has_many_lengths: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions = ScoreOptions(), documents: Documents | None = None
 ) -> Tensor:
     """Return the causal attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads.
 
-    `k` and `v` may have more tokens than `q` (those of a `KeyValueCache`). The tokens of `q` are then the last ones.
-    `has_many_lengths`: do not use FlexAttention, which is compiled for each length. The result has the dtype of `q`.
-    Soft cap and softmax are computed in fp32.
+    `k` and `v` may have more tokens than `q`: those of a `KeyValueCache`. The tokens of `q` are then the last ones. The
+    result has the dtype of `q`. Soft cap and softmax are computed in fp32.
     """
     if q.shape[2] < k.shape[2]:
-        return _explicitly_masked(q, k, v, options, None)
+        return _explicitly_masked(q, k, v, options)
     is_cut = options.window is not None and options.window < q.shape[2]
-    if not is_cut and options.soft_cap is None and documents is None:
-        return causal_attention(q, k, v, options.scale)
-    return (_explicitly_masked if has_many_lengths else masked_attention)(q, k, v, options, documents)
+    if is_cut or options.soft_cap is not None or documents is not None:
+        return masked_attention(q, k, v, options, documents)
+    return causal_attention(q, k, v, options.scale)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -109,17 +107,20 @@ def takes_equal_heads_only(q: Tensor) -> bool:
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None) -> Tensor:
     """Return causal attention with a window, a soft cap or documents. (A trace replaces this function.)"""
-    if q.is_cuda:
+    if q.is_cuda and not options.has_many_lengths:
         return _flex_attention(q, k, v, options, documents)
     return _explicitly_masked(q, k, v, options, documents)
 
 
-def _explicitly_masked(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None) -> Tensor:
+def _explicitly_masked(
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None = None
+) -> Tensor:
     """Return the attention of the last tokens of a sequence, or of all its tokens, with a mask as a tensor."""
     if options.soft_cap is not None:
         return _capped_attention(q, k, v, options, options.soft_cap, documents)
-    queries, keys = slice(k.shape[2] - q.shape[2], k.shape[2]), slice(0, k.shape[2])
-    mask, is_grouped = _allowed(queries, keys, options.window, documents, q.device)[:, None], q.shape[1] > k.shape[1]
+    num_tokens, is_grouped = k.shape[2], q.shape[1] > k.shape[1]
+    queries, keys = slice(num_tokens - q.shape[2], num_tokens), slice(0, num_tokens)
+    mask = _allowed(queries, keys, options.window, documents, q.device)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=is_grouped)
 
 

@@ -54,7 +54,7 @@ class RotaryEmbedding(nn.Module):
         if stop > max_tokens:
             raise ValueError(f"{stop} tokens, but the rotary table has {max_tokens} (training.seq_len)")
         rows = self.table[self.position : stop] if positions is None else self.table[positions]
-        table = rows.unsqueeze(-3).float()  # [(batch,) tokens, 1, head_dim / 2, 2]
+        table = rows.unsqueeze(-3).float()  # [1 or batch, tokens, 1, head_dim / 2, 2]; the first axis may be missing
         pairs = x.float().unflatten(-1, (-1, 2))
         rotated = _rotated_by_parts(pairs, table) if torch.compiler.is_compiling() else _rotated(pairs, table)
         return rotated.flatten(-2).to(x.dtype)
@@ -147,9 +147,6 @@ class Attention(nn.Module):
     cache: KeyValueCache | None = None
     """Keys and values of earlier tokens, during generation."""
 
-    has_many_lengths: bool = False
-    """Sequences have many lengths, as in generation and evaluation. `attend` explains the consequence."""
-
     def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
         """Make the layers. `window`: the sliding window of this layer, or None."""
         super().__init__()
@@ -175,7 +172,7 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.cache is not None:
             k, v = self.cache.append(k, v, self.options.window)
-        attended = attend(q, k, v, self.options, documents, self.has_many_lengths)
+        attended = attend(q, k, v, self.options, documents)
         return self.wo(attended.transpose(1, 2).flatten(-2))
 
 

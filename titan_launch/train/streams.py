@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from titan_launch.checkpoint.state import Values
+from titan_launch.checkpoint.state import SizedPart, Values
 from titan_launch.core.errors import RunError, config_error
 from titan_launch.data.loader import StreamLoader
 from titan_launch.data.sources import Batch, StreamSource
@@ -16,7 +16,7 @@ from titan_launch.parallel.context_parallel import SequencePart
 from titan_launch.plan.layout import Layout
 
 
-class StreamBatches:
+class StreamBatches(SizedPart):
     """An endless iterator over this rank's microbatches of a stream, and a part of the training state.
 
     The state is that of torchdata's loader: plain data, saved as JSON for each data-parallel rank. It fits only the

@@ -123,7 +123,7 @@ def test_the_index_is_built_once_and_again_after_a_change(tmp_path: Path, monkey
     now = build(root).fingerprint(0)
     (root / "cat" / "0.PNG").rename(root / "cat" / "00.PNG")
     renamed = build(root).fingerprint(0)
-    assert now and renamed and now.changed_to(renamed) == "the names or the sizes of its files differ"
+    assert now and renamed and now.changed_to(renamed) == "the names, sizes or contents of its files differ"
     assert first and now and first.changed_to(now) == "it now has 13 samples (before: 12)"
 
 

@@ -172,7 +172,8 @@ def test_images_have_the_classes_of_the_object_or_of_the_model() -> None:
     key = "data.kind: "
     assert problem("Images", samples="images") == f"{key}returns images without the attribute num_classes; add it"
     assert problem("Images", samples="images", images_taken=taken, args={"size": 9}) == (
-        f"{key}holds images of 9 x 9 pixels, but the model takes 8 x 8; set model.args.image_size = 9"
+        f"{key}holds images of 9 x 9 pixels, but the model takes 8 x 8; return images that fit the model, or change "
+        "model.args"
     )
     assert problem("Sequences", samples="images", images_taken=taken) == (
         f"{key}sample 0 must be a pair of a float32 image [channels, height, width] and an int64 class, but is a tuple "

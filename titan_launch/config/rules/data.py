@@ -166,7 +166,7 @@ def token_files_exist(config: JobConfig) -> Iterator[Problem]:
             if data.dtype is not None:
                 reason = "is only for flat files, but path is a folder; remove this key"
                 yield Problem((*source, "dtype"), reason, data.dtype, also=(*also, (*source, "path")))
-        elif not (names_a_file(data.path) or os.path.isfile(f"{data.path}.bin")):
+        elif not (names_a_file(data.path, ("",)) or os.path.isfile(f"{data.path}.bin")):
             reason = "must be a folder that titan-launch prepare wrote, or files of another program, and must exist"
             yield Problem((*source, "path"), reason, data.path, also=also)
 

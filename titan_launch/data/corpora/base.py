@@ -78,7 +78,7 @@ class Corpus(ABC):
     remedy = "name other files"
     """Advice for data of which no document can be used."""
 
-    part_bytes = 1 << 26
+    part_bytes = 1 << 24
     """Approximate size of a part."""
 
     has_targets = False

@@ -146,7 +146,9 @@ class SampleCheck:
                 raise config_error(key, f"sample 0 must be {wanted}, but is {_form(first)}", config.kind)
             held = ImageFormat(*shape, num_classes=classes)
             for problem in misfits(held, taken) if taken is not None else ():
-                raise config_error(key, problem, config.kind)
+                found = problem.partition(";")[0]
+                reason = f"{found}; return images that fit the model, or change model.args"
+                raise config_error(key, reason, config.kind)
             check = cls(config.kind, (("input", shape, torch.float32), ("target", (), torch.int64)), None, classes)
         check(first, "sample 0")
         return check

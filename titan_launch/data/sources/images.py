@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import ImageData, ImageFormat, images_named, misfits
+from titan_launch.config.sections.data import ImageData, ImageFormat, class_folders, images_named, misfits
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.data.images.arrays import Labels, open_digits, open_npz
@@ -49,8 +50,9 @@ class Images(Protocol):
 class ImageSource:
     """Images with transforms. All samples have one shape."""
 
-    def __init__(self, images: Images, chosen: Indices, transform: Transform):
+    def __init__(self, images: Images, chosen: Indices, transform: Transform, class_names: Sequence[str] = ()):
         """`chosen`: indices of the images of the split. Reads the first of them. Raises UserError if that fails."""
+        self._class_names = class_names
         self.num_classes = int(images.labels.max()) + 1
         self._images, self._chosen, self._transform = images, chosen, transform
         self._shape: torch.Size | None = None
@@ -64,10 +66,15 @@ class ImageSource:
         return f"{len(self):,} images {tuple(self.shape)} of {self.num_classes:,} classes{self._images.note}"
 
     def details(self) -> Details:
-        """Return the shape of the images, and the number of images of each class."""
-        counts = np.bincount(self._images.labels[self._chosen], minlength=self.num_classes)
-        classes = {str(label): count for label, count in enumerate(counts.tolist())}
-        return Details({"shape": " x ".join(map(str, self.shape)), "classes": classes})
+        """Return the shape of a sample, the stored bytes, and the number of images of each class."""
+        counts = np.bincount(self._images.labels[self._chosen], minlength=self.num_classes).tolist()
+        amounts = {
+            "shape": " x ".join(map(str, self.shape)),
+            "bytes": self._images.as_file(self._chosen)[1],
+            "classes": dict(zip(self._class_names or map(str, range(self.num_classes)), counts, strict=True)),
+        }
+        skipped = self._images.note.removeprefix("; skipped ")
+        return Details(amounts | ({"skipped": skipped} if skipped else {}))
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the stored images and labels, which count as one file."""
@@ -112,7 +119,8 @@ def build_images(config: ImageData, context: SourceContext) -> ImageSource:
     key, taken = context.key, context.images_taken
     images = _open(config, 3 if taken is None else taken.channels, (*key, "path"))
     chosen = _choose_split(images, config, key)
-    source = ImageSource(images, chosen, Transform(config, key))
+    names = class_folders(config.path) if images_named(config.path) == "folder" else ()
+    source = ImageSource(images, chosen, Transform(config, key), names)
     channels, height, width = source.shape
     if taken is not None:
         held = ImageFormat(channels, height, width, num_classes=source.num_classes)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from titan_launch.config.sections.data import HuggingFaceData
-from titan_launch.core.errors import UserError, config_error, listed
+from titan_launch.core.errors import ConfigError, UserError, config_error, listed
 from titan_launch.data.corpora.base import in_split
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus, load_rows
 from titan_launch.data.corpora.records import RecordError
@@ -196,6 +196,8 @@ def build_text_stream(config: HuggingFaceData, context: SourceContext) -> Stream
 
     try:
         first = next(open_part(0, 1))
+    except ConfigError:
+        raise
     except UserError:
         reason = "the stream has no rows of the split with text"
         raise config_error((*context.key, "path"), reason, config.path) from None
