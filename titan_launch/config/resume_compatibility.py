@@ -40,6 +40,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "packing": "experiment",
         "field": "experiment",
         "template": "experiment",
+        "template_args": "experiment",
         "train_on": "experiment",
         "truncation": "experiment",
         "column": "experiment",

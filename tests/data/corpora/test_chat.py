@@ -23,7 +23,7 @@ from titan_launch.config.sections.data import IGNORED_TARGET, ChatData, TokensDa
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.cache import VARIABLE
-from titan_launch.data.corpora.chat import ChatCorpus
+from titan_launch.data.corpora.chat import ChatCorpus, chat_messages
 from titan_launch.data.prepare import prepare
 from titan_launch.data.preview import decode_sample
 from titan_launch.data.sources import SampleSource, build_source
@@ -135,6 +135,15 @@ def problem(path: Path, tokenizer: Tokenizer, lines: list[Any], **keys: Any) -> 
     with pytest.raises(ConfigError) as caught:
         build(path, tokenizer, lines, **keys)
     return str(caught.value)
+
+
+def test_the_formats_of_the_docs_are_read() -> None:
+    page = (Path(__file__).parents[3] / "docs/how_to/chats.md").read_text()
+    lines = page.partition("```json\n")[2].partition("```")[0].splitlines()
+    expected = [messages("Say hello.", "Hello!")] * 3 + [messages("Translate to German.\n\nhouse", "Haus")]
+    assert [chat_messages(json.loads(line)) for line in lines] == expected
+    turns = messages("a", "b")
+    assert chat_messages({"prompt": turns[:1], "completion": turns[1:]}) == turns
 
 
 class Chat(NamedTuple):
