@@ -200,7 +200,7 @@ def table_of_preparation(megabytes: int) -> str:
                 for first in range(0, len(texts), 1000):
                     bare.encode_batch_fast(texts[first : first + 1000], add_special_tokens=False)
 
-            corpus = TextCorpus(TextData(path=str(text)), tokenizer, ("data",))
+            corpus = TextCorpus(TextData(path=str(text)), tokenizer, ("data",), seq_len=256)
             for workers in (1, cores):
                 timed(f"the tokenizer alone, {cores} threads", encode)
                 out = Path(name, f"tokens_{workers}_{repeat}")
