@@ -68,7 +68,8 @@ THINKING = (
     "{%- set found = namespace(last=0) %}{%- for message in messages %}{%- if message.role == 'user' %}"
     "{%- set found.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\n' }}{%- if message.role == 'assistant' and loop.index0 > found.last %}"
-    "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{{- '<think>\n' + (message.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}"
+    "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is false %}"
     "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
 )
@@ -195,6 +196,7 @@ ALL = ["|user|>\na</s>\n<|assistant|>\nb</s>\n"]
 THOUGHT = "<think>\n\n</think>\n\nIt is 4.<|im_end|>"
 CALLED = '<call>{"name": "add", "arguments": {"a": 1}}<|im_end|>'
 LAST = {"train_on": "last"}
+REASONED = {"messages": [*messages("2+2?"), {"role": "assistant", "content": "4", "reasoning": "Easy."}]}
 NO_THOUGHT = {"template_args": {"enable_thinking": False}, **LAST}
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str], int]] = {
@@ -210,6 +212,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str], int]] = {
     "blocks, tool calls": ("marked", {}, CALLS, [CALLED, "It is 2.<|im_end|>"], 45 + 9),
     "blocks, last turn": ("marked", LAST, CALLS, ["It is 2.<|im_end|>"], 9),
     "thoughts of the last turn": ("thinking", {}, TWO_TURNS, ["Hello!<|im_end|>", THOUGHT], 7 + 28),
+    "thoughts": ("thinking", {}, REASONED, ["<think>\nEasy.\n</think>\n\n4<|im_end|>"], 8 + 5 + 11 + 2),
     "thoughts in the prompt": ("thinking", NO_THOUGHT, TWO_TURNS, ["It is 4.<|im_end|>"], 9),
 }
 
@@ -264,6 +267,9 @@ def test_templates_are_found_by_name_and_in_each_file(folders: dict[str, Path], 
     (tmp_path / "own.jinja").write_text(QWEN)
     for template in ("chatml", str(tmp_path / "own.jinja")):
         assert chat(folders["llama3"], template=template) == expected
+    (tmp_path / "own.jinja").write_text(LLAMA3)
+    changed = chat(folders["llama3"], template=str(tmp_path / "own.jinja"))
+    assert changed == chat(folders["llama3"]) != expected, "the cache is not used for another template"
 
 
 def test_a_chat_is_a_document_that_is_not_cut(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ class ChatTemplate:
         the difference between the chat before the message, with the prompt for an answer, and the chat after it.
         """
         self._check_strings([messages, tools])
+        messages = [_with_thoughts(message) for message in messages]
         text, blocks = self._rendered(messages, tools)
         if train_on == "all":
             return text, [Span(0, len(text))]
@@ -206,6 +207,16 @@ def _content(value: Any) -> str:
     """Return the text of a special token, which may be an object with options."""
     found = value.get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else ""
+
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of the thoughts before an answer. Templates read one of the first two."""
+
+
+def _with_thoughts(message: Message) -> Message:
+    """Return a message whose thoughts have the keys that templates read, as `transformers` passes them."""
+    thoughts = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 def _strings(value: Any) -> Iterator[str]:
