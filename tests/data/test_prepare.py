@@ -39,7 +39,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def corpus(text: Path, tokenizer: Any = None, **keys: Any) -> TextCorpus:
-    return TextCorpus(TextData(path=str(text), **keys), tokenizer or ByteTokenizer(), ("data",))
+    return TextCorpus(TextData(path=str(text), **keys), tokenizer or ByteTokenizer(), ("data",), seq_len=8)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -115,13 +115,15 @@ def _prepare(arguments: Namespace, config: JobConfig) -> None:
         raise config_error(("data", "kind"), reason, data.kind)
     split = {"validation_percent": percent}
     datas = {name: data.model_copy(update={"split": name, **split}) for name in _SPLITS} if percent else {"": data}
-    tokenizer = config.tokenizer
+    tokenizer, seq_len = config.tokenizer, config.training.seq_len
     if arguments.train_tokenizer:
         first = next(iter(datas.values()))
-        tokenizer = _train_tokenizer(CORPORA[data.kind](first, build_tokenizer(tokenizer), ("data",)), arguments)
+        tokenizer = _train_tokenizer(
+            CORPORA[data.kind](first, build_tokenizer(tokenizer), ("data",), seq_len), arguments
+        )
     built, workers = build_tokenizer(tokenizer), arguments.workers or usable_cores()
     for name, part in datas.items():
-        _write(CORPORA[data.kind](part, built, ("data",)), out / name, workers, arguments.verify)
+        _write(CORPORA[data.kind](part, built, ("data",), seq_len), out / name, workers, arguments.verify)
 
 
 def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:

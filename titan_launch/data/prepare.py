@@ -177,10 +177,10 @@ def cached_token_files(corpus: Corpus) -> Path:
 
 
 def _source(corpus: Corpus, state: Callable[[File], list[Any]] = lambda file: []) -> str:
-    """Return a digest of the keys and the files of a corpus. `state`: further facts about a file."""
+    """Return a digest of the keys, the files and the identity of a corpus. `state`: further facts about a file."""
     keys = corpus.config.model_dump(mode="json", exclude=_NOT_IN_TOKENS)
     files = [[file.name, file.size, *state(file)] for file in corpus.files]
-    return hashlib.blake2b(json.dumps([keys, files]).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps([keys, files, *corpus.identity]).encode(), digest_size=16).hexdigest()
 
 
 def _where_and_when(file: File) -> list[Any]:
