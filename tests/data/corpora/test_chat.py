@@ -272,6 +272,18 @@ def test_templates_are_found_by_name_and_in_each_file(folders: dict[str, Path], 
     assert changed == chat(folders["llama3"]) != expected, "the cache is not used for another template"
 
 
+def test_answers_that_do_not_count_are_no_targets(tmp_path: Path) -> None:
+    unmarked = tmp_path / "unmarked.jinja"
+    unmarked.write_text("{% for m in messages %}{{ m.role[0] + ':' + m.content + '\\n' }}{% endfor %}")
+    chat = messages("p", "q", "r", "s")
+    chat[1]["weight"], chat[3]["train"] = 0, True
+    for template, expected in (("chatml", "s<|im_end|>"), (str(unmarked), "a:s\n")):
+        for train_on in ("assistant", "last"):
+            keys = {"template": template, "train_on": train_on}
+            found = first_chat(build(tmp_path / "a.jsonl", ByteTokenizer(), [{"messages": chat}], **keys))
+            assert ByteTokenizer().decode([found.tokens[index] for index in found.targets]) == expected
+
+
 def test_a_chat_is_a_document_that_is_not_cut(folders: dict[str, Path], tmp_path: Path) -> None:
     lines = [{"prompt": "a" * length, "response": "bcd"} for length in (1, 2, 60)]
     keys: dict[str, Any] = {"template": "chatml"}
@@ -308,6 +320,10 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ({"messages": messages("a", "b</s>")}, "path: {} is a chat with the special token </s> in a message; "),
     ({"messages": messages("a", "b\0")}, "path: {} is a chat with a NUL character in a message; "),
     ({"messages": messages("\ud800", "b")}, "path: {} is not valid Unicode (it has a part of a surrogate pair); "),
+    (
+        {"messages": [{**message, "weight": 0.5} for message in messages("a", "b")]},
+        "path: {} is with a weight of a message that is neither 0 nor 1 (it is 0.5); ",
+    ),
     ({"messages": messages("a", "b"), "tools": "[]"}, 'path: {} is without an array in "tools"; '),
     (
         {"messages": messages("a", "b")[::-1]},
@@ -326,7 +342,7 @@ def test_chats_that_cannot_be_used_stop_the_run_or_are_counted(folders: dict[str
         assert found.endswith('correct this line, or set data.on_error = "skip"')
     source = build(path, tokenizer, [good, *(line for line, _ in BAD_CHATS)], on_error="skip")
     assert "1 document, " in source.describe()
-    assert "; skipped 12 lines: 1 not a chat, 2 without messages in " in source.describe()
+    assert "; skipped 13 lines: 1 not a chat, 2 without messages in " in source.describe()
 
 
 ESCAPES = [

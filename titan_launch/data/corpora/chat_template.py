@@ -71,14 +71,20 @@ class ChatTemplate:
         text, blocks = self._rendered(messages, tools)
         if train_on == "all":
             return text, [Span(0, len(text))]
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if train_on == "last":
-            turns = turns[-1:]
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [index for index in answers[-1:] if train_on == "last"] or answers
+        is_weighted = not all(_is_target(messages[index]) for index in turns)
+        turns = [index for index in turns if _is_target(messages[index])]
         if not self._marks_turns:
             return text, [self._difference(text, messages, tools, index) for index in turns]
-        if train_on == "last" and turns and turns[0]:
-            _, earlier_blocks = self._rendered(messages[: turns[0]], tools)
-            blocks = blocks[len(earlier_blocks) :]
+        if train_on == "last" and answers:
+            _, earlier_blocks = self._rendered(messages[: answers[-1]], tools) if answers[-1] else ("", [])
+            blocks = blocks[len(earlier_blocks) :] if turns else []
+        elif is_weighted:
+            if len(blocks) != len(answers):
+                reason = "the template must have one generation block for each answer of a chat with weights"
+                raise RecordError("not divided into turns by the template", reason, "template")
+            blocks = [block for block, index in zip(blocks, answers, strict=True) if index in turns]
         return text, blocks
 
     def check_syntax(self) -> None:
@@ -145,6 +151,15 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> Any:
         return _environment().from_string(self.text)
+
+
+def _is_target(message: Message) -> bool:
+    """Return False for an answer with `"weight": 0` (OpenAI) or `"train": false`. Raises RecordError for weights other
+    than 0 and 1."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise RecordError("with a weight of a message that is neither 0 nor 1", f"it is {weight}")
+    return bool(weight) and message.get("train", True) is not False
 
 
 def load_template(
