@@ -111,6 +111,25 @@ def test_flex_attention_is_the_formula(name: str, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(actual, explicit_attention(q, k, v, **OPTIONS[name]))
 
 
+class OnCUDA(Tensor):
+    """A tensor of a CPU that pretends to be on CUDA."""
+
+    is_cuda = True
+
+
+def test_layers_with_the_same_window_share_a_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int | None] = []
+
+    def make(num_tokens: int, window: int | None, *others: Any) -> Any:
+        made.append(window)
+        return make_block_mask(num_tokens, window, *others)
+
+    monkeypatch.setattr(attention, "make_block_mask", make)
+    documents = Documents(DOCUMENTS.as_subclass(OnCUDA), [4, None, 4, None])
+    assert len(made) == 2 and documents.block_masks.keys() == {4, None}
+    assert not Documents(DOCUMENTS, [4, None]).block_masks  # a CPU has no kernel for them
+
+
 def test_microbatches_with_documents_share_a_graph() -> None:
     """The block masks are inputs of a compiled block, because they are built outside of it."""
     from torch._dynamo.testing import CompileCounter

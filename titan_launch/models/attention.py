@@ -68,7 +68,7 @@ class Documents:
         self.block_masks: dict[int | None, BlockMask] = {}
         if numbers.is_cuda:
             num_tokens, device = numbers.shape[1], numbers.device
-            self.block_masks = {window: make_block_mask(num_tokens, window, numbers, device) for window in windows}
+            self.block_masks = {window: make_block_mask(num_tokens, window, numbers, device) for window in set(windows)}
 
 
 def attend(

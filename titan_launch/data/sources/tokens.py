@@ -78,7 +78,7 @@ class TokenSource:
 def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | PackedSource:
     """Tokenize a corpus, unless the cache has its tokens, and open them. Raises ConfigError on a key below
     `context.key`."""
-    corpus = CORPORA[config.kind](config, context.tokenizer, context.key)
+    corpus = CORPORA[config.kind](config, context.tokenizer, context.key, context.seq_len)
     folder = cached_token_files(corpus)
     header = read_header(folder)
     skipped = _skipped(corpus, header)
