@@ -19,7 +19,7 @@ use_environment() {
 # runs in /, from where the checkout cannot be imported unless it is installed.
 has_checkout() {
     local python="$1" extra="$2" wanted="torch tensorboard torchdata pydantic tomli"
-    [[ "$extra" == test ]] && wanted+=" pytest pytest_timeout xdist mypy ruff jsonschema sklearn PIL"
+    [[ "$extra" == test ]] && wanted+=" pytest pytest_timeout xdist mypy ruff jsonschema sklearn PIL hypothesis"
     command -v "$python" >/dev/null || return 1
     (cd / && "$python" - "$ROOT" $wanted) <<'PYTHON'
 import importlib.util as util, pathlib, sys
