@@ -129,6 +129,8 @@ COMMON_NAMES: dict[str, str] = {
     "num_train_epochs": _NO_EPOCHS,
     "num_epochs": _NO_EPOCHS,
     "epochs": _NO_EPOCHS,
+    "chat_template": 'use "data.template" with data.kind = "chat"',
+    "train_on_inputs": 'use "data.train_on" with data.kind = "chat"; "all" trains on all tokens',
     "dataset": _DATASET,
     "dataset_name": _DATASET,
     "dataset_config_name": "data.subset",
