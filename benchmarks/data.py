@@ -219,7 +219,7 @@ def train(arguments: list[str], ranks: int, rank: int, port: int, log: Path) -> 
     sys.exit(launcher_main(arguments))
 
 
-def share_of_step(config: Path, num_workers: int, steps: int) -> tuple[float, float]:
+def share_of_step(config: Path, ranks: int, num_workers: int, steps: int) -> tuple[float, float]:
     """Train a configuration. Return the seconds of a step, and those in which rank 0 waits for data."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {
@@ -237,7 +237,7 @@ def share_of_step(config: Path, num_workers: int, steps: int) -> tuple[float, fl
         arguments = ["train", "--config", str(config), *(f"--{key}={value}" for key, value in keys.items())]
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        fork, ranks, log = multiprocessing.get_context("fork"), ranks_of(config), Path(folder, "log")
+        fork, log = multiprocessing.get_context("fork"), Path(folder, "log")
         # Processes are forked, because the import of torch would take most of the time of a short run.
         processes = [fork.Process(target=train, args=(arguments, ranks, rank, port, log)) for rank in range(ranks)]
         for process in processes:
@@ -262,9 +262,10 @@ def table_of_steps(configs: Sequence[Path], steps: int) -> str:
     ]
     import_module("titan_launch.train.main")  # once, and not in every forked process
     for config, num_workers in itertools.product(configs, WORKERS):
-        step, data = share_of_step(config, num_workers, steps)
+        ranks = ranks_of(config) or 1
+        step, data = share_of_step(config, ranks, num_workers, steps)
         row = f"{step:.3f} | {data:.6f} | {data / step:.3%}"
-        lines.append(f"| `{config}` | {ranks_of(config)} | {num_workers} | {row} |")
+        lines.append(f"| `{config}` | {ranks} | {num_workers} | {row} |")
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
