@@ -346,8 +346,8 @@ def table_of_preparation(megabytes: int) -> str:
                 for first in range(0, len(texts), 1000):
                     bare.encode_batch_fast(texts[first : first + 1000], add_special_tokens=False)
 
+            timed(f"the tokenizer alone, {cores} threads", encode)
             for workers in (1, cores):
-                timed(f"the tokenizer alone, {cores} threads", encode)
                 options = {"out": f"{name}/tokens_{workers}_{repeat}", "tokenizer": folder, "workers": workers}
                 command = [sys.executable, "-m", "titan_launch", "prepare", str(text)]
                 command += [f"--{option}={value}" for option, value in options.items()]
