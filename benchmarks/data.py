@@ -1,46 +1,61 @@
-"""Speed of the data path: samples from memory-mapped token files, and the time that training waits for data.
+"""Speed of the data path against other programs, and the time that training waits for data.
 
     python benchmarks/data.py --write docs/verification/cpu.md
-    python benchmarks/data.py --steps configs/llama_bn.toml configs/resnet_bn.toml --write docs/verification/cpu.md
     python benchmarks/data.py --prepare 34 --write docs/verification/cpu.md
+    python benchmarks/data.py --steps --write docs/verification/cpu.md
 
-The first command reads random tokens through the loader and compares it with copies from a plain memory map of the
-same file. The second trains each configuration for a few steps. The third tokenizes text with `titan-launch prepare`
-and compares it with calls of the tokenizer alone.
+The first command reads random tokens through the loader, and the same tokens through the loaders of other packages. The
+second tokenizes text with `titan-launch prepare`, with the tokenizer alone, and with `datasets`. The third trains each
+configuration for a few steps. A program whose package is not installed (`pip install datasets litdata`) gets no row.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
+import multiprocessing
+import os
+import re
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from publishing import commit, publish
+from torch.utils.data import DataLoader
 
+from titan_launch.cli import main as launcher_main
 from titan_launch.config.sections.data import PYTHON_STDLIB, TextData, TokensData, expand_paths
 from titan_launch.data.corpora.text import is_text
 from titan_launch.data.loader import build_train_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.prepare import usable_cores
-from titan_launch.data.sources import SampleSource, build_source
+from titan_launch.data.sources import build_source
 from titan_launch.data.token_files import Encoded, Header, write_header, write_shard
 from titan_launch.data.tokenizers import ByteTokenizer, train_tokenizer
 from titan_launch.plan.layout import Layout
 
 SEQ_LEN, BATCH_SIZES, WORKERS = 2048, (8, 64), (0, 2)
-REPEATS, TRAINED_STEPS, FIRST_STEPS = 5, 6, 2
+REPEATS, FIRST_STEPS = 5, 1
 REPEATS_OF_PREPARE = 3
+SHARD = "00000.tokens"
+LITDATA_CHUNK = (SEQ_LEN + 1) << 12
+"""Tokens per file of litdata: 17 MB."""
 
 
 def write_tokens(folder: Path, num_tokens: int) -> None:
@@ -52,30 +67,98 @@ def write_tokens(folder: Path, num_tokens: int) -> None:
     write_header(folder, Header("uint16", tokenizer.vocab_size, tokenizer.digest, False, (shard,)))
 
 
-def memory_map(folder: Path, batch_size: int) -> Iterator[None]:
+def memory_map(folder: Path, batch_size: int, num_workers: int) -> Generator[object]:
     """Copy samples in random order from a memory map, without an order of epochs, targets or tensors."""
-    tokens = np.asarray(np.memmap(folder / "00000.tokens", np.uint16, mode="r"))
+    tokens = np.asarray(np.memmap(folder / SHARD, np.uint16, mode="r"))
     starts = np.random.default_rng(0).permutation((len(tokens) - 1) // SEQ_LEN) * SEQ_LEN
     while True:
         for first in range(0, len(starts) - batch_size, batch_size):
             batch = np.empty((batch_size, SEQ_LEN + 1), np.int64)
             for row, start in zip(batch, starts[first : first + batch_size].tolist(), strict=True):
                 row[:] = tokens[start : start + SEQ_LEN + 1]
-            yield
+            yield batch
 
 
-@contextmanager
-def loader(source: SampleSource, batch_size: int, num_workers: int) -> Iterator[Iterator[object]]:
+def launcher(folder: Path, batch_size: int, num_workers: int) -> Generator[object]:
     """Yield the batches of the loader that a run has."""
+    source = build_source(TokensData(kind="tokens", path=str(folder)), ByteTokenizer(), SEQ_LEN)
     layout = Layout(1, 1, local_batch_size=batch_size, num_microbatches=1)
     order = SampleOrder(len(source), seed=0, shuffle=True)
     with build_train_loader(source, order, layout, 0, start=0, num_workers=num_workers) as batches:
-        yield iter(batches)
+        yield from batches
 
 
-def speed(batches: Iterator[object], batch_size: int) -> tuple[float, float]:
+def datasets_loader(folder: Path, batch_size: int, num_workers: int) -> Generator[object]:
+    """Yield batches of a Dataset of `datasets`, one row per sample, through PyTorch's DataLoader."""
+    import datasets
+    import pyarrow as pa
+
+    saved = folder / "datasets"
+    if not saved.exists():
+        datasets.disable_progress_bars()
+        tokens = np.memmap(folder / SHARD, np.uint16, mode="r")
+        used = len(tokens) // (SEQ_LEN + 1) * (SEQ_LEN + 1)
+        rows = pa.FixedSizeListArray.from_arrays(pa.array(tokens[:used]), SEQ_LEN + 1)
+        datasets.Dataset(pa.table({"tokens": rows})).save_to_disk(saved)
+    samples = datasets.load_from_disk(saved).with_format("torch")
+    loader = DataLoader(samples, batch_size, shuffle=True, drop_last=True, num_workers=num_workers)
+    while True:
+        yield from (batch["tokens"] for batch in loader)
+
+
+def read_tokens(path: Path, first: int) -> npt.NDArray[np.uint16]:
+    """Return `LITDATA_CHUNK` tokens of a file."""
+    return np.fromfile(path, np.uint16, LITDATA_CHUNK, offset=first * 2)
+
+
+def litdata_loader(folder: Path, batch_size: int, num_workers: int) -> Generator[object]:
+    """Yield batches of litdata's StreamingDataLoader, as int64 like those of the other readers."""
+    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
+
+    shard, written = folder / SHARD, folder / "litdata"
+    if not written.exists():
+        pieces = range(0, shard.stat().st_size // 2, LITDATA_CHUNK)
+        options = {"chunk_size": LITDATA_CHUNK, "num_workers": 2, "start_method": "fork", "verbose": False}
+        optimize(partial(read_tokens, shard), list(pieces), str(written), item_loader=TokensLoader(), **options)
+    samples = StreamingDataset(str(written), item_loader=TokensLoader(SEQ_LEN + 1), shuffle=True, drop_last=True)
+    loader = StreamingDataLoader(samples, batch_size=batch_size, num_workers=num_workers)
+    while True:
+        yield from (batch.long() for batch in loader)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A program that reads the tokens."""
+
+    batches: Callable[[Path, int, int], Generator[object]]
+    workers: tuple[int, ...] = (0, 2)
+    package: str | None = None
+
+
+READERS = {
+    "launcher": Reader(launcher),
+    "memory map, one copy": Reader(memory_map, workers=(0,)),
+    "datasets and DataLoader": Reader(datasets_loader, package="datasets"),
+    "litdata": Reader(litdata_loader, package="litdata"),
+}
+
+
+def is_installed(package: str | None) -> bool:
+    """Return whether a contestant's package is installed. Print a line if it is not."""
+    found = package is None or find_spec(package) is not None
+    if not found:
+        print(f"{package} is not installed: the table has no row for it", file=sys.stderr)
+    return found
+
+
+def versions(*packages: str) -> str:
+    """Return the versions of those packages that are installed."""
+    return ", ".join(f"{package} {version(package)}" for package in packages if find_spec(package))
+
+
+def speed(batches: Generator[object], batch_size: int, num_samples: int) -> tuple[float, float]:
     """Return million tokens per second, and per CPU second of this process: the best of several repetitions."""
-    count = 8192 // batch_size
+    count = num_samples // batch_size
     for _ in range(10):
         next(batches)
     wall, cpu = [], []
@@ -89,66 +172,107 @@ def speed(batches: Iterator[object], batch_size: int) -> tuple[float, float]:
     return tokens / min(wall), tokens / min(cpu)
 
 
-def table_of_loading(num_tokens: int) -> str:
-    """Return a Markdown table of the speed of the loader and of a plain memory map."""
+def table_of_loading(num_tokens: int, num_samples: int) -> str:
+    """Return a Markdown table of the speed of the launcher's loader and of other readers of the same tokens."""
     torch.set_num_threads(1)
     lines = [
-        f"Tokens of {SEQ_LEN} per sample, commit {commit()}; the best of {REPEATS} repetitions.",
+        f"Tokens of {SEQ_LEN} per sample, {num_samples} samples per repetition, the best of {REPEATS} repetitions; "
+        f"commit {commit()}, {versions('torch', 'datasets', 'litdata')}.",
         "",
-        "| samples per batch | reader | million tokens/s | million tokens per CPU second of the training process |",
-        "|---|---|---|---|",
+        "| samples per batch | workers | reader | million tokens/s | ratio to the launcher "
+        "| million tokens per CPU second of the training process |",
+        "|---|---|---|---|---|---|",
     ]
+    readers = {name: reader for name, reader in READERS.items() if is_installed(reader.package)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokens(folder, num_tokens)
-        source = build_source(TokensData(kind="tokens", path=name), ByteTokenizer(), SEQ_LEN)
-        for batch_size in BATCH_SIZES:
-            speeds = {"memory map, one copy": speed(memory_map(folder, batch_size), batch_size)}
-            for num_workers in WORKERS:
-                with loader(source, batch_size, num_workers) as batches:
-                    speeds[f"loader, {num_workers} workers"] = speed(batches, batch_size)
-            lines += [f"| {batch_size} | {name} | {wall:,.0f} | {cpu:,.0f} |" for name, (wall, cpu) in speeds.items()]
+        for batch_size, num_workers in itertools.product(BATCH_SIZES, WORKERS):
+            of_launcher = None
+            for label, reader in readers.items():
+                if num_workers not in reader.workers:
+                    continue
+                with closing(reader.batches(folder, batch_size, num_workers)) as batches:
+                    wall, cpu = speed(batches, batch_size, num_samples)
+                of_launcher = of_launcher or wall
+                ratio = wall / of_launcher
+                lines.append(f"| {batch_size} | {num_workers} | {label} | {wall:,.1f} | {ratio:.3f} | {cpu:,.1f} |")
+                print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
 
-def share_of_step(config: str, num_workers: int) -> tuple[float, float]:
-    """Train a configuration. Return the seconds of a step, and those in which it waits for data."""
+def ranks_of(config: Path) -> int:
+    """Return the number of ranks in the launch line of a shipped configuration; 0 if it has none."""
+    launch = re.search(r"--nproc-per-node (\d+)", config.read_text())
+    return int(launch[1]) if launch else 0
+
+
+def train(arguments: list[str], ranks: int, rank: int, port: int, log: Path) -> None:
+    """Train in this process, as one of `ranks` ranks of a host."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    os.environ["MASTER_PORT"] = str(port)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(max(1, usable_cores() // ranks))
+    sys.exit(launcher_main(arguments))
+
+
+def share_of_step(config: Path, ranks: int, num_workers: int, steps: int) -> tuple[float, float]:
+    """Train a configuration. Return the seconds of a step, and those in which rank 0 waits for data."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {
             "job.dump_folder": folder,
             "job.name": "data",
             "job.device": "cpu",
-            "training.steps": TRAINED_STEPS,
+            "training.steps": steps,
             "lr_scheduler.warmup_steps": 1,
-            "metrics.log_freq": FIRST_STEPS,
+            "metrics.log_freq": 1,
             "validation.freq": 0,
             "checkpoint.enable": "false",
             "checkpoint.save_last": "false",
             "data.num_workers": num_workers,
         }
-        overrides = [f"--{key}={value}" for key, value in keys.items()]
-        command = [sys.executable, "-m", "titan_launch", "train", "--config", config, *overrides]
-        subprocess.run(command, check=True, capture_output=True)
+        arguments = ["train", "--config", str(config), *(f"--{key}={value}" for key, value in keys.items())]
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        fork, log = multiprocessing.get_context("fork"), Path(folder, "log")
+        # Processes are forked, because the import of torch would take most of the time of a short run.
+        processes = [fork.Process(target=train, args=(arguments, ranks, rank, port, log)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise SystemExit(f"error: {config}: training failed:\n{log.read_text()}")
         reports = [json.loads(line) for line in Path(folder, "data", "metrics.jsonl").read_text().splitlines()]
     steady = [report for report in reports if report["step"] > FIRST_STEPS]
     step, data = (sum(report[f"time/{name}"] for report in steady) / len(steady) for name in ("step_s", "data_s"))
     return step, data
 
 
-def table_of_steps(configs: Sequence[str]) -> str:
+def table_of_steps(configs: Sequence[Path], steps: int) -> str:
     """Return a Markdown table of the time that training waits for data."""
     lines = [
-        f"One rank on a CPU, commit {commit()}; mean of steps {FIRST_STEPS + 1} to {TRAINED_STEPS}.",
+        f"{usable_cores()} CPU cores, commit {commit()}; mean of steps {FIRST_STEPS + 1} to {steps}.",
         "",
-        "| configuration | workers | `time/step_s` | `time/data_s` | share |",
-        "|---|---|---|---|---|",
+        "| configuration | ranks | workers per rank | `time/step_s` | `time/data_s` | share |",
+        "|---|---|---|---|---|---|",
     ]
-    for config in configs:
-        for num_workers in WORKERS:
-            step, data = share_of_step(config, num_workers)
-            lines.append(f"| `{config}` | {num_workers} | {step:.3f} | {data:.6f} | {data / step:.3%} |")
-            print(lines[-1], flush=True)
+    import_module("titan_launch.train.main")  # once, and not in every forked process
+    for config, num_workers in itertools.product(configs, WORKERS):
+        ranks = ranks_of(config) or 1
+        step, data = share_of_step(config, ranks, num_workers, steps)
+        row = f"{step:.3f} | {data:.6f} | {data / step:.3%}"
+        lines.append(f"| `{config}` | {ranks} | {num_workers} | {row} |")
+        print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
+
+
+def on_cpu() -> list[Path]:
+    """Return the shipped configurations that a CPU can train: those whose launch line has at most 4 ranks."""
+    return [config for config in sorted(Path("configs").rglob("*.toml")) if 0 < ranks_of(config) <= 4]
 
 
 def copies_of_the_standard_library(folder: Path, megabytes: int) -> list[str]:
@@ -173,11 +297,35 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
+def tokenize_with_datasets(text: str, tokenizer: str, out: str, num_proc: str) -> None:
+    """Tokenize files with `Dataset.map`, and save the result."""
+    import datasets
+    import tokenizers
+
+    datasets.disable_progress_bars()
+    bare = tokenizers.Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
+    features = datasets.Features({"tokens": datasets.List(datasets.Value("uint16"))})
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"tokens": [found.ids for found in bare.encode_batch_fast(batch["text"], add_special_tokens=False)]}
+
+    files = {"data_files": f"{text}/*", "sample_by": "document", "split": "train", "cache_dir": f"{out}_cache"}
+    documents = datasets.load_dataset("text", **files)
+    options = {"batched": True, "num_proc": int(num_proc), "remove_columns": ["text"], "features": features}
+    documents.map(encode, **options).save_to_disk(out)
+
+
+def in_new_interpreter(function: Callable[..., object], *arguments: str) -> None:
+    """Call a function in a new process, which imports only what the function imports, as a command does."""
+    code = f"import sys\n{inspect.getsource(function)}\n{function.__name__}(*sys.argv[1:])"
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
+
+
 def table_of_preparation(megabytes: int) -> str:
     """Return a Markdown table of the speed of `prepare` and of the tokenizer alone, on all cores."""
     import tokenizers
 
-    cores = usable_cores()
+    cores, with_datasets = usable_cores(), is_installed("datasets")
     wall: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -198,13 +346,17 @@ def table_of_preparation(megabytes: int) -> str:
                 for first in range(0, len(texts), 1000):
                     bare.encode_batch_fast(texts[first : first + 1000], add_special_tokens=False)
 
+            timed(f"the tokenizer alone, {cores} threads", encode)
             for workers in (1, cores):
-                timed(f"the tokenizer alone, {cores} threads", encode)
                 options = {"out": f"{name}/tokens_{workers}_{repeat}", "tokenizer": folder, "workers": workers}
                 command = [sys.executable, "-m", "titan_launch", "prepare", str(text)]
                 command += [f"--{option}={value}" for option, value in options.items()]
                 about = f"{cores} processes" if workers > 1 else f"1 process, {cores} threads"
                 timed(f"titan-launch prepare, {about}", partial(subprocess.run, command, check=True))
+            if with_datasets:
+                arguments = map(str, (text, folder, f"{name}/datasets_{repeat}", cores))
+                about = f"Dataset.map and save_to_disk, {cores} processes"
+                timed(about, partial(in_new_interpreter, tokenize_with_datasets, *arguments))
     size = sum(len(content.encode()) for content in texts) / 1e6
     alone, *_ = wall
     rows = [
@@ -213,8 +365,8 @@ def table_of_preparation(megabytes: int) -> str:
         for name in wall
     ]
     lines = [
-        f"{size:,.0f} MB in {len(texts):,} files, a byte-level BPE of 8,192 tokens, commit {commit()}; the best of "
-        f"{REPEATS_OF_PREPARE} repetitions.",
+        f"{size:,.0f} MB in {len(texts):,} files, a byte-level BPE of 8,192 tokens, the best of {REPEATS_OF_PREPARE} "
+        f"repetitions; commit {commit()}, {versions('tokenizers', 'datasets')}.",
         "",
         "| program | MB/s | of the tokenizer alone | MB per CPU second | of the tokenizer alone |",
         "|---|---|---|---|---|",
@@ -226,17 +378,21 @@ def table_of_preparation(megabytes: int) -> str:
 def main() -> None:
     """Measure, print the table, and write it to a page of the docs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", nargs="+", metavar="CONFIG", help="train these configurations instead of reading")
+    about = "train these configurations instead of reading; without names: all of configs/ that a CPU can train"
+    parser.add_argument("--steps", nargs="*", type=Path, metavar="CONFIG", help=about)
+    about = "steps of each training (default: %(default)s)"
+    parser.add_argument("--trained-steps", type=int, default=4, metavar="N", help=about)
     parser.add_argument("--prepare", type=int, metavar="MB", help="measure `titan-launch prepare` on this much text")
     parser.add_argument("--num-tokens", type=int, default=200_000_000, help="tokens of the file (default: %(default)s)")
+    parser.add_argument("--num-samples", type=int, default=8192, help="samples per repetition (default: %(default)s)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="Markdown page with the markers of this benchmark")
     arguments = parser.parse_args()
-    if arguments.steps:
-        publish(table_of_steps(arguments.steps), "data_steps", arguments.write)
+    if arguments.steps is not None:
+        publish(table_of_steps(arguments.steps or on_cpu(), arguments.trained_steps), "data_steps", arguments.write)
     elif arguments.prepare:
         publish(table_of_preparation(arguments.prepare), "data_preparation", arguments.write)
     else:
-        publish(table_of_loading(arguments.num_tokens), "data_loading", arguments.write)
+        publish(table_of_loading(arguments.num_tokens, arguments.num_samples), "data_loading", arguments.write)
 
 
 if __name__ == "__main__":
