@@ -29,14 +29,13 @@ import torch
 from publishing import commit, publish
 
 from titan_launch.config.sections.data import PYTHON_STDLIB, TextData, TokensData, expand_paths
-from titan_launch.config.sections.tokenizer import TokenizerConfig
-from titan_launch.data.corpora.text import TextCorpus, is_text
+from titan_launch.data.corpora.text import is_text
 from titan_launch.data.loader import build_train_loader
 from titan_launch.data.order import SampleOrder
-from titan_launch.data.prepare import prepare, usable_cores
+from titan_launch.data.prepare import usable_cores
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.token_files import Encoded, Header, write_header, write_shard
-from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
+from titan_launch.data.tokenizers import ByteTokenizer, train_tokenizer
 from titan_launch.plan.layout import Layout
 
 SEQ_LEN, BATCH_SIZES, WORKERS = 2048, (8, 64), (0, 2)
@@ -186,7 +185,6 @@ def table_of_preparation(megabytes: int) -> str:
         text.mkdir()
         texts = copies_of_the_standard_library(text, megabytes)
         train_tokenizer(texts[:500], 8192, folder)
-        tokenizer = build_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
         bare = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         for repeat in range(REPEATS_OF_PREPARE):
 
@@ -200,12 +198,13 @@ def table_of_preparation(megabytes: int) -> str:
                 for first in range(0, len(texts), 1000):
                     bare.encode_batch_fast(texts[first : first + 1000], add_special_tokens=False)
 
-            corpus = TextCorpus(TextData(path=str(text)), tokenizer, ("data",))
             for workers in (1, cores):
                 timed(f"the tokenizer alone, {cores} threads", encode)
-                out = Path(name, f"tokens_{workers}_{repeat}")
+                options = {"out": f"{name}/tokens_{workers}_{repeat}", "tokenizer": folder, "workers": workers}
+                command = [sys.executable, "-m", "titan_launch", "prepare", str(text)]
+                command += [f"--{option}={value}" for option, value in options.items()]
                 about = f"{cores} processes" if workers > 1 else f"1 process, {cores} threads"
-                timed(f"prepare, {about}", partial(prepare, corpus, out, workers))
+                timed(f"titan-launch prepare, {about}", partial(subprocess.run, command, check=True))
     size = sum(len(content.encode()) for content in texts) / 1e6
     alone, *_ = wall
     rows = [

@@ -9,8 +9,10 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.distributed import run_ranks
+from tests.distributed import run_command, run_ranks
 from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model, samples
 from tests.test_layering import RANKS
@@ -46,6 +48,10 @@ NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 """Override of the run folder: `check` must not find runs in the user's `outputs/`."""
 
 
+WHOLE_WAY = "from_text_to_text.md"
+"""The page whose commands are run in order, by a test of its own."""
+
+
 def blocks(language: str) -> Iterator[tuple[str, str]]:
     for page in PAGES:
         found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -53,7 +59,7 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> list[str]:
-    in_docs = [line for _, block in blocks("sh") for line in block.splitlines()]
+    in_docs = [line for name, block in blocks("sh") if WHOLE_WAY not in name for line in block.splitlines()]
     starts = ("scripts/", "torchrun ", "python -m ", "titan-launch ", "CONFIG=")
     in_configs = [
         line.removeprefix("#").strip()
@@ -93,6 +99,10 @@ def test_every_toml_block_of_the_docs_passes_the_check(
         for number in range(2):
             (tmp_path / f"shards/train-00{number}.tar").touch()
         monkeypatch.chdir(tmp_path)
+    if 'kind = "chat"' in block:
+        pytest.importorskip("tokenizers")
+        train_tokenizer(["text"], 300, tmp_path / "tokenizer")
+        shutil.copytree(tmp_path / "tokenizer", tmp_path / "Llama-3.2-1B-Instruct", dirs_exist_ok=True)
     if re.search(r'^path = "corpus', block, flags=re.MULTILINE):
         (tmp_path / "corpus").mkdir()
         for suffix in ("jsonl", "parquet"):
@@ -114,6 +124,49 @@ def test_the_data_source_of_the_docs_is_read(tmp_path: Path, monkeypatch: pytest
     source = build_source(load_job("job.toml").config.data, build_tokenizer(TokenizerConfig()), 8)
     assert len(source) == 1000
     assert [tensor.tolist() for tensor in source[2]] == [list(range(2, 10)), list(range(3, 11))]
+
+
+def test_the_way_from_text_to_text(tmp_path: Path) -> None:
+    """Run the page's commands in order on the text that the page names. Ctrl-C stops the first run."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "corpus").mkdir()
+    for package in ("asyncio", "json"):
+        for file in Path(sysconfig.get_paths()["stdlib"], package).glob("*.py"):
+            shutil.copy(file, tmp_path / "corpus" / file.name)
+    (job,) = (block for name, block in blocks("toml") if WHOLE_WAY in name)
+    (tmp_path / "job.toml").write_text(job)
+    (prepare,), (data,), (train,), (resume,), (generate,) = (
+        [shlex.split(line)[1:] for line in block.splitlines()] for name, block in blocks("sh") if WHOLE_WAY in name
+    )
+    assert run_command(prepare, tmp_path)[0] == 0
+    status, printed, _ = run_command(data, tmp_path)
+    assert status == 0 and "640 samples of 128 tokens" in printed
+
+    def launched(arguments: list[str], stop_at: str = "") -> str:
+        command = [sys.executable, "-m", "titan_launch", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if stop_at and line.startswith(stop_at):
+                    process.send_signal(signal.SIGINT)
+        assert process.returncode == 0, "".join(lines)
+        return "".join(lines)
+
+    stopped = re.search(
+        r"^stopped by SIGINT after step (\d+) of 40, which is saved", launched(train, "step  1"), re.MULTILINE
+    )
+    assert stopped is not None
+    resumed = launched(resume)
+    assert f"resumed from outputs/writer/checkpoints/step-{stopped[1]}\n" in resumed
+    last = re.findall(r"^step 40/40 .* validation loss +([\d.]+)", resumed, re.MULTILINE)
+    assert len(last) == 1 and float(last[0]) < 5.5, "the loss begins at 6.9"
+    status, printed, reported = run_command(generate, tmp_path)
+    assert status == 0 and printed.strip() and "model: outputs/writer, step-40: qwen3" in reported
 
 
 RESULT = [  # smaller than the main job, and in fp32, so that the numbers are equal

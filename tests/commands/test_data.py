@@ -164,3 +164,19 @@ def test_images(folder: Path) -> None:
     shape = "  shape                 1 x 8 x 8\n  bytes                 432\n"
     assert f"\n  samples               6\n{shape}  classes               3\n{bars}" in printed
     assert "\n  class " in printed and printed.endswith("shape 1 x 8 x 8\n")
+
+
+def test_a_stream_has_no_length(folder: Path) -> None:
+    kind = "tests.data.sources.test_factory:Stream"
+    (folder / "job.toml").write_text(f'[data]\nkind = "{kind}"\nshuffle = false\n[training]\nseq_len = 4\n')
+    status, printed, reported = run_command(["data", "--config=job.toml", "--world-size=2", "--samples=2"], folder)
+    assert (status, reported) == (0, "")
+    contents = f"stream of {kind}; its order depends on the number of data-parallel ranks"
+    texts = (r"\x00\x01\x02\x03\x04", r"\x02\x03\x04\x05\x06")
+    samples = (
+        f"\nsample {number} of data-parallel rank 0\n--- document of 4 tokens\n{text}\n"
+        for number, text in enumerate(texts)
+    )
+    assert printed.endswith(
+        f"\ndata\n  kind                  {kind}\n  contents              {contents}\n{''.join(samples)}"
+    )

@@ -39,7 +39,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def corpus(text: Path, tokenizer: Any = None, **keys: Any) -> TextCorpus:
-    return TextCorpus(TextData(path=str(text), **keys), tokenizer or ByteTokenizer(), ("data",))
+    return TextCorpus(TextData(path=str(text), **keys), tokenizer or ByteTokenizer(), ("data",), seq_len=8)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -50,9 +50,9 @@ def test_the_number_of_processes_does_not_change_the_files(text: Path, tmp_path:
     pytest.importorskip("tokenizers")
     train_tokenizer((path.read_text() for path in text.glob("*.txt")), 280, tmp_path / "bpe")
     tokenizer = build_tokenizer(TokenizerConfig(kind="huggingface", path=str(tmp_path / "bpe")))
-    finished: list[Any] = []
+    finished: list[bool] = []
     header = prepare(corpus(text, tokenizer), tmp_path / "one")
-    assert prepare(corpus(text, tokenizer), tmp_path / "two", 2, finished.append) == header
+    assert prepare(corpus(text, tokenizer), tmp_path / "two", 2, lambda part, is_new: finished.append(is_new)) == header
     assert content(tmp_path / "one") == content(tmp_path / "two")
     assert len(finished) == len(header.shards) == 4 and header.num_documents == 12
     assert header.skipped == {"not UTF-8 text": 1} and header.first_skipped == "05.bin"
@@ -66,7 +66,7 @@ def interrupted(text: Path, folder: Path, after: int = 2) -> None:
     """Interrupt a preparation after some parts."""
     finished: list[Any] = []
 
-    def report(part: Any) -> None:
+    def report(part: Any, is_new: bool) -> None:
         finished.append(part)
         if len(finished) == after:
             raise KeyboardInterrupt

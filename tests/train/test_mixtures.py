@@ -91,6 +91,23 @@ def test_a_mixture_of_one_source_trains_as_the_source_alone(tmp_path: Path) -> N
     assert_equal(run_ranks(run_job, 1, mixed_job(tmp_path / "mixed", mixture(keys)))[0], alone)
 
 
+def test_each_sample_without_documents_is_one_document_beside_packed_documents(tmp_path: Path) -> None:
+    """The validation has no documents, and is the same."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("some text " * 20)
+    text = {"kind": "text", "path": str(tmp_path / "text")}
+    packed = {**text, "packing": "documents", "weight": 0.0}
+
+    def trained(data: dict[str, Any], name: str) -> tuple[dict[str, Tensor], float]:
+        config = mixed_job(tmp_path / name, data, steps=3, validation=validation(text))
+        config["model"]["args"]["vocab_size"] = 257
+        state = run_ranks(run_job, 1, config)[0]
+        return state, read_metrics(tmp_path / name)[-1]["validation/loss"]
+
+    synthetic = {"kind": "synthetic", "vocab_size": 61, "num_samples": 10}
+    torch.testing.assert_close(trained(mixture(synthetic, packed), "mixed"), trained(synthetic, "alone"))
+
+
 def refusal(config: dict[str, Any]) -> str:
     with pytest.raises(UserError) as caught:
         run_job(config)

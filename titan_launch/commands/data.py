@@ -106,8 +106,11 @@ def _source_lines(source: dict[str, Any]) -> Iterator[str]:
 
 
 def _sample_lines(sample: dict[str, Any], marks: tuple[str, str]) -> Iterator[str]:
-    source = f" of {sample['source']}" if sample["source"] else ""
-    yield f"sample {sample['position']} of the run: sample {sample['index']:,}{source}"
+    if "index" in sample:
+        source = f" of {sample['source']}" if sample["source"] else ""
+        yield f"sample {sample['position']} of the run: sample {sample['index']:,}{source}"
+    else:
+        yield f"sample {sample['position']} of data-parallel rank {sample['data_parallel_rank']}"
     if "class" in sample:
         yield f"  class {sample['class']}, shape {' x '.join(map(str, sample['shape']))}"
     for document in sample.get("documents", ()):

@@ -115,13 +115,15 @@ def _prepare(arguments: Namespace, config: JobConfig) -> None:
         raise config_error(("data", "kind"), reason, data.kind)
     split = {"validation_percent": percent}
     datas = {name: data.model_copy(update={"split": name, **split}) for name in _SPLITS} if percent else {"": data}
-    tokenizer = config.tokenizer
+    tokenizer, seq_len = config.tokenizer, config.training.seq_len
     if arguments.train_tokenizer:
         first = next(iter(datas.values()))
-        tokenizer = _train_tokenizer(CORPORA[data.kind](first, build_tokenizer(tokenizer), ("data",)), arguments)
+        tokenizer = _train_tokenizer(
+            CORPORA[data.kind](first, build_tokenizer(tokenizer), ("data",), seq_len), arguments
+        )
     built, workers = build_tokenizer(tokenizer), arguments.workers or usable_cores()
     for name, part in datas.items():
-        _write(CORPORA[data.kind](part, built, ("data",)), out / name, workers, arguments.verify)
+        _write(CORPORA[data.kind](part, built, ("data",), seq_len), out / name, workers, arguments.verify)
 
 
 def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
@@ -197,14 +199,15 @@ class Progress:
 
     def __init__(self, total_parts: int, total_bytes: int):
         self.total_parts, self.total_bytes = total_parts, total_bytes
-        self.parts, self._bytes = 0, 0
+        self.parts, self._bytes, self._new_bytes = 0, 0, 0
         self._start = self._shown = time.monotonic()
         self._is_terminal = sys.stderr.isatty()
 
-    def advance(self, part: Part) -> None:
-        """Count a finished part."""
+    def advance(self, part: Part, is_new: bool) -> None:
+        """Count a finished part. `is_new`: False for a part of an earlier call."""
         self.parts += 1
         self._bytes += part.num_bytes
+        self._new_bytes += part.num_bytes * is_new
         now = time.monotonic()
         if self._is_terminal or now - self._shown >= _REPORT_S:
             self._shown = now
@@ -216,7 +219,7 @@ class Progress:
     def speed(self) -> str:
         """Return the throughput so far; "" if nothing was done."""
         seconds = time.monotonic() - self._start
-        return f", {self._bytes / 1e6 / seconds:,.1f} MB/s" if self._bytes and seconds > 0.01 else ""
+        return f", {self._new_bytes / 1e6 / seconds:,.1f} MB/s" if self._new_bytes and seconds > 0.01 else ""
 
     def clear(self) -> None:
         """Remove the line from a terminal."""

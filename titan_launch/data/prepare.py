@@ -79,14 +79,19 @@ def usable_cores() -> int:
 
 
 def prepare(
-    corpus: Corpus, folder: Path, num_workers: int = 1, report: Callable[[Part], None] = lambda part: None
+    corpus: Corpus,
+    folder: Path,
+    num_workers: int = 1,
+    report: Callable[[Part, bool], None] = lambda part, is_new: None,
 ) -> Header:
     """Write the documents of a corpus, as far as its split contains them, as token files. Return the header.
 
     Processes tokenize the parts. Their number does not change the files. If an earlier call for the same corpus was
     interrupted, its finished shards are kept. If it had completed the folder, nothing is written. `report` is called
-    after each part. Raises ConfigError for documents that stop the run, UserError if the folder has other content, and
-    OSError if it cannot be written.
+    with each finished part, and False if an earlier call has finished it.
+
+    Raises ConfigError for documents that stop the run, UserError if the folder has other content, and OSError if it
+    cannot be written.
     """
     header = _header_of(corpus, folder)
     if header is not None:
@@ -96,11 +101,11 @@ def prepare(
         rest = {}
         for name, part in parts.items():
             if _record(folder, name).exists():
-                report(part)
+                report(part, False)
             else:
                 rest[name] = part
         for part in _finish_parts(corpus, folder, rest, num_workers):
-            report(part)
+            report(part, True)
         header = _combined(corpus, [_read_record(folder, name) for name in parts])
         write_header(folder, header)
         for name in parts:
@@ -172,10 +177,10 @@ def cached_token_files(corpus: Corpus) -> Path:
 
 
 def _source(corpus: Corpus, state: Callable[[File], list[Any]] = lambda file: []) -> str:
-    """Return a digest of the keys and the files of a corpus. `state`: further facts about a file."""
+    """Return a digest of the keys, the files and the identity of a corpus. `state`: further facts about a file."""
     keys = corpus.config.model_dump(mode="json", exclude=_NOT_IN_TOKENS)
     files = [[file.name, file.size, *state(file)] for file in corpus.files]
-    return hashlib.blake2b(json.dumps([keys, files]).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps([keys, files, *corpus.identity]).encode(), digest_size=16).hexdigest()
 
 
 def _where_and_when(file: File) -> list[Any]:

@@ -9,8 +9,6 @@ from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.data.sources.base import Sample
 from titan_launch.data.tokenizers import Tokenizer
 
-END_OF_DOCUMENT = "<end of document>"
-
 
 @dataclass(frozen=True)
 class Passage:
@@ -45,7 +43,7 @@ def decode_sample(sample: Sample, tokenizer: Tokenizer) -> list[ShownDocument]:
         tokens = [inputs[place] for place in places] + ([targets[places[-1]]] if counts[-1] else [])
         states = [counts[0], *counts][: len(tokens)]
         passages = [
-            Passage(_decode([token for token, _ in passage], tokenizer), counted)
+            Passage(tokenizer.decode([token for token, _ in passage], keep_special=True), counted)
             for counted, passage in groupby(zip(tokens, states, strict=True), key=lambda pair: pair[1])
         ]
         documents.append(ShownDocument(len(places), passages))
@@ -60,9 +58,3 @@ def num_padding(sample: Sample) -> int:
     is_last = numbers[0] == numbers[0][-1]
     is_padding = not inputs[is_last].any() and bool((targets[is_last] == IGNORED_TARGET).all())
     return int(is_last.sum()) if is_padding else 0
-
-
-def _decode(tokens: list[int], tokenizer: Tokenizer) -> str:
-    end = tokenizer.end_of_document
-    parts = groupby(tokens, key=lambda token: token == end)
-    return "".join(END_OF_DOCUMENT * len([*part]) if is_end else tokenizer.decode(part) for is_end, part in parts)

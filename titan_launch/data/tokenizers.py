@@ -11,7 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig, read_tokenizer_json, special_token
+from titan_launch.config.sections.tokenizer import (
+    TOKENIZER_FILE,
+    TokenizerConfig,
+    read_tokenizer_json,
+    special_token,
+    tokenizer_file,
+)
 from titan_launch.core.errors import KeyPath, config_error
 from titan_launch.core.files import remove
 from titan_launch.data.token_files import Tokens, token_dtype
@@ -38,8 +44,20 @@ class Tokenizer(Protocol):
     def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
         """Return the tokens of each UTF-8 document, including the tokens that begin and end it."""
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`. Invalid text becomes U+FFFD; special tokens are dropped."""
+    def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
+        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: do not drop special tokens."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the tokenizer's files; None if it has none."""
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """Names of the special tokens."""
+
+    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text that a chat template has written, and for each token its first character and the
+        end of its characters. Names of special tokens become these tokens."""
 
 
 class ByteTokenizer:
@@ -48,6 +66,8 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_document = 256
     digest = "bytes"
+    folder = None
+    special_tokens = ()
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of `text` in UTF-8."""
@@ -57,9 +77,17 @@ class ByteTokenizer:
         """Return the n bytes of each document and the end-of-document token: `[n + 1]`."""
         return [self._encode(data) for data in documents]
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`. Invalid UTF-8 becomes U+FFFD; end-of-document tokens are dropped."""
-        return bytes(int(token) for token in tokens if token < self.end_of_document).decode("utf-8", errors="replace")
+    def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
+        """Return the text of `tokens`. Invalid UTF-8 becomes U+FFFD. The end-of-document token is dropped, or with
+        `keep_special` written as `<end of document>`."""
+        end = b"<end of document>" if keep_special else b""
+        data = b"".join(bytes([token]) if token < self.end_of_document else end for token in map(int, tokens))
+        return data.decode("utf-8", errors="replace")
+
+    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the bytes of a text, and the character of each byte."""
+        offsets = [(index, index + 1) for index, character in enumerate(text) for _ in character.encode()]
+        return self.encode(text), offsets
 
     def _encode(self, data: bytes) -> npt.NDArray[np.uint16]:
         tokens = np.empty(len(data) + 1, dtype=np.uint16)
@@ -89,6 +117,26 @@ class HuggingFaceTokenizer:
         """Load the file again in another process. A pickle of the package's tokenizer would lose its options."""
         return HuggingFaceTokenizer, (self._config,)
 
+    @property
+    def folder(self) -> Path:
+        """Folder of the `tokenizer.json`."""
+        return tokenizer_file(self._config).parent
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Names of the special tokens."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+
+    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text that a chat template has written, and for each token its first character and the
+        end of its characters. Names of special tokens become these tokens."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return list(encoding.ids), list(encoding.offsets)
+
     def token(self, name: str) -> int:
         """Return the id of the token `name`, which `special_token` has checked."""
         return int(self._tokenizer.token_to_id(name))
@@ -104,9 +152,9 @@ class HuggingFaceTokenizer:
         end = [self.end_of_document]
         return [np.array([*self._begin, *encoding.ids, *end], dtype=self._dtype) for encoding in encodings]
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`. Invalid text becomes U+FFFD; special tokens are dropped."""
-        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+    def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
+        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: do not drop special tokens."""
+        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not keep_special))
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

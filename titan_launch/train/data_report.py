@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from titan_launch.config.sections.data import IGNORED_TARGET, DataSource
 from titan_launch.config.sections.data import single_sources as single_sections
 from titan_launch.data.order import MixtureOrder
 from titan_launch.data.preview import decode_sample, num_padding
-from titan_launch.data.sources import SampleSource, read_batch
+from titan_launch.data.sources import Sample, SampleSource, StreamSource, read_batch
 from titan_launch.data.sources.base import DetailedSource
 from titan_launch.data.sources.mixture import single_sources
 from titan_launch.data.tokenizers import Tokenizer, build_tokenizer
@@ -50,8 +52,9 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
     report["sources"] = _training_sources(config, data, steps * layout.global_batch_size, tokenizer)
     if config.validation.data is not None and data.validation is not None:
         report["sources"] += _validation_sources(config.validation.data, data, data.validation, tokenizer)
-    shown = range(min(num_samples, steps * layout.global_batch_size))
-    report["samples"] = [_sample(config, data, position, tokenizer) for position in shown]
+    shown = min(num_samples, steps * layout.global_batch_size)
+    samples = _stream_samples(data.train, layout) if isinstance(data.train, StreamSource) else _samples(data)
+    report["samples"] = [{**place, **_contents(config, sample, tokenizer)} for place, sample in islice(samples, shown)]
     return report
 
 
@@ -59,11 +62,12 @@ def _training_sources(config: JobConfig, data: RunData, consumed: int, tokenizer
     found = []
     sections = single_sections(config.data)
     for name, source in single_sources(data.train).items():
-        share, epochs = 1.0, consumed / len(source)
+        described = {"section": "data", "name": name, **_source(sections[name], source, tokenizer)}
         if isinstance(data.order, MixtureOrder):
-            share, epochs = data.order.progress(consumed)[name]
-        section = {"section": "data", "name": name, **_source(sections[name], source, tokenizer)}
-        found.append({**section, **({"share": share} if name else {}), "epochs": epochs})
+            described["share"], described["epochs"] = data.order.progress(consumed)[name]
+        elif not isinstance(source, StreamSource):
+            described["epochs"] = consumed / len(source)
+        found.append(described)
     return found
 
 
@@ -84,6 +88,8 @@ def _validation_sources(
 
 def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> dict[str, Any]:
     keys = {key: getattr(section, key) for key in _CONFIG_KEYS if hasattr(section, key)}
+    if isinstance(source, StreamSource):
+        return {**keys, "contents": source.describe()}
     found = {**keys, "samples": len(source)}
     if isinstance(source, DetailedSource):
         details = source.details()
@@ -125,14 +131,25 @@ def _ignored_share(source: SampleSource) -> float:
     return ignored / max(1, total)
 
 
-def _sample(config: JobConfig, data: RunData, position: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the sample at a position of the stream of training samples."""
-    index = data.order(position)
-    sample = tuple(column[0] for column in read_batch(data.train, [index], [position]))
-    name, index_of_source = _locate(data.train, index)
-    found: dict[str, Any] = {"position": position, "source": name, "index": index_of_source}
+def _samples(data: RunData) -> Iterator[tuple[dict[str, Any], Sample]]:
+    """Yield the training samples in the order of the run, each with its place."""
+    for position in count():
+        index = data.order(position)
+        name, index_of_source = _locate(data.train, index)
+        sample = tuple(column[0] for column in read_batch(data.train, [index], [position]))
+        yield {"position": position, "source": name, "index": index_of_source}, sample
+
+
+def _stream_samples(source: StreamSource, layout: Layout) -> Iterator[tuple[dict[str, Any], Sample]]:
+    """Yield the training samples that the first data-parallel rank reads from a stream, each with its place."""
+    for position, sample in enumerate(source.open_part(0, layout.data_parallel)):
+        yield {"position": position, "data_parallel_rank": 0}, sample
+
+
+def _contents(config: JobConfig, sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what a sample contains: its decoded documents, or the form of its image."""
     if config.data.unit == "images":
-        return {**found, "shape": list(sample[0].shape), "class": int(sample[1])}
+        return {"shape": list(sample[0].shape), "class": int(sample[1])}
     documents = [
         {
             "tokens": document.num_tokens,
@@ -140,7 +157,7 @@ def _sample(config: JobConfig, data: RunData, position: int, tokenizer: Tokenize
         }
         for document in decode_sample(sample, tokenizer)
     ]
-    return {**found, "documents": documents, "padding": num_padding(sample)}
+    return {"documents": documents, "padding": num_padding(sample)}
 
 
 def _locate(source: SampleSource, index: int) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,23 +16,20 @@ from torch.optim import Optimizer
 from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
+from titan_launch.distributed.torch_private import roots
 from titan_launch.models.documents import document_arguments
 from titan_launch.models.loss import Loss, count_valid, means_of_step
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
-from titan_launch.parallel.fsdp import discard_pending
+from titan_launch.parallel.fsdp import discard_pending, reset_iterations
+from titan_launch.parallel.pipeline import pipeline_of, run_forward
 from titan_launch.train.forward import forward_explained, label_arguments, select_outputs
 from titan_launch.train.health.step_guard import StepGuard
 
 if TYPE_CHECKING:
     from titan_launch.train.pipeline_step import PipelinedStep
-import math
-
-from titan_launch.distributed.torch_private import roots
-from titan_launch.parallel.fsdp import reset_iterations
-from titan_launch.parallel.pipeline import pipeline_of, run_forward
 
 
 @dataclass(frozen=True)
@@ -188,19 +186,18 @@ def forward_backward(
     The function frees inputs, outputs and loss when it returns, before the next microbatch allocates its own.
     """
     microbatch = microbatch.to(device)
-    with loss.given(microbatch.targets):
-        outputs = _forward(model, microbatch, loss)
+    with loss.given(microbatch.targets), forward_explained(model, microbatch.inputs, loss):
+        outputs = model(microbatch.inputs, **_arguments(model, microbatch, loss))
+        outputs = select_outputs(outputs, microbatch.targets, loss)
     means = means_of_step(loss.sums(outputs, microbatch.targets), valid_global())
     del outputs  # the autograd graph keeps the tensors that backward needs
     means[0].backward()
     return means.detach()
 
 
-def _forward(model: nn.Module, batch: Batch, loss: Loss) -> Any:
-    """Return the outputs that `loss` reads."""
-    arguments = document_arguments(model, batch.documents) | label_arguments(model, batch.targets, loss)
-    with forward_explained(model, batch.inputs, loss):
-        return select_outputs(model(batch.inputs, **arguments), batch.targets, loss)
+def _arguments(model: nn.Module, batch: Batch, loss: Loss) -> dict[str, Any]:
+    """Return the keyword arguments of a forward."""
+    return document_arguments(model, batch.documents) | label_arguments(model, batch.targets, loss)
 
 
 @torch.no_grad()
@@ -210,10 +207,9 @@ def validate(
     """Return the `validation/*` metrics over all valid targets of all ranks, in evaluation mode. Collective.
 
     `batches`: each with the name of its source, or "" if the data is not a mixture. Named sources also have metrics of
-    their own. All ranks must have the same names.
-    Every rank must have the same number of batches, since each forward all-gathers parameters. Without valid targets
-    the metrics are NaN. The accuracy is NaN for a model that returns its loss alone. In a pipeline only the ranks with
-    the last stage contribute.
+    their own. Every rank must have the same names, and the same number of batches, since each forward all-gathers
+    parameters. Without valid targets the metrics are NaN. The accuracy is NaN for a model that returns its loss alone.
+    In a pipeline only the ranks with the last stage contribute.
     """
     totals: dict[str, Tensor] = {}
     was_training = {  # a frozen BatchNorm stays frozen
@@ -228,7 +224,9 @@ def validate(
         total = totals.setdefault(source, torch.zeros(3, dtype=torch.float64, device=device))
         with loss.given(batch.targets):
             if pipeline is None:
-                outputs = _forward(model, batch, loss)
+                with forward_explained(model, batch.inputs, loss):
+                    outputs = model(batch.inputs, **_arguments(model, batch, loss))
+                    outputs = select_outputs(outputs, batch.targets, loss)
             else:
                 outputs = run_forward(pipeline, batch.inputs, device, document_arguments(model, batch.documents))
         if outputs is not None:  # else another rank holds the last stage

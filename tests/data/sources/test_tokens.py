@@ -137,7 +137,11 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
         f"validation.data.{too_few}: 2 files, 7 tokens; {remedy}"
     )
     assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == 'data.path: no file is found at "nowhere/*.txt"'
-    empty_side = "train" if is_held_out("a.txt", 50) else "validation"
+    full_side, empty_side = ("validation", "train") if is_held_out("a.txt", 50) else ("train", "validation")
+    assert problem(TextData(path=str(file), split=full_side, validation_percent=50)) == (
+        f"data.path: has too few tokens in its {full_side} split for a sample of seq_len + 1 = 257 tokens: 1 file, "
+        f"6 tokens; {remedy}"
+    )
     assert problem(TextData(path=str(file), split=empty_side, validation_percent=50)) == (
         "data.split: is empty: with validation_percent = 50, no document belongs to it; provide more documents (each "
         'file is one document), or other data with split = "all"'

@@ -217,6 +217,24 @@ def test_data_that_changed_is_refused(on_text: Path) -> None:
     assert run_ranks(start, 1, copy)[0][:2] == (2, 8)
 
 
+def test_changed_files_of_packed_sources_of_a_mixture_are_named(tmp_path: Path) -> None:
+    job = text_job(tmp_path, "text", 2)
+    for name in ("text", "more", "held-out"):
+        write_text(tmp_path / name, 3)
+    packed = {"kind": "text", "packing": "documents"}
+    sources = [{**packed, "path": str(tmp_path / name)} for name in ("text", "more")]
+    job |= {"data": {"kind": "mixture", "sources": sources}}
+    run_ranks(run_job, 1, job)
+    (tmp_path / "more" / "1").write_text("another text")
+    (tmp_path / "more" / "2").rename(tmp_path / "more" / "3")
+    job["training"]["steps"] = 4
+    assert run_ranks(refused, 1, job)[0] == (
+        f"data.sources.1.path: the data has changed since {tmp_path / 'tiny/checkpoints/step-2'} was saved: it now has "
+        "11 samples (before: 15); missing: 2; changed: 1; new: 3; restore it, or use the new data with "
+        "--checkpoint.accept_changes=true, or start anew with --checkpoint.load=none"
+    )
+
+
 def test_a_run_resumes_with_moved_data_and_with_accepted_changes_of_data(tmp_path: Path, on_text: Path) -> None:
     for part in ("tiny", "text"):
         shutil.copytree(on_text / part, tmp_path / part, symlinks=True)

@@ -11,7 +11,9 @@ _NO_LORA = "LoRA is not supported; all parameters are trained, except those with
 _NO_EXPERTS = "expert parallelism is not supported; remove this key"
 _NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first module of every stage but the first'
 _TOKENIZER = 'use "tokenizer.path" with tokenizer.kind = "huggingface"'
-_NO_DATASET = 'named data sets are not supported; set "data.path" to a file, a folder or a glob'
+_DATASET = 'use "data.path", with "data.kind" = "huggingface" for a data set of the Hugging Face Hub'
+_MIXTURE = 'use a table [[data.sources]] for each source of a mixture, with "data.sources.weight"'
+_PACKING = 'use "data.packing" = "documents"'
 _NO_TRACE = (
     'profiler traces are not supported; "comm.profile_freq" profiles single steps to report exposed communication'
 )
@@ -43,7 +45,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "training.dtype": "precision.storage_dtype",
     "training.mixed_precision_param": "precision.param_dtype",
     "training.mixed_precision_reduce": "precision.reduce_dtype",
-    "training.dataset": _NO_DATASET,
+    "training.dataset": _DATASET,
     "training.dataset_path": "data.path",
     "training.max_context_length": "training.seq_len",
     "training.gc_debug": "not supported; remove this key",
@@ -97,7 +99,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "debug.detect_anomaly": "anomaly detection is not supported; remove this key",
     "debug.deterministic_warn_only": 'not supported; "debug.deterministic" makes nondeterministic kernels an error',
     "validation.enable": 'use "validation.freq"; 0 disables validation',
-    "validation.dataset": _NO_DATASET.replace("data.path", "validation.data.path"),
+    "validation.dataset": _DATASET.replace("data.", "validation.data."),
     "validation.dataset_path": "validation.data.path",
     "validation.steps": 'use "validation.max_samples", in samples',
     "experimental": 'not supported; use "model.name" = "package.module:factory" for your own model',
@@ -127,11 +129,23 @@ COMMON_NAMES: dict[str, str] = {
     "num_train_epochs": _NO_EPOCHS,
     "num_epochs": _NO_EPOCHS,
     "epochs": _NO_EPOCHS,
-    "dataset": _NO_DATASET,
+    "chat_template": 'use "data.template" with data.kind = "chat"',
+    "train_on_inputs": 'use "data.train_on" with data.kind = "chat"; "all" trains on all tokens',
+    "dataset": _DATASET,
+    "dataset_name": _DATASET,
+    "dataset_config_name": "data.subset",
+    "dataset_split": "data.hf_split",
+    "dataset_text_field": 'use "data.field" with data.kind = "jsonl", or "data.column" with other kinds',
+    "datasets": _MIXTURE,
+    "sample_packing": _PACKING,
+    "tokenizer_name": _TOKENIZER,
+    "tokenizer_name_or_path": _TOKENIZER,
+    "val_set_size": 'use "data.validation_percent", with split = "train" and split = "validation"',
     "grad_clip": "training.max_norm",
     "max_epochs": _NO_EPOCHS,
     "max_steps": "training.steps",
     "max_seq_length": "training.seq_len",
+    "sequence_len": "training.seq_len",
     "fast_dev_run": 'not supported; set "training.steps" to a small number',
     "max_grad_norm": "training.max_norm",
     "gradient_clip_val": "training.max_norm",

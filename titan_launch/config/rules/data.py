@@ -189,6 +189,9 @@ def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
     for key, data in _sources(config):
         if isinstance(data, HuggingFaceData) and data.streaming:
             yield from stream_problems(data, key)
+            if data.packing != "concat":
+                reason = 'needs the lengths of all documents, but a stream has none; set "concat", or remove streaming'
+                yield Problem((*key, "packing"), reason, data.packing, also=((*key, "streaming"),))
 
 
 def image_keys_have_an_effect(config: JobConfig) -> Iterator[Problem]:

@@ -199,6 +199,37 @@ class JsonlData(LinesData):
     """Key of the text in each line's object. Dots select keys of inner objects: `meta.text`."""
 
 
+class ChatData(LinesData):
+    """Chats in JSON lines, for fine-tuning: one chat per line, which is one document. A chat template turns it into
+    text, and the assistant's turns are the targets. A line has `messages` with `role` and `content`, `conversations`
+    with `from` and `value`, `prompt` and `response` (or `completion`), or `instruction`, `input` and `output`. It needs
+    `pip install 'titan-launch[chat]'`."""
+
+    kind: Literal["chat"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    packing: Literal["concat", "documents"] = "documents"
+    """Division of the chats into samples. `documents`: a sample has whole chats and at its end padding, as little as
+    possible. Chats do not attend to each other, and positions begin at 0 in each. `concat`: all chats are one stream,
+    which is cut every `training.seq_len` tokens. Tokens attend to earlier chats of their sample."""
+
+    template: str | None = None
+    """Chat template: `chatml`, or the path of a Jinja file. Default: the template of the tokenizer, in
+    `chat_template.jinja` or `tokenizer_config.json` beside its `tokenizer.json`."""
+
+    template_args: Table = Field(default_factory=dict)
+    """Further variables of the template, such as `{ enable_thinking = false }`."""
+
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Targets. `assistant`: all turns of the assistant, each with the token that ends it. `last`: the last of these
+    turns. `all`: all tokens."""
+
+    truncation: Literal["skip", "stop", "right", "left"] = "skip"
+    """Use of a chat with more than `training.seq_len` + 1 tokens. `skip`: the chat is not used, and the log reports the
+    number of such chats. `stop`: the run ends with an error that names the chat. `right`, `left`: tokens are removed at
+    its end or at its beginning."""
+
+
 class ParquetData(FilesData, RecordsData):
     """Parquet files. Each row is one document. They need `pip install 'titan-launch[parquet]'`."""
 
@@ -439,6 +470,7 @@ class MixtureData(DataSource):
 DATA_KINDS: dict[str, type[DataSource]] = {
     "text": TextData,
     "jsonl": JsonlData,
+    "chat": ChatData,
     "parquet": ParquetData,
     "huggingface": HuggingFaceData,
     "tokens": TokensData,

@@ -84,9 +84,14 @@ class Corpus(ABC):
     has_targets = False
     """True if some tokens of the documents do not count as targets."""
 
-    def __init__(self, config: CorpusData, tokenizer: Tokenizer, key: KeyPath):
-        """`key`: path of the section in the job file, for errors."""
-        self.config, self.tokenizer, self.key = config, tokenizer, key
+    def __init__(self, config: CorpusData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
+        """`key`: path of the section in the job file, for errors. `seq_len`: tokens of a sample."""
+        self.config, self.tokenizer, self.key, self.seq_len = config, tokenizer, key, seq_len
+
+    @property
+    def identity(self) -> Sequence[object]:
+        """Everything that decides the tokens besides the files, the keys of the section, and the tokenizer."""
+        return []
 
     @property
     @abstractmethod

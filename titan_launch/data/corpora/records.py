@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from titan_launch.config.sections.data import HuggingFaceData, ParquetData, RecordsData
 from titan_launch.core.errors import config_error, did_you_mean, format_key, listed
@@ -16,10 +16,11 @@ BATCH_ROWS = 1000
 class RecordError(Exception):
     """A record that cannot be used."""
 
-    def __init__(self, reason: str, detail: str = "", key: str = "path"):
+    def __init__(self, reason: str, detail: str = "", key: str = "path", on_error: Literal["stop", "skip", ""] = ""):
         """`reason`: text after "is", by which skipped records are counted: `not valid JSON`. `detail`: further words
-        for the error. `key`: key of the section that may be wrong."""
-        self.reason, self.detail, self.key = reason, detail, key
+        for the error. `key`: key of the section that may be wrong. `on_error`: the reaction, if `key` sets it instead
+        of the key `on_error`."""
+        self.reason, self.detail, self.key, self.on_error = reason, detail, key, on_error
         super().__init__(reason)
 
 
@@ -35,20 +36,25 @@ class RecordCorpus(Corpus):
         name = getattr(self.config, key)
         if not isinstance(text, str):
             raise RecordError(f'without a string in "{name}"', f"it is {_TYPES.get(type(text), 'another type')}", key)
-        try:
-            content = text.encode()
-        except UnicodeEncodeError:
-            raise RecordError("not valid Unicode", "it has a part of a surrogate pair") from None
+        content = utf8(text)
         return Document(content, content, file)
 
     def failed(self, error: RecordError, where: str) -> Skipped:
         """Return the skipped record of an error. Raises ConfigError if `on_error` is "stop"."""
-        if self.config.on_error == "skip":
+        if (error.on_error or self.config.on_error) == "skip":
             return Skipped(error.reason, where)
         detail = f" ({error.detail})" if error.detail else ""
-        skip = f'{format_key((*self.key, "on_error"))} = "skip"'
+        skip = f'{format_key((*self.key, error.key if error.on_error else "on_error"))} = "skip"'
         reason = f"{where} is {error.reason}{detail}; correct this {self.unit}, or set {skip}"
         raise config_error((*self.key, error.key), reason, getattr(self.config, error.key))
+
+
+def utf8(text: str) -> bytes:
+    """Return the text as bytes. Raises RecordError for text that JSON can represent, but UTF-8 cannot."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise RecordError("not valid Unicode", "it has a part of a surrogate pair") from None
 
 
 _TYPES: dict[type, str] = {

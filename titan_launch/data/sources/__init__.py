@@ -46,6 +46,7 @@ def build_mixture(config: MixtureData, context: SourceContext) -> MixtureSource:
 SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
     "text": build_corpus,
     "jsonl": build_corpus,
+    "chat": build_corpus,
     "parquet": build_corpus,
     "huggingface": build_huggingface,
     "tokens": build_tokens,

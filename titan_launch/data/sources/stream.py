@@ -189,7 +189,7 @@ class TextReader:
 
 def build_text_stream(config: HuggingFaceData, context: SourceContext) -> StreamSource:
     """Build the stream of a data set of Hugging Face. Raises ConfigError for data that cannot be read."""
-    corpus = HuggingFaceCorpus(config, context.tokenizer, context.key)
+    corpus = HuggingFaceCorpus(config, context.tokenizer, context.key, context.seq_len)
 
     def open_part(part: int, parts: int) -> Reader:
         return TextReader(corpus, context.seq_len, part, parts)

@@ -78,7 +78,7 @@ class TokenSource:
 def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | PackedSource:
     """Tokenize a corpus, unless the cache has its tokens, and open them. Raises ConfigError on a key below
     `context.key`."""
-    corpus = CORPORA[config.kind](config, context.tokenizer, context.key)
+    corpus = CORPORA[config.kind](config, context.tokenizer, context.key, context.seq_len)
     folder = cached_token_files(corpus)
     header = read_header(folder)
     skipped = _skipped(corpus, header)
@@ -139,7 +139,9 @@ def _build(
         needed = f"a sample of seq_len + 1 = {context.seq_len + 1} tokens"
         remedy = "name more text, or set a smaller training.seq_len"
     if not len(source):
-        reason = f"has too few tokens for {needed}: {description}{note}; {remedy}"
+        split = getattr(config, "split", "all")
+        of_split = "" if split == "all" else f" in its {split} split"
+        reason = f"has too few tokens{of_split} for {needed}: {description}{note}; {remedy}"
         raise config_error((*context.key, "path"), reason, config.path)
     return source
 
