@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_command
+from tests.train.jobs import TINY_JOB_FILE
 from titan_launch.config.sections.data import TextData
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError
@@ -222,17 +223,6 @@ def test_a_full_disk_is_one_error(text: Path, tmp_path: Path) -> None:
 
 
 JOB = """
-[job]
-name = "on_{kind}"
-dump_folder = "."
-device = "cpu"
-
-[model.args]
-dim = 32
-n_layers = 1
-n_heads = 4
-n_kv_heads = 2
-
 [tokenizer]
 kind = "huggingface"
 path = "tokens/tokenizer"
@@ -255,8 +245,10 @@ def test_prepared_tokens_give_the_losses_of_the_text(text: Path, tmp_path: Path)
     assert run_command(["prepare", "text", "--out=tokens", "--train-tokenizer=280"], tmp_path)[0] == 0
     losses = []
     for kind, path in (("text", "text"), ("tokens", "tokens")):
-        (tmp_path / "job.toml").write_text(JOB.format(kind=kind, path=path))
-        status, printed, reported = run_command(["train", "--config", "job.toml", "--metrics.log_freq=1"], tmp_path)
+        (tmp_path / "job.toml").write_text(TINY_JOB_FILE + JOB.format(kind=kind, path=path))
+        status, printed, reported = run_command(
+            ["train", "--config", "job.toml", "--metrics.log_freq=1", f"--job.name=on_{kind}"], tmp_path
+        )
         assert status == 0, reported
         assert ("tokenizing:" in printed) == (kind == "text")
         records = (tmp_path / f"on_{kind}" / "metrics.jsonl").read_text().splitlines()

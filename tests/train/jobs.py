@@ -28,6 +28,20 @@ from titan_launch.train.run import Run
 
 TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
 
+TINY_JOB_FILE = """
+[job]
+name = "tiny"
+dump_folder = "."
+device = "cpu"
+
+[model.args]
+dim = 32
+n_layers = 1
+n_heads = 4
+n_kv_heads = 2
+"""
+"""The first tables of a job file that trains on text in seconds. The other tables follow."""
+
 
 def tiny_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """Return a job that takes well under a second: fp32, synthetic data, four samples a step. `sections` are merged

@@ -1,10 +1,12 @@
-"""Context managers for temporary changes of attributes, environment variables, loggers and garbage collection."""
+"""Context managers for temporary changes of attributes, environment variables, loggers, random number generators and
+garbage collection."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import os
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -60,6 +62,27 @@ def torchao_import_silenced() -> AbstractContextManager[None]:
     `transformers` imports torchao, if it is installed, together with a model's class.
     """
     return loggers_silenced("torchao", "torch.utils._pytree", below=logging.ERROR)
+
+
+@contextmanager
+def generators_seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of PyTorch (CPU), Python and NumPy until the end of the block, and then restore their states.
+
+    `torch.manual_seed` would also seed the GPU, whose generator draws dropout masks.
+    """
+    import numpy as np
+    import torch  # not imported by a check of a job file
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Order of samples: pure functions from a position in the stream of samples to the index of a sample.
+"""Order of samples: pure functions from a position in the stream of samples to the index of a sample, or to random
+numbers.
 
 A run's position in the stream is one integer: the number of samples consumed so far. The order does not depend on the
 number of ranks, microbatches or workers.
@@ -15,6 +16,9 @@ from functools import lru_cache
 from itertools import accumulate
 from math import lcm
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 # Four rounds make a Feistel network indistinguishable from a random permutation of a large domain (Luby and Rackoff
 # 1988). The small domain of a tiny data set needs more rounds.
@@ -189,6 +193,15 @@ class Permutation:
             index = left << self._half_bits | right
             if index < self._size:
                 return index
+
+
+def random_words(first: int, second: int, count: int) -> npt.NDArray[np.uint64]:
+    """Return `count` random words that depend only on two numbers, such as a seed and an index.
+
+    Philox is a counter-based generator with a key of two words. NumPy guarantees that the raw words of its bit
+    generators never change (NEP 19). NumPy gives no such guarantee for `Generator`.
+    """
+    return np.random.Philox(key=np.array([first % 2**64, second], dtype=np.uint64)).random_raw(count)
 
 
 @lru_cache(maxsize=64)

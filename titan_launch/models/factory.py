@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean
 from titan_launch.core.import_string import user_traceback
-from titan_launch.core.patches import replaced
+from titan_launch.core.patches import generators_seeded, replaced
 from titan_launch.models.host_values import HostValues, meta_twin, num_bytes, take_values
 from titan_launch.models.initializers import check_reset_parameters
 from titan_launch.plan.hardware import GIB, free_memory_gib
@@ -88,7 +86,7 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
     Return the module with its tensors on the meta device, and the values of these tensors. Raise ConfigError if the
     factory fails, if the tensors do not fit into free host memory, or if a tensor is on another device.
     """
-    with _seeded(host.seed), _memory_limited(host.free_bytes):
+    with generators_seeded(host.seed), _memory_limited(host.free_bytes):
         try:
             module = _call(config, factory)
         except _OutOfHostMemory as error:
@@ -112,7 +110,7 @@ def build_without_values(
         return load(*args, **{**kwargs, "map_location": "meta"})
 
     load = torch.load
-    with _seeded(host.seed), warnings.catch_warnings(), replaced(torch, "load", load_without_values):
+    with generators_seeded(host.seed), warnings.catch_warnings(), replaced(torch, "load", load_without_values):
         warnings.simplefilter("ignore")  # `load_state_dict` warns that it does nothing
         with torch.device("meta"):
             module = _call(config, factory)
@@ -244,21 +242,6 @@ def _check_is_not_shared(module: nn.Module) -> None:
                 f"has two parameters in the same memory, {other} and {name}; to tie them, assign one parameter to both"
             )
             raise config_error(("model", "name"), reason)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the CPU generators of PyTorch, Python and NumPy for the block, and restore their states at its end."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
 
 class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module

@@ -16,7 +16,7 @@ from titan_launch.data.loader import Loader, build_train_loader, build_validatio
 from titan_launch.data.order import MixtureOrder, Order, SampleOrder
 from titan_launch.data.sources import Batch, MixtureSource, SampleSource, StreamSource, build_source
 from titan_launch.data.sources.mixture import single_sources
-from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.data.tokenizers import Tokenizer, build_tokenizer
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.parallel.context_parallel import SequencePart, part_of
 from titan_launch.plan.layout import Layout
@@ -88,6 +88,8 @@ class RunData:
     local_batch_size: int
     """Number of samples of a microbatch on this rank."""
 
+    tokenizer: Tokenizer
+
     @property
     def sources(self) -> dict[str, SampleSource]:
         """The data sources by section of the job file: `data`, `validation.data`, or `data.sources.0` in a mixture."""
@@ -146,6 +148,7 @@ def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> 
         parts,
         part,
         layout.local_batch_size,
+        tokenizer,
     )
 
 

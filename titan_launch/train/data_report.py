@@ -1,4 +1,4 @@
-"""What the data of a job is: sources, documents, epochs, and the first samples. Nothing is trained."""
+"""A report on the data of a job: its sources, documents, epochs, and first samples. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_launch.data.preview import decode_sample, num_padding
 from titan_launch.data.sources import Sample, SampleSource, StreamSource, read_batch
 from titan_launch.data.sources.base import DetailedSource
 from titan_launch.data.sources.mixture import single_sources
-from titan_launch.data.tokenizers import Tokenizer, build_tokenizer
+from titan_launch.data.tokenizers import Tokenizer
 from titan_launch.plan.layout import Layout
 from titan_launch.train.batches import RunData, build_data
 
@@ -33,8 +33,8 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
 
     Raises the same ConfigErrors as the start of a run.
     """
-    data, tokenizer = build_data(config, layout, None), build_tokenizer(config.tokenizer)
-    steps = config.training.steps
+    data, steps = build_data(config, layout, None), config.training.steps
+    tokenizer = data.tokenizer
     report: dict[str, Any] = {
         "job": config.job.name,
         "steps": steps,

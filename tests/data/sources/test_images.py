@@ -125,7 +125,7 @@ def test_global_batches_do_not_depend_on_ranks_microbatches_or_workers(tmp_path:
 
 
 def test_augmented_samples_follow_from_their_position_in_the_stream(tmp_path: Path) -> None:
-    """They depend on neither ranks nor microbatches nor workers, nor on where a run was resumed. They differ in every
+    """They do not depend on ranks, microbatches, workers, or the step at which a run was resumed. They differ in every
     epoch."""
     images = np.random.default_rng(0).normal(size=(6, 4, 4))
     source = build(path=write(tmp_path / "a.npz", images, np.arange(6)), augment=["crop", "flip"], padding=2)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.distributed import run_command
+from tests.train.jobs import TINY_JOB_FILE
 from titan_launch.config.sections.data import TextData
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.corpora.base import is_held_out
@@ -197,18 +198,7 @@ def test_data_without_text_is_refused(tmp_path: Path) -> None:
     assert problem(TextData(path=str(tmp_path))) == f"data.path: has no documents (skipped 2 files: 2 {rest}"
 
 
-JOB = """
-[job]
-name = "tiny"
-dump_folder = "."
-device = "cpu"
-
-[model.args]
-dim = 32
-n_layers = 1
-n_heads = 4
-n_kv_heads = 2
-
+JOB = f"""{TINY_JOB_FILE}
 [data]
 path = "text"
 split = "train"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import os
 import tarfile
 import zlib
@@ -29,8 +28,6 @@ from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.files import open_regular
 from titan_launch.data.cache import built_once
 from titan_launch.data.images.arrays import Labels, map_npz
-
-_log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Endings of the names of image files, in lower case."""
@@ -239,11 +236,7 @@ def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_
         reason = f"image files have 1, 3 or 4 channels, but the model takes {channels}; save arrays in an .npz file"
         raise config_error(path_key, reason, path)
 
-    def build_and_log(folder: Path) -> None:
-        _log.info("images: indexing %s, once on this host", path)
-        build(folder)
-
-    folder = built_once("images", [_INDEX_VERSION, str(root), identity], build_and_log)
+    folder = built_once("images", [_INDEX_VERSION, str(root), identity], build, f"{'indexing images:':26} {path}")
     return EncodedImages(root, folder / _INDEX_FILE, channels)
 
 

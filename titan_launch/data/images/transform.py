@@ -7,13 +7,10 @@ ranks nor workers, and an image is augmented differently in every epoch.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +18,8 @@ from torch import Tensor
 from titan_launch.config.sections.data import Augmentation, ImageData, resized_size
 from titan_launch.core.errors import KeyPath, UserError, config_error, format_key
 from titan_launch.core.import_string import import_factory, user_traceback
+from titan_launch.core.patches import generators_seeded
+from titan_launch.data.order import random_words
 
 _UINT8_MAXIMUM = 255
 
@@ -35,16 +34,10 @@ _UNIFORMS = 2 * _ATTEMPTS + 3
 
 
 class Draw:
-    """Random numbers of one image at one position in the stream.
-
-    Philox is a counter-based generator with a key of two words. NumPy guarantees that its raw words never change (NEP
-    19).
-    """
+    """Random numbers of one image at one position in the stream."""
 
     def __init__(self, index: int, position: int):
-        self._words = iter(
-            np.random.Philox(key=np.array([index, position], np.uint64)).random_raw(_UNIFORMS + 1).tolist()
-        )
+        self._words = iter(random_words(index, position, _UNIFORMS + 1).tolist())
         self.seed: int = next(self._words)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
@@ -133,7 +126,7 @@ class Transform:
         draw = Draw(index, position) if position is not None and self.geometry.augment else None
         image = self.geometry(image, draw)
         if self._user is not None:
-            with _seeded(Draw(index, position or 0).seed):
+            with generators_seeded(Draw(index, position or 0).seed):
                 image = self._call(self._user, image)
         for name, values in (("mean", self._mean), ("std", self._std)):
             if len(values) not in (1, len(image)):
@@ -176,21 +169,3 @@ class Transform:
 def _per_channel(value: float | tuple[float, ...]) -> Tensor:
     """Return one number, or one number per channel, as a float32 tensor `[1 or channels, 1, 1]`."""
     return torch.tensor(value, dtype=torch.float32).view(-1, 1, 1)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of PyTorch (CPU), Python and NumPy, and restore their states at the end.
-
-    `torch.manual_seed` would also seed the GPU, whose generator draws dropout masks.
-    """
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from titan_launch.config.sections.data import SyntheticData
 from titan_launch.core.errors import config_error
+from titan_launch.data.order import random_words
 from titan_launch.data.sources.base import SourceContext
-
-_UINT64 = 2**64
 
 
 class SyntheticSource:
@@ -25,7 +23,7 @@ class SyntheticSource:
     def __init__(self, config: SyntheticData, seq_len: int):
         self._config = config
         self._seq_len = seq_len
-        self._ring = np.argsort(_random_bits(config.vocab_size, 0, config.vocab_size), kind="stable")
+        self._ring = np.argsort(random_words(config.vocab_size, 0, config.vocab_size), kind="stable")
 
     def __len__(self) -> int:
         return self._config.num_samples
@@ -47,7 +45,7 @@ class SyntheticSource:
         if not 0 <= index < len(self):
             raise IndexError(index)
         length = self._seq_len + 1
-        bits = _random_bits(self._config.seed, index, 2 * length)
+        bits = random_words(self._config.seed, index, 2 * length)
         is_noise = (bits[:length] >> np.uint64(11)) * 2.0**-53 < self._config.noise
         is_noise[0] = True
         places = (bits[length:] % np.uint64(self._config.vocab_size)).astype(np.int64)  # positions on the ring
@@ -64,12 +62,3 @@ def build_synthetic(config: SyntheticData, context: SourceContext) -> SyntheticS
         reason = f"exceeds the tokenizer's vocabulary size; set at most {context.tokenizer.vocab_size}"
         raise config_error((*context.key, "vocab_size"), reason, config.vocab_size)
     return SyntheticSource(config, context.seq_len)
-
-
-def _random_bits(seed: int, index: int, count: int) -> npt.NDArray[np.uint64]:
-    """Return `count` random words that depend only on `seed` and `index`.
-
-    Philox is a counter-based generator with a key. NumPy guarantees that the raw words of its bit generators never
-    change (NEP 19). NumPy gives no such guarantee for `Generator`.
-    """
-    return np.random.Philox(key=np.array([seed % _UINT64, index], dtype=np.uint64)).random_raw(count)
