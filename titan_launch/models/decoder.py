@@ -1,7 +1,7 @@
 """Decoders: Llama 3 (arXiv:2407.21783), Qwen 2.5 and 3, Mistral, Gemma 2 and 3, GPT-2 and Phi-3.
 
     tokens -> tok_embeddings [-> pos_embeddings]
-           -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) ]
+           -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) or x + moe(ffn_norm(x)) ]
            -> norm -> output -> logits
 
 The families are tables of arguments. A module exists only if the arguments ask for it. Module names are those of
@@ -28,6 +28,7 @@ from titan_launch.models.initializers import (
     truncated_normal,
 )
 from titan_launch.models.layers import (
+    ACTIVATIONS,
     Attention,
     CappedLinear,
     FeedForward,
@@ -36,28 +37,41 @@ from titan_launch.models.layers import (
     ScaledEmbedding,
     build_norm,
 )
+from titan_launch.models.mixture_of_experts import MixtureOfExperts
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 
 class TransformerBlock(nn.Module):
     """A transformer block: attention and a feed-forward layer, each with a norm before it and a residual connection.
 
-    With `post_norms`, each also has a norm after it.
+    With `post_norms`, each also has a norm after it. `moe`, a mixture of experts, takes the place of `feed_forward` in
+    the layers that have experts.
     """
 
-    def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
+    def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None, has_experts: bool):
         super().__init__()
         self.attention_norm = build_norm(args, args.dim)
         self.attention = Attention(args, window, rope)
         self.attention_post_norm = build_norm(args, args.dim) if args.post_norms else None
         self.ffn_norm = build_norm(args, args.dim)
-        self.feed_forward = FeedForward(args)
+        self.feed_forward = None if has_experts else FeedForward(args, args.hidden_dim)
+        self.moe = build_experts(args) if has_experts else None
         self.ffn_post_norm = build_norm(args, args.dim) if args.post_norms else None
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Map (batch, tokens, dim) to the same shape."""
         x = x + _normalized(self.attention(self.attention_norm(x), documents), self.attention_post_norm)
-        return x + _normalized(self.feed_forward(self.ffn_norm(x)), self.ffn_post_norm)
+        layer = self.moe if self.feed_forward is None else self.feed_forward
+        assert layer is not None
+        return x + _normalized(layer(self.ffn_norm(x)), self.ffn_post_norm)
+
+
+def build_experts(args: DecoderArgs) -> MixtureOfExperts:
+    """Return the mixture of experts of a layer."""
+    experts = args.experts
+    assert experts is not None
+    shared = None if experts.shared_hidden_dim is None else FeedForward(args, experts.shared_hidden_dim)
+    return MixtureOfExperts(args.dim, experts, ACTIVATIONS[args.activation], shared)
 
 
 def _normalized(x: Tensor, norm: nn.Module | None) -> Tensor:
@@ -78,7 +92,7 @@ class Decoder(nn.Module):
         self.tok_embeddings = (ScaledEmbedding if args.scale_embeddings else nn.Embedding)(args.vocab_size, args.dim)
         self.pos_embeddings = None if is_rotary else LearnedPositions(args.num_positions, args.dim)
         self._windows = [args.window_of(index) for index in range(args.n_layers)]
-        self.layers = nn.ModuleList(self._block(args, window) for window in self._windows)
+        self.layers = nn.ModuleList(self._block(args, layer) for layer in range(args.n_layers))
         self.norm = build_norm(args, args.dim)
         if args.logits_soft_cap is None:
             self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -87,9 +101,10 @@ class Decoder(nn.Module):
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def _block(self, args: DecoderArgs, window: int | None) -> TransformerBlock:
+    def _block(self, args: DecoderArgs, layer: int) -> TransformerBlock:
+        window = self._windows[layer]
         has_local_rope = window is not None and self.local_rope is not None
-        return TransformerBlock(args, window, self.local_rope if has_local_rope else self.rope)
+        return TransformerBlock(args, window, self.local_rope if has_local_rope else self.rope, args.has_experts(layer))
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size).
@@ -149,12 +164,25 @@ def _init_table(
             ("output.weight", output),
             ("layers.*.attention.w[qkv].weight", linear),
             ("layers.*.feed_forward.w[13].weight", linear),
+            ("layers.*.moe.shared_experts.w[13].weight", linear),
+            ("layers.*.moe.experts.w[13]", linear),
+            ("layers.*.moe.router.weight", linear),
+            ("layers.*.moe.experts.b?", constant(0.0)),
+            ("layers.*.moe.router.bias", constant(0.0)),
+            ("layers.*.moe.shared_experts.w?.bias", constant(0.0)),
+            ("layers.*.moe.selection_bias", constant(0.0)),
+            ("layers.*.moe.load", constant(0.0)),
             ("layers.*.*.w?.bias", constant(0.0)),
             *((f"{norm}.{name}", fill) for norm in norms for name, fill in norm_values.items()),
             *(
-                (f"layers.{index}.{name}.weight", fill)
+                (f"layers.{index}.{name}", fill)
                 for index, fill in enumerate(into_stream)
-                for name in ("attention.wo", "feed_forward.w2")
+                for name in (
+                    "attention.wo.weight",
+                    "feed_forward.w2.weight",
+                    "moe.experts.w2",
+                    "moe.shared_experts.w2.weight",
+                )
             ),
         ]
     )

@@ -221,7 +221,7 @@ def build_norm(args: DecoderArgs, dim: int) -> nn.Module:
     return (UnitOffsetRMSNorm if args.norm_unit_offset else RMSNorm)(dim, eps=args.norm_eps)
 
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
@@ -230,12 +230,12 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 class FeedForward(nn.Module):
     """w2(activation(w1 x) * w3 x), of which SwiGLU (arXiv:2002.05202) is one; w2(activation(w1 x)) without a gate."""
 
-    def __init__(self, args: DecoderArgs):
+    def __init__(self, args: DecoderArgs, hidden_dim: int):
         super().__init__()
-        self.activation = _ACTIVATIONS[args.activation]
-        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=args.feed_forward_bias)
-        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=args.feed_forward_bias)
-        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=args.feed_forward_bias) if args.gated else None
+        self.activation = ACTIVATIONS[args.activation]
+        self.w1 = nn.Linear(args.dim, hidden_dim, bias=args.feed_forward_bias)
+        self.w2 = nn.Linear(hidden_dim, args.dim, bias=args.feed_forward_bias)
+        self.w3 = nn.Linear(args.dim, hidden_dim, bias=args.feed_forward_bias) if args.gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape."""

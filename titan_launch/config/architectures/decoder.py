@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.sections.base import Section
 
 Positive = Annotated[int, Field(ge=1)]
@@ -134,6 +135,9 @@ class DecoderArgs(ModelArgs):
     gated: bool = True
     """Gate the feed-forward layer: `w2(activation(w1 x) * w3 x)`. `false`: `w2(activation(w1 x))`, without `w3`."""
 
+    experts: ExpertArgs | None = None
+    """Mixture of experts in place of the feed-forward layers. Unset: all layers are dense."""
+
     tie_embeddings: bool = False
     """Share one weight between the embedding and the output layer."""
 
@@ -165,9 +169,18 @@ class DecoderArgs(ModelArgs):
         every = self.full_attention_every
         return None if every is not None and (layer + 1) % every == 0 else self.sliding_window
 
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer, counted from 0, has a mixture of experts in place of the feed-forward layer."""
+        return self.experts is not None and layer >= self.experts.first_dense_layers
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of layers with a mixture of experts."""
+        return sum(map(self.has_experts, range(self.n_layers)))
+
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield a problem for each contradiction between arguments."""
-        dim, n_heads, n_kv_heads = self.dim, self.n_heads, self.n_kv_heads
+        dim, n_heads, n_kv_heads, n_layers = self.dim, self.n_heads, self.n_kv_heads, self.n_layers
         if n_heads % n_kv_heads:
             yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
         width = ("n_heads", "dim") if self.head_dim is None else ("head_dim",)
@@ -185,6 +198,14 @@ class DecoderArgs(ModelArgs):
         if self.qk_norm and self.norm == "batchnorm":
             reason = 'qk_norm normalizes the heads of one token, which norm = "batchnorm" cannot; set qk_norm = false'
             yield ("qk_norm", "norm"), reason
+        if self.experts is not None:
+            for names, reason in self.experts.problems():
+                yield tuple(f"experts.{name}" for name in names), reason
+            if self.num_expert_layers == 0:
+                reason = f"leaves none of the {n_layers} layers with experts"
+                yield ("experts.first_dense_layers", "n_layers"), reason
+            if not self.gated:
+                yield ("gated", "experts"), "experts have gates; remove gated = false, or the table experts"
 
     def unused(self) -> Iterator[tuple[str, str]]:
         """Yield arguments that other arguments leave without effect."""
@@ -267,48 +288,71 @@ def num_parameters(args: DecoderArgs) -> int:
         block       attention 2 D Q + 2 D K (wq, wo; wk, wv), feed-forward 3 D F, or 2 D F without a gate
                     biases: Q + 2 K of wq, wk and wv; D of wo; F of w1, F of w3 if it is gated, and D of w2
                     two norms, or four with `post_norms`; with `qk_norm` also two norms of one head
+        experts     in place of the feed-forward layer: each expert and the shared one as above with their own F, the
+                    router D E with a bias of E, and E selection biases are buffers
         head        one norm, output V D unless tied
 
     A norm has a weight for each channel; `layernorm` and `batchnorm` also have a bias.
     """
+    return _num_parameters(args, lambda experts: experts.num_experts)
+
+
+def num_active_parameters(args: DecoderArgs) -> int:
+    """Return the number of parameters that compute a token: without the experts that a token does not choose."""
+    return _num_parameters(args, lambda experts: experts.top_k)
+
+
+def _num_parameters(args: DecoderArgs, experts_that_count: Callable[[ExpertArgs], int]) -> int:
     per_channel = 1 if args.norm == "rmsnorm" else 2
     norm = per_channel * args.dim
-    block = _block_matmul_weights(args) + (4 if args.post_norms else 2) * norm
+    block = _attention_weights(args) + (4 if args.post_norms else 2) * norm
     block += args.qkv_bias * (args.query_width + 2 * args.kv_width) + args.attention_output_bias * args.dim
-    block += args.feed_forward_bias * ((2 if args.gated else 1) * args.hidden_dim + args.dim)
     block += args.qk_norm * 2 * per_channel * args.head_width
+    layers = args.n_layers * block + (args.n_layers - args.num_expert_layers) * _dense_layer(args, args.hidden_dim)
+    experts = args.experts
+    if experts is not None:
+        layer = experts_that_count(experts) * experts.num_expert_parameters(args.dim)
+        layer += experts.num_experts * (args.dim + experts.router_bias)
+        layer += 0 if experts.shared_hidden_dim is None else _dense_layer(args, experts.shared_hidden_dim)
+        layers += args.num_expert_layers * layer
     embedding = args.vocab_size * args.dim
     output = 0 if args.tie_embeddings else embedding
-    return embedding + args.num_positions * args.dim + args.n_layers * block + norm + output
+    return embedding + args.num_positions * args.dim + layers + norm + output
+
+
+def _dense_layer(args: DecoderArgs, hidden_dim: int) -> int:
+    """Return the number of parameters of a feed-forward layer that computes every token."""
+    bias = args.feed_forward_bias * ((2 if args.gated else 1) * hidden_dim + args.dim)
+    return _dense_weights(args, hidden_dim) + bias
 
 
 def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
     """Return the FLOPs of forward and backward per token: 6 N + 12 Q (T of each layer).
 
-    N is the number of weights that are multiplied with every token: the matrices of the blocks and the output layer
-    (tied or not). The embedding is a look-up, and does not count. Each weight takes a multiplication and an addition in
-    forward, and twice that in backward. Attention adds 4 Q T per layer in forward (scores and weighted sum: Q T
-    multiply-adds each), and twice that in backward. Q is the width of all query heads. Every pair of tokens counts,
+    N is the number of weights that are multiplied with a token: the matrices of the blocks and the output layer (tied
+    or not), and of the experts in a layer those that the token chooses. The embedding is a look-up, and does not count.
+    Each weight takes a multiplication and an addition in forward, and twice that in backward. Attention adds 4 Q T per
+    layer in forward (scores and weighted sum: Q T multiply-adds each), and twice that in backward. Q is the width of all query heads. Every pair of tokens counts,
     although causal attention needs half of the pairs, and documents within a sample fewer. In a layer with a sliding
     window, T is min(T, window). Activation checkpointing does not count. PaLM (arXiv:2204.02311, appendix B) and
     TorchTitan use the same convention, so MFUs can be compared.
     """
-    matmul_weights = args.n_layers * _block_matmul_weights(args) + args.vocab_size * args.dim
+    matmul_weights = sum(_block_weights(args, layer) for layer in range(args.n_layers)) + args.vocab_size * args.dim
     return 6 * matmul_weights + 12 * args.query_width * sum(_keys_by_layer(args, seq_len))
 
 
 def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_ops: bool) -> int:
     """Return the FLOPs per token that activation checkpointing of one block adds, counted as in `flops_per_token`.
 
-    If blocks have different sliding windows, this is their mean. The second forward stops after the last tensor that
-    backward needs: the input of `w2`, or its output with `post_norms`. It repeats all other products:
-    2 (N_block - D F) + 4 Q T. `selective_ac_option = "op"` saves plain causal attention, and every second matrix
+    If blocks differ in their sliding windows or in experts, this is their mean. The second forward stops after the last
+    tensor that backward needs: the input of `w2`, or its output with `post_norms` or experts. It repeats all other
+    products: 2 (N_block - D F) + 4 Q T. `selective_ac_option = "op"` saves plain causal attention, and every second matrix
     product. Of wq, wk, wv, wo, w1, w3, w2, in this order, the second forward then repeats wk, wo and w3. Without a gate
     there is no w3, and w2 is repeated if `post_norms` needs its output.
     """
     dim, hidden, attention = args.dim, args.dim * args.hidden_dim, 4 * args.query_width
     if not saves_costly_ops:
-        products = _block_matmul_weights(args) - (0 if args.post_norms else hidden)
+        products = sum(_repeated_weights(args, layer) for layer in range(args.n_layers)) // args.n_layers
         return 2 * products + attention * sum(_keys_by_layer(args, seq_len)) // args.n_layers
     is_capped = args.attention_soft_cap is not None
     repeated = [
@@ -323,6 +367,25 @@ def _keys_by_layer(args: DecoderArgs, seq_len: int) -> list[int]:
     return [min(seq_len, args.window_of(layer) or seq_len) for layer in range(args.n_layers)]
 
 
-def _block_matmul_weights(args: DecoderArgs) -> int:
-    feed_forward = (3 if args.gated else 2) * args.dim * args.hidden_dim
-    return 2 * args.dim * (args.query_width + args.kv_width) + feed_forward
+def _attention_weights(args: DecoderArgs) -> int:
+    return 2 * args.dim * (args.query_width + args.kv_width)
+
+
+def _dense_weights(args: DecoderArgs, hidden_dim: int) -> int:
+    return (3 if args.gated else 2) * args.dim * hidden_dim
+
+
+def _block_weights(args: DecoderArgs, layer: int) -> int:
+    """Return the number of weights in the matrices of a block that are multiplied with a token."""
+    experts = args.experts
+    if experts is None or not args.has_experts(layer):
+        return _attention_weights(args) + _dense_weights(args, args.hidden_dim)
+    router, shared = args.dim * experts.num_experts, _dense_weights(args, experts.shared_hidden_dim or 0)
+    return _attention_weights(args) + router + 3 * args.dim * experts.top_k * experts.hidden_dim + shared
+
+
+def _repeated_weights(args: DecoderArgs, layer: int) -> int:
+    """Return those of `_block_weights` that a second forward multiplies: without `w2` of a dense layer, whose output no
+    backward needs unless it is normalized. The weights of experts need the outputs of the experts."""
+    is_needed = args.post_norms or args.has_experts(layer)
+    return _block_weights(args, layer) - (0 if is_needed else args.dim * args.hidden_dim)

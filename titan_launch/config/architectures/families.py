@@ -77,6 +77,22 @@ QWEN3 = _flavors(
 )
 """Qwen 3 (arXiv:2505.09388), the dense models."""
 
+_EXPERTS_OF_QWEN3 = {"num_experts": 128, "top_k": 8, "balance_loss": 0.001}
+
+QWEN3_MOE = _flavors(
+    {**_QWEN, "qk_norm": True, "head_dim": 128},
+    **{
+        "debug": {
+            **_DEBUG,
+            "head_dim": 32,
+            "experts": {"num_experts": 8, "top_k": 2, "hidden_dim": 256, "balance_loss": 0.001},
+        },
+        "30B-A3B": _size(2048, 48, 32, 4, 6144, 151_936, experts={**_EXPERTS_OF_QWEN3, "hidden_dim": 768}),
+        "235B-A22B": _size(4096, 94, 64, 4, 12_288, 151_936, experts={**_EXPERTS_OF_QWEN3, "hidden_dim": 1536}),
+    },
+)
+"""Qwen 3 (arXiv:2505.09388), the mixtures of experts."""
+
 MISTRAL: Flavors = {
     "debug": {**_DEBUG, "rope_theta": 10_000.0, "sliding_window": 64},
     "7B": _size(4096, 32, 32, 8, 14_336, 32_000, rope_theta=10_000.0, sliding_window=4096),
@@ -167,6 +183,7 @@ FAMILIES: dict[str, Flavors] = {
     "llama3": LLAMA3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
     "mistral": MISTRAL,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,

@@ -1,0 +1,117 @@
+"""The mixture of experts, compared with a plain loop over tokens' experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.models.mixture_of_experts import (
+    MixtureOfExperts,
+    balance_losses,
+    choose,
+    grouped_product,
+    looped_product,
+)
+
+DIM = 16
+DEEPSEEK: dict[str, Any] = {
+    "score": "sigmoid",
+    "num_groups": 4,
+    "top_k_groups": 2,
+    "scale": 2.5,
+    "selection_bias_rate": 0.001,
+    "shared_hidden_dim": 12,
+}
+GPT_OSS: dict[str, Any] = {"router_bias": True, "expert_bias": True, "gate_limit": 1.0}
+
+
+def layer(**args: Any) -> MixtureOfExperts:
+    """Return a layer with random values, in fp32."""
+    torch.manual_seed(0)
+    experts = ExpertArgs.model_validate({"num_experts": 8, "top_k": 3, "hidden_dim": 24, **args})
+    shared = None if experts.shared_hidden_dim is None else nn.Linear(DIM, DIM)
+    moe = MixtureOfExperts(DIM, experts, nn.functional.silu, shared)
+    with torch.no_grad():
+        for parameter in moe.experts.parameters():
+            parameter.mul_(3)
+        if moe.selection_bias is not None:
+            moe.selection_bias.normal_(std=0.2)
+    return moe
+
+
+def computed_by_loops(moe: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Return the layer's output, of one token after another."""
+    logits = moe.router(x)
+    return torch.stack([_token(moe, row, row_logits) for row, row_logits in zip(x[0], logits[0], strict=True)])[None]
+
+
+def _token(moe: MixtureOfExperts, x: Tensor, logits: Tensor) -> Tensor:
+    args, experts = moe.args, moe.experts
+    scores = logits.softmax(0) if args.score == "softmax" else logits.sigmoid()
+    ranked = scores if moe.selection_bias is None else scores + moe.selection_bias
+    size = args.num_experts // args.num_groups
+    best = ranked.detach().unflatten(0, (-1, size)).sort().values[:, -2:].sum(1)
+    groups = best.argsort()[-args.top_k_groups :].tolist()
+    candidates = [expert for expert in range(args.num_experts) if args.num_groups == 1 or expert // size in groups]
+    chosen = sorted(candidates, key=ranked.tolist().__getitem__)[-args.top_k :]
+    total = sum(scores[expert] for expert in chosen) if args.normalize else 1.0
+    result = torch.zeros_like(x) if moe.shared_experts is None else moe.shared_experts(x)
+    for expert in chosen:
+        biases = [0.0 if b is None else b[expert] for b in (experts.b1, experts.b2, experts.b3)]
+        gate, up = experts.w1[expert] @ x + biases[0], experts.w3[expert] @ x + biases[2]
+        if args.gate_limit is None:
+            hidden = nn.functional.silu(gate) * up
+        else:
+            gate, up = gate.clamp(max=args.gate_limit), up.clamp(-args.gate_limit, args.gate_limit)
+            hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        result = result + args.scale * scores[expert] / total * (experts.w2[expert] @ hidden + biases[1])
+    return result
+
+
+@pytest.mark.parametrize("args", [{}, {"normalize": False}, DEEPSEEK, GPT_OSS], ids=str)
+def test_outputs_and_gradients_are_those_of_loops(args: dict[str, Any]) -> None:
+    moe = layer(**args)
+    x = torch.randn(1, 30, DIM, requires_grad=True)
+    inputs = [x, *moe.parameters()]
+    actual, expected = moe(x), computed_by_loops(moe, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
+    gradients = [torch.autograd.grad(out.square().sum(), inputs, retain_graph=True) for out in (actual, expected)]
+    for own, of_loops in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, of_loops, rtol=1e-4, atol=1e-4 * float(of_loops.abs().max()))
+
+
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.1}
+
+
+@pytest.mark.parametrize("dtype", _ROUNDING)
+def test_grouped_products_are_those_of_the_loop(dtype: torch.dtype) -> None:
+    counts = torch.tensor([5, 0, 30, 5])
+    given = [torch.randn(size, dtype=dtype, requires_grad=True) for size in ((40, 32), (4, 24, 32), (4, 24))]
+    grouped, looped = grouped_product(counts)(*given), looped_product(counts.tolist())(*given)
+    torch.testing.assert_close(grouped, looped, rtol=2e-2, atol=_ROUNDING[dtype])
+    weights = torch.randn_like(grouped)
+    gradients = [torch.autograd.grad((out * weights).sum(), given) for out in (grouped, looped)]
+    for own, of_loop in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, of_loop, rtol=2e-2, atol=_ROUNDING[dtype])
+
+
+def test_the_balance_loss_is_1_for_an_equal_load() -> None:
+    logits = torch.eye(8).repeat(2, 4, 1) * 1e-3  # each expert is the first choice equally often
+    args = ExpertArgs(num_experts=8, top_k=1, hidden_dim=4)
+    torch.testing.assert_close(balance_losses(choose(logits, args)), torch.ones(2))
+
+
+def test_losses_reach_the_router_but_not_the_output() -> None:
+    x = torch.randn(2, 30, DIM)
+    plain, weighted = layer(), layer(balance_loss=0.1, z_loss=0.01)
+    assert torch.equal(plain(x), weighted(x))
+    logits = weighted.router(x)
+    choice = choose(logits, weighted.args)
+    loss = 0.1 * balance_losses(choice).mean() + 0.01 * logits.logsumexp(-1).square().mean()
+    (expected,) = torch.autograd.grad(loss, weighted.router.weight)
+    gradients = [torch.autograd.grad(moe(x).sum(), moe.router.weight)[0] for moe in (weighted, plain)]
+    torch.testing.assert_close(gradients[0] - gradients[1], expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,95 @@
+"""`[model.args.experts]`: the mixture of experts that replaces the feed-forward layers of a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titan_launch.config.sections.base import Section
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Weight = Annotated[float, Field(ge=0)]
+
+
+class ExpertArgs(Section):
+    """Sizes, routing and load balancing of the experts (arXiv:1701.06538). A router sends each token to a few experts,
+    which are feed-forward layers, and the outputs are added with the router's weights. No token is dropped."""
+
+    num_experts: Positive
+    """Number of experts in a layer."""
+
+    top_k: Positive
+    """Number of experts that compute each token."""
+
+    hidden_dim: Positive
+    """Width of each expert."""
+
+    shared_hidden_dim: Positive | None = None
+    """Width of a feed-forward layer that computes every token, beside the experts (DeepSeek). Unset: there is none."""
+
+    first_dense_layers: NonNegative = 0
+    """Number of layers at the beginning that have the dense feed-forward layer instead of experts (DeepSeek)."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from the router's logits to the scores of the experts."""
+
+    normalize: bool = True
+    """Divide the scores of the chosen experts by their sum, so that the weights of a token add up to 1."""
+
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor of the weights, after they are normalized (DeepSeek-V3)."""
+
+    num_groups: Positive = 1
+    """Number of groups of consecutive experts. A token uses experts of `top_k_groups` groups: those whose two best
+    experts have the largest sum of scores (DeepSeek-V3)."""
+
+    top_k_groups: Positive = 1
+    """Number of groups that a token's experts may come from."""
+
+    router_bias: bool = False
+    """Add a bias to the router's logits (GPT-OSS)."""
+
+    expert_bias: bool = False
+    """Add biases in the experts (GPT-OSS)."""
+
+    gate_limit: Annotated[float, Field(gt=0)] | None = None
+    """Largest input of an expert's gate. With a limit, the hidden layer is `g * sigmoid(1.702 g) * (u + 1)`, where `g`
+    is the gate, at most the limit, and `u` is between the limit and its negative (GPT-OSS). Unset: `activation(g) * u`.
+    """
+
+    selection_bias_rate: Weight | None = None
+    """Balance the load by a bias for each expert, which only the choice of experts uses (DeepSeek-V3,
+    arXiv:2408.15664). After each step, the biases of experts with less than the mean load rise by this number, and
+    those of experts with more fall. With 0, the biases keep their values. Unset: there are no biases."""
+
+    balance_loss: Weight = 0.0
+    """Weight of the auxiliary loss that balances the load within each sequence (DeepSeek-V3, arXiv:2412.19437). It is
+    E * sum(f * p) over the E experts of a layer, where f is an expert's share of the sequence's choices, and p is the
+    mean of its scores, divided by their sum. 1 is its value for an equal load. The losses of all layers are added."""
+
+    z_loss: Weight = 0.0
+    """Weight of the router's z-loss: the mean over tokens of the squared logsumexp of the logits (ST-MoE,
+    arXiv:2202.08906). The losses of all layers are added."""
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield (names of the arguments, reason) for each contradiction between arguments."""
+        experts, groups, chosen, top_k = self.num_experts, self.num_groups, self.top_k_groups, self.top_k
+        if top_k > experts:
+            yield ("top_k", "num_experts"), f"top_k ({top_k}) must not exceed num_experts ({experts})"
+        if experts % groups:
+            yield ("num_groups", "num_experts"), f"num_groups ({groups}) must divide num_experts ({experts})"
+        elif chosen > groups:
+            yield ("top_k_groups", "num_groups"), f"top_k_groups ({chosen}) must not exceed num_groups ({groups})"
+        elif groups > 1 and experts // groups < 2:
+            reason = f"num_groups ({groups}) leaves one expert in each group, but a group needs two"
+            yield ("num_groups", "num_experts"), reason
+        elif top_k > chosen * (experts // groups):
+            reason = f"top_k ({top_k}) must not exceed the {chosen * (experts // groups)} experts of {chosen} groups"
+            yield ("top_k", "top_k_groups", "num_groups"), reason
+
+    def num_expert_parameters(self, dim: int) -> int:
+        """Return the number of parameters of one expert: three matrices, and their biases."""
+        return 3 * dim * self.hidden_dim + self.expert_bias * (2 * self.hidden_dim + dim)

@@ -1,0 +1,267 @@
+"""Mixtures of experts: a router, the experts as stacked parameters, and the balance of their load.
+
+    x -> router -> logits -> choose -> weights and numbers of the chosen experts, for each token
+    x -> experts, for the chosen ones -> one output for each choice -> sum with the weights [+ shared experts]
+
+Each token is computed by all experts that it chooses, whatever their load (dropless). Tokens are sorted by expert, so
+that each expert computes one matrix product, and results return to the order of the tokens. Both orders are gathers, in
+forward and in backward, so the sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_launch.config.architectures.experts import ExpertArgs
+
+_GATE_SLOPE = 1.702
+"""Factor in the sigmoid of GPT-OSS's activation, which approximates GELU."""
+
+
+class Choice(NamedTuple):
+    """The experts that each token chooses."""
+
+    experts: Tensor
+    """Numbers of the chosen experts, the best first: int64 (batch, tokens, top_k)."""
+
+    weights: Tensor
+    """Factors of the experts' outputs: fp32 (batch, tokens, top_k)."""
+
+    scores: Tensor
+    """The scores of all experts: fp32 (batch, tokens, experts)."""
+
+
+def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = None) -> Choice:
+    """Return the choice of each token, computed in fp32.
+
+    `logits`: (batch, tokens, experts). `selection_bias`: (experts); it changes which experts are chosen, but not their
+    weights.
+    """
+    logits = logits.float()
+    scores = logits.softmax(-1) if args.score == "softmax" else logits.sigmoid()
+    ranked = scores.detach() if selection_bias is None else scores.detach() + selection_bias
+    if args.num_groups > 1:
+        grouped = ranked.unflatten(-1, (args.num_groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(args.top_k_groups, dim=-1).indices
+        is_open = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+        ranked = grouped.masked_fill(~is_open[..., None], -torch.inf).flatten(-2)
+    experts = ranked.topk(args.top_k, dim=-1).indices
+    weights = scores.gather(-1, experts)
+    if args.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + torch.finfo(weights.dtype).tiny)
+    return Choice(experts, weights * args.scale, scores)
+
+
+class Experts(nn.Module):
+    """The experts of a layer: feed-forward layers w2(activation(w1 x) * w3 x), whose parameters are stacked."""
+
+    def __init__(self, dim: int, args: ExpertArgs, activation: Callable[[Tensor], Tensor]):
+        super().__init__()
+        num_experts, hidden = args.num_experts, args.hidden_dim
+        self.activation = activation
+        self.gate_limit = args.gate_limit
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self.b1 = nn.Parameter(torch.empty(num_experts, hidden)) if args.expert_bias else None
+        self.b2 = nn.Parameter(torch.empty(num_experts, dim)) if args.expert_bias else None
+        self.b3 = nn.Parameter(torch.empty(num_experts, hidden)) if args.expert_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw values as `nn.Linear` does."""
+        for weights, bias in ((self.w1, self.b1), (self.w2, self.b2), (self.w3, self.b3)):
+            bound = weights.shape[2] ** -0.5
+            for tensor in (weights, bias):
+                if tensor is not None:
+                    nn.init.uniform_(tensor, -bound, bound)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Return the outputs of the chosen experts, not weighted: (tokens, top_k, dim).
+
+        `x`: (tokens, dim). `chosen`: numbers of experts (tokens, top_k).
+        """
+        order = chosen.flatten().argsort(stable=True)
+        counts = count_choices(chosen, self.w1.shape[0])
+        sorted_rows = _Spread.apply(x, order, chosen.shape[1])
+        return _Permuted.apply(self.compute(sorted_rows, counts), order).unflatten(0, chosen.shape)
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map rows that are sorted by expert, (rows, dim), to the same shape. `counts`: rows of each expert."""
+        product = expert_product(rows, counts)
+        gate, up = product(rows, self.w1, self.b1), product(rows, self.w3, self.b3)
+        if self.gate_limit is None:
+            hidden = self.activation(gate) * up
+        else:
+            gate, up = gate.clamp(max=self.gate_limit), up.clamp(-self.gate_limit, self.gate_limit)
+            hidden = gate * torch.sigmoid(_GATE_SLOPE * gate) * (up + 1)
+        return product(hidden, self.w2, self.b2)
+
+
+def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
+    """Return the number of choices of each expert: int64 (experts). The host does not wait for the device."""
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+
+
+ExpertProduct = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+"""A function of rows (rows, in), stacked matrices (experts, out, in) and biases (experts, out) or None. Each row is
+multiplied by the matrix of its expert."""
+
+
+def expert_product(rows: Tensor, counts: Tensor) -> ExpertProduct:
+    """Return the product for rows that are sorted by expert: grouped on CUDA in bf16, elsewhere one for each expert."""
+    if rows.is_cuda and rows.dtype == torch.bfloat16:
+        return grouped_product(counts)
+    return looped_product(counts.tolist())
+
+
+def grouped_product(counts: Tensor) -> ExpertProduct:
+    """Return a product that computes all experts with one kernel. The host does not wait for the counts."""
+    ends = counts.cumsum(0).to(torch.int32)
+
+    def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        result = F.grouped_mm(rows, weights.mT, offs=ends)
+        if bias is None:
+            return result
+        return result + bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+
+    return product
+
+
+def looped_product(counts: list[int]) -> ExpertProduct:
+    """Return a product that computes the experts one after another."""
+
+    def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        parts, biases = rows.split(counts), [None] * len(counts) if bias is None else bias.unbind()
+        return torch.cat([F.linear(*given) for given in zip(parts, weights.unbind(), biases, strict=True)])
+
+    return product
+
+
+class _Spread(torch.autograd.Function):
+    """The rows of the tokens, one for each of their choices, in the order of the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
+        return x[order // top_k]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return gradients[0][inverse_of(order)].unflatten(0, (-1, ctx.top_k)).sum(1), None, None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in the order of the choices, from rows in the order of the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows[inverse_of(order)]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return gradients[0][order], None
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
+class MixtureOfExperts(nn.Module):
+    """A layer of experts: router, experts, and optionally a feed-forward layer that computes every token."""
+
+    load: Tensor
+    """Number of choices of each expert since the last reset, in training on this rank: fp32 (experts)."""
+
+    selection_bias: Tensor | None
+    """Biases that balance the load by changing the choice of experts: fp32 (experts)."""
+
+    loss_scale: float | None = None
+    """Factor of the auxiliary losses of a sequence, 1 / (sequences of a step), so that all microbatches and ranks of a
+    step add up to means. None: 1 / (sequences of the input)."""
+
+    def __init__(
+        self,
+        dim: int,
+        args: ExpertArgs,
+        activation: Callable[[Tensor], Tensor],
+        shared_experts: nn.Module | None = None,
+    ):
+        """`shared_experts`: the layer that computes every token."""
+        super().__init__()
+        self.args = args
+        self.router = nn.Linear(dim, args.num_experts, bias=args.router_bias)
+        self.experts = Experts(dim, args, activation)
+        self.shared_experts = shared_experts
+        bias = None if args.selection_bias_rate is None else torch.zeros(args.num_experts)
+        self.register_buffer("selection_bias", bias)
+        self.register_buffer("load", torch.zeros(args.num_experts), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, dim) to the same shape."""
+        logits = self.router(x)
+        choice = choose(logits, self.args, self.selection_bias)
+        outputs = self.experts(x.flatten(0, 1), choice.experts.flatten(0, 1)).unflatten(0, x.shape[:2])
+        combined = combine(outputs, choice.weights).to(x.dtype)
+        if self.training:
+            self.load.add_(count_choices(choice.experts, self.args.num_experts))
+            combined = self._with_losses(combined, logits, choice)
+        return combined if self.shared_experts is None else combined + self.shared_experts(x)
+
+    def _with_losses(self, output: Tensor, logits: Tensor, choice: Choice) -> Tensor:
+        args = self.args
+        scale = 1 / len(logits) if self.loss_scale is None else self.loss_scale
+        if args.balance_loss:
+            output = _WithLoss.apply(output, balance_losses(choice).sum() * (args.balance_loss * scale))
+        if args.z_loss:
+            output = _WithLoss.apply(output, z_losses(logits).sum() * (args.z_loss * scale))
+        return output
+
+
+def combine(outputs: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sums of the experts' outputs in fp32, added in the order of the choices.
+
+    `outputs`: (..., top_k, dim). `weights`: fp32 (..., top_k).
+    """
+    pairs = zip(outputs.unbind(-2), weights.unbind(-1), strict=True)
+    first, *others = (output * weight[..., None] for output, weight in pairs)
+    return sum(others, start=first)
+
+
+def balance_losses(choice: Choice) -> Tensor:
+    """Return the balance loss of each sequence (`balance_loss` in `ExpertArgs`): fp32 (batch)."""
+    num_experts = choice.scores.shape[-1]
+    chosen = choice.experts.flatten(1)
+    counts = torch.zeros_like(choice.scores[:, 0]).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))
+    shares = choice.scores / choice.scores.sum(-1, keepdim=True)
+    return num_experts * (counts / chosen.shape[1] * shares.mean(1)).sum(-1)
+
+
+def z_losses(logits: Tensor) -> Tensor:
+    """Return the z-loss of each sequence: the mean over tokens of the squared logsumexp of the logits, fp32 (batch)."""
+    return logits.float().logsumexp(-1).square().mean(-1)
+
+
+class _WithLoss(torch.autograd.Function):
+    """The first input, unchanged. In backward, the second input, a scalar, gets the gradient 1, as a loss does."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], torch.ones((), dtype=ctx.dtype, device=gradients[0].device)
