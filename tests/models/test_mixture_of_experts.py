@@ -113,5 +113,5 @@ def test_losses_reach_the_router_but_not_the_output() -> None:
     choice = choose(logits, weighted.args)
     loss = 0.1 * balance_losses(choice).mean() + 0.01 * logits.logsumexp(-1).square().mean()
     (expected,) = torch.autograd.grad(loss, weighted.router.weight)
-    gradients = [torch.autograd.grad(moe(x).sum(), moe.router.weight)[0] for moe in (weighted, plain)]
-    torch.testing.assert_close(gradients[0] - gradients[1], expected, rtol=1e-4, atol=1e-5)
+    (actual,) = torch.autograd.grad(weighted(x), weighted.router.weight, torch.zeros_like(x))
+    torch.testing.assert_close(actual, expected)

@@ -332,10 +332,10 @@ def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
     N is the number of weights that are multiplied with a token: the matrices of the blocks and the output layer (tied
     or not), and of the experts in a layer those that the token chooses. The embedding is a look-up, and does not count.
     Each weight takes a multiplication and an addition in forward, and twice that in backward. Attention adds 4 Q T per
-    layer in forward (scores and weighted sum: Q T multiply-adds each), and twice that in backward. Q is the width of all query heads. Every pair of tokens counts,
-    although causal attention needs half of the pairs, and documents within a sample fewer. In a layer with a sliding
-    window, T is min(T, window). Activation checkpointing does not count. PaLM (arXiv:2204.02311, appendix B) and
-    TorchTitan use the same convention, so MFUs can be compared.
+    layer in forward (scores and weighted sum: Q T multiply-adds each), and twice that in backward. Q is the width of
+    all query heads. Every pair of tokens counts, although causal attention needs half of the pairs, and documents
+    within a sample fewer. In a layer with a sliding window, T is min(T, window). Activation checkpointing does not
+    count. PaLM (arXiv:2204.02311, appendix B) and TorchTitan use the same convention, so MFUs can be compared.
     """
     matmul_weights = sum(_block_weights(args, layer) for layer in range(args.n_layers)) + args.vocab_size * args.dim
     return 6 * matmul_weights + 12 * args.query_width * sum(_keys_by_layer(args, seq_len))
@@ -346,9 +346,9 @@ def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_o
 
     If blocks differ in their sliding windows or in experts, this is their mean. The second forward stops after the last
     tensor that backward needs: the input of `w2`, or its output with `post_norms` or experts. It repeats all other
-    products: 2 (N_block - D F) + 4 Q T. `selective_ac_option = "op"` saves plain causal attention, and every second matrix
-    product. Of wq, wk, wv, wo, w1, w3, w2, in this order, the second forward then repeats wk, wo and w3. Without a gate
-    there is no w3, and w2 is repeated if `post_norms` needs its output.
+    products: 2 (N_block - D F) + 4 Q T. `selective_ac_option = "op"` saves plain causal attention, and every second
+    matrix product. Of wq, wk, wv, wo, w1, w3, w2, in this order, the second forward then repeats wk, wo and w3. Without
+    a gate there is no w3, and w2 is repeated if `post_norms` needs its output.
     """
     dim, hidden, attention = args.dim, args.dim * args.hidden_dim, 4 * args.query_width
     if not saves_costly_ops:
