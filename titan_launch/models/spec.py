@@ -10,7 +10,7 @@ from torch import nn
 
 from titan_launch.models.initializers import Initializer
 
-TensorStyle = Literal["embedding", "positions", "sequence", "input", "colwise", "heads", "rowwise", "head"]
+TensorStyle = Literal["embedding", "positions", "sequence", "input", "colwise", "heads", "by_head", "rowwise", "head"]
 """The style by which tensor parallelism divides a module over T ranks. "Stream" means the activations (batch, tokens,
 features) between layers. With sequence parallelism each rank has a part of the tokens, otherwise the whole stream.
 
@@ -21,6 +21,7 @@ features) between layers. With sequence parallelism each rank has a part of the 
     input       nothing; makes a module's first input whole         stream -> all tokens and features
     colwise     1/T of the output features of an nn.Linear          all features -> 1/T of the features (of the heads)
     heads       all parameters of a module that works per head      1/T of the heads -> the same
+    by_head     1/T of the rows of all parameters, one row for each head    1/T of the heads -> the same
     rowwise     1/T of the input features of an nn.Linear           1/T of the features -> stream, summed over ranks
     head        1/T of the output features of an nn.Linear          stream -> 1/T of the classes
 """

@@ -68,6 +68,7 @@ def _appliers(
         "input": lambda module: _gather_input(module, mesh, stream),
         "colwise": apply(ColwiseParallel()),
         "heads": lambda module: _replicate(module, mesh, Partial()),
+        "by_head": lambda module: _distribute(module, mesh, Shard(0), Shard(0)),
         "rowwise": apply(RowwiseParallel(output_layouts=stream)),
         "head": apply(
             ColwiseParallel(
@@ -118,10 +119,18 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None
     `gradient`: `Partial` if ranks have different activations, so gradients are summed; `Replicate` if all ranks have
     the same activations.
     """
+    _distribute(module, mesh, Replicate(), gradient)
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement, gradient: Placement) -> None:
+    """Make DTensors of a module's own parameters, and let its forward use this rank's part as plain tensors.
+
+    `gradient`: placement of the gradients of these parts.
+    """
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            replicated = distribute_tensor(parameter.data, mesh, [Replicate()], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(replicated, parameter.requires_grad))
+            distributed = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
 
     def forward(*args: Any, **kwargs: Any) -> Any:  # a `partial` would get a graph per module
         with _local_parameters(module, gradient):
