@@ -12,6 +12,8 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
   fp32.
 - Attention with a sliding window, a soft cap or documents: CUDA runs FlexAttention, which saves its inputs, its output,
   and an fp32 logarithm for each query. Its table of blocks is not counted.
+- Products of experts: CUDA runs one grouped product in bf16, which saves rows and stacked matrices. Other dtypes and a
+  CPU run one product for each expert. A trace has no counts of rows, so it divides the rows equally among the experts.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -35,7 +38,8 @@ from torch.autograd.function import once_differentiable
 
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wrapped
-from titan_launch.models import attention
+from titan_launch.models import attention, mixture_of_experts
+from titan_launch.models.mixture_of_experts import ExpertProduct, grouped_product, looped_product
 from titan_launch.plan.hardware import Kernels
 
 _aten = torch.ops.aten
@@ -60,6 +64,7 @@ def kernels_replaced(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
             stack.enter_context(replaced(attention, "takes_equal_heads_only", lambda q: q.dtype == torch.float32))
         if backend == "math":
             stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention_of_all_scores))
+        stack.enter_context(replaced(mixture_of_experts, "expert_product", partial(_expert_product, kernels)))
         yield
 
 
@@ -181,6 +186,19 @@ class _FlexAttention(torch.autograd.Function):
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     output: Tensor = _FlexAttention.apply(q, k, v)
     return output
+
+
+def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor) -> ExpertProduct:
+    """Replace `mixture_of_experts.expert_product`. The values of `counts` are not read."""
+    if kernels == "cuda" and rows.dtype == torch.bfloat16:
+        return grouped_product(counts)
+    return looped_product(equal_parts(rows.shape[0], counts.shape[0]))
+
+
+def equal_parts(total: int, parts: int) -> list[int]:
+    """Return `parts` numbers with the sum `total`, which differ by at most 1. The larger ones come first."""
+    quotient, remainder = divmod(total, parts)
+    return [quotient + (index < remainder) for index in range(parts)]
 
 
 def _first(outputs: tuple[Tensor, ...]) -> Tensor:
