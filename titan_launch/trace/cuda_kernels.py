@@ -41,6 +41,7 @@ from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wra
 from titan_launch.models import attention, mixture_of_experts
 from titan_launch.models.mixture_of_experts import ExpertProduct, grouped_product, looped_product
 from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.memory.analytic.experts import equal_parts
 
 _aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -193,12 +194,6 @@ def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor) -> ExpertPro
     if kernels == "cuda" and rows.dtype == torch.bfloat16:
         return grouped_product(counts)
     return looped_product(equal_parts(rows.shape[0], counts.shape[0]))
-
-
-def equal_parts(total: int, parts: int) -> list[int]:
-    """Return `parts` numbers with the sum `total`, which differ by at most 1. The larger ones come first."""
-    quotient, remainder = divmod(total, parts)
-    return [quotient + (index < remainder) for index in range(parts)]
 
 
 def _first(outputs: tuple[Tensor, ...]) -> Tensor:
