@@ -78,5 +78,5 @@ def test_expert_parallelism_divides_the_ranks_that_share_parameters() -> None:
     shared = layout(32, replicate=2, tensor=2, context=2, batch=16, expert=4)
     assert (shared.expert, shared.shard, shared.parameter_shards, shared.world_size) == (4, 4, 8, 32)
     assert smallest_world_size(ParallelismConfig(expert_parallel_degree=6, context_parallel_degree=4)) == 12
-    with pytest.raises(ConfigError, match=r"expert_parallel_degree .*: must divide data_parallel_shard_degree \(4\)"):
+    with pytest.raises(ConfigError, match=r"expert_parallel_degree: must divide data_parallel_shard_degree \(4\)"):
         layout(4, expert=3)
