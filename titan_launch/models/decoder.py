@@ -172,6 +172,7 @@ def _init_table(
             ("layers.*.moe.shared_experts.w?.bias", constant(0.0)),
             ("layers.*.moe.selection_bias", constant(0.0)),
             ("layers.*.moe.load", constant(0.0)),
+            ("layers.*.moe.auxiliary_losses", constant(0.0)),
             ("layers.*.*.w?.bias", constant(0.0)),
             *((f"{norm}.{name}", fill) for norm in norms for name, fill in norm_values.items()),
             *(
