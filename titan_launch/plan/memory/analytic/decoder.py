@@ -19,7 +19,7 @@ from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.experts import AnalyticExperts
 from titan_launch.plan.memory.analytic.replay import AnalyticModel, Compute, ReplayContext
 from titan_launch.plan.memory.analytic.tensors import Tensor
-from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
+from titan_launch.plan.types import EXPERTS, Inventory, ModuleInfo, TensorInfo, full_name
 
 
 class AnalyticDecoder:
@@ -232,13 +232,13 @@ def _mixture(args: DecoderArgs, experts: ExpertArgs, path: str) -> Iterator[Modu
     if experts.selection_bias_rate is None:
         del buffers["selection_bias"]
     infos = (TensorInfo(name, (size,), "float32", True) for name, size in buffers.items())
-    yield ModuleInfo(path, (f"{_MIXTURE}.MixtureOfExperts",), True, buffers=tuple(infos))
+    yield ModuleInfo(path, ("titan_launch.models.mixture_of_experts.MixtureOfExperts",), True, buffers=tuple(infos))
     yield _linear(args, f"{path}.router", number, dim)
     shapes = {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)}
     if experts.expert_bias:
         shapes |= {"b1": (hidden,), "b2": (dim,), "b3": (hidden,)}
-    parameters = tuple(_parameter(name, number, *shape) for name, shape in shapes.items())
-    yield ModuleInfo(f"{path}.experts", (f"{_MIXTURE}.Experts",), True, parameters)
+    parameters = (replace(_parameter(name, number, *shape), is_stacked=True) for name, shape in shapes.items())
+    yield ModuleInfo(f"{path}.experts", (EXPERTS,), True, tuple(parameters))
     if experts.shared_hidden_dim is not None:
         yield from _feed_forward(args, f"{path}.shared_experts", experts.shared_hidden_dim)
 
@@ -249,7 +249,6 @@ def _index(path: str) -> int:
 
 
 _LAYERS = "titan_launch.models.layers"
-_MIXTURE = "titan_launch.models.mixture_of_experts"
 _EMBEDDING, _LINEAR = "torch.nn.modules.sparse.Embedding", "torch.nn.modules.linear.Linear"
 
 _RMSNORM = (f"{_LAYERS}.RMSNorm", "torch.nn.modules.normalization.RMSNorm")
