@@ -509,7 +509,9 @@ def test_experts_that_are_divided_over_ranks_are_units(rules: list[Any], dtype: 
 
 
 def test_expert_parallelism_needs_experts_that_divide() -> None:
-    with pytest.raises(ConfigError, match=r"expert_parallel_degree: divides experts over ranks, but the model has no experts"):
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel_degree: divides experts over ranks, but the model has no experts"
+    ):
         plan_model(inventory_of(), PrecisionConfig(), RESHARDING, expert_parallel=2)
     config = JobConfig.model_validate({"model": {"name": "qwen3_moe"}})
     with pytest.raises(ConfigError, match=r"must divide layers.0.moe.experts \(8\)"):
