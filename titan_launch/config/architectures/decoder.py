@@ -342,9 +342,20 @@ class DecoderArgs(ModelArgs):
         return "tie_embeddings" if self.tie_embeddings else None
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """Return the numbers of heads, the width of the feed-forward layer, and the vocabulary size, by argument."""
-        names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
-        return {name: int(getattr(self, name)) for name in names}
+        """Return the numbers of heads, the widths of feed-forward layers and experts, and the vocabulary size, by
+        argument."""
+        sizes = {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads}
+        if self.num_expert_layers < self.n_layers:
+            sizes["hidden_dim"] = self.hidden_dim
+        if self.experts is not None:
+            sizes["experts.hidden_dim"] = self.experts.hidden_dim
+            if self.experts.shared_hidden_dim is not None:
+                sizes["experts.shared_hidden_dim"] = self.experts.shared_hidden_dim
+        return {**sizes, "vocab_size": self.vocab_size}
+
+    def num_experts(self) -> int | None:
+        """Return the number of experts in a layer; None for a model without experts."""
+        return None if self.experts is None else self.experts.num_experts
 
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
