@@ -28,13 +28,14 @@ _NAME: KeyPath = ("model", "name")
 
 _CLASSES: dict[str, type[nn.Module]] = {
     "embedding": nn.Embedding,
+    "expanded": nn.Linear,
     "colwise": nn.Linear,
     "rowwise": nn.Linear,
     "head": nn.Linear,
 }
 """The class of module that a style requires; other styles allow any module."""
 
-_DIVIDED_AXIS = {"embedding": 0, "colwise": 0, "rowwise": 1, "head": 0}
+_DIVIDED_AXIS = {"embedding": 0, "expanded": 0, "colwise": 0, "rowwise": 1, "head": 0}
 """The dimension along which a style shards the weight."""
 
 

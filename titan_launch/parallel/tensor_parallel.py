@@ -66,6 +66,8 @@ def _appliers(
         "positions": lambda module: _divide_positions(module, mesh, parallelism.sequence_parallel),
         "sequence": lambda module: _replicate(module, mesh, Partial() if parallelism.sequence_parallel else replicated),
         "input": lambda module: _gather_input(module, mesh, stream),
+        "latent": lambda module: _compute_latent(module, mesh),
+        "expanded": lambda module: _compute_locally(module, mesh, Shard(0), Shard(0)),
         "colwise": apply(ColwiseParallel()),
         "heads": lambda module: _replicate(module, mesh, Partial()),
         "rowwise": apply(RowwiseParallel(output_layouts=stream)),
@@ -112,16 +114,31 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
     module.register_forward_pre_hook(gather)
 
 
+def _compute_latent(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate a module's own parameters, and take its input from `_gather_input` as a plain tensor. All gradients are
+    this rank's parts of sums."""
+    _replicate(module, mesh, Partial())
+    module.register_forward_pre_hook(lambda _, args: (_local(args[0], Partial()), *args[1:]))
+
+
 def _replicate(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None:
     """Replicate a module's own parameters on every rank, and let its forward use plain tensors.
 
     `gradient`: `Partial` if ranks have different activations, so gradients are summed; `Replicate` if all ranks have
     the same activations.
     """
+    _compute_locally(module, mesh, Replicate(), gradient)
+
+
+def _compute_locally(module: nn.Module, mesh: DeviceMesh, placement: Placement, gradient: Placement) -> None:
+    """Place a module's own parameters on the ranks, and let its forward use this rank's part as plain tensors.
+
+    `gradient`: placement of the parameters' gradients. The gradient of the input is what this rank computes.
+    """
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            replicated = distribute_tensor(parameter.data, mesh, [Replicate()], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(replicated, parameter.requires_grad))
+            placed = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
 
     def forward(*args: Any, **kwargs: Any) -> Any:  # a `partial` would get a graph per module
         with _local_parameters(module, gradient):
@@ -140,8 +157,8 @@ def _local_parameters(module: nn.Module, gradient: Placement) -> Iterator[None]:
         module._parameters.update(parameters)
 
 
-def _local(parameter: Tensor | None, gradient: Placement) -> Any:
-    return parameter.to_local(grad_placements=[gradient]) if isinstance(parameter, DTensor) else parameter
+def _local(tensor: Tensor | None, gradient: Placement) -> Any:
+    return tensor.to_local(grad_placements=[gradient]) if isinstance(tensor, DTensor) else tensor
 
 
 _Owner = tuple[nn.Module, str]
