@@ -14,9 +14,11 @@ from titan_launch.models.attention import (
     KeyValueCache,
     ScoreOptions,
     attend,
+    attend_with_logsumexp,
     causal_attention,
     make_block_mask,
 )
+from titan_launch.models.layers import AttentionSinks
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2, [7] * 10])
 
@@ -44,6 +46,7 @@ def explicit_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     documents: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -55,7 +58,18 @@ def explicit_attention(
         excluded = excluded | (distance >= window)
     if documents is not None:
         excluded = (excluded | (documents[:, :, None] != documents[:, None, :]))[:, None]
-    return scores.masked_fill(excluded.to(q.device), -torch.inf).softmax(-1) @ v
+    scores = scores.masked_fill(excluded.to(q.device), -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    columns = sinks[:, None, None].expand(len(q), -1, q.shape[2], 1)
+    return torch.cat([scores, columns], dim=-1).softmax(-1)[..., :-1] @ v
+
+
+def random_sinks(device: str = "cpu") -> AttentionSinks:
+    sinks = AttentionSinks(6).to(device)
+    with torch.no_grad():
+        sinks.weight.copy_(torch.linspace(-2, 3, 6))
+    return sinks
 
 
 def arguments(name: str, device: str = "cpu") -> tuple[ScoreOptions, Documents | None]:
@@ -66,9 +80,9 @@ def arguments(name: str, device: str = "cpu") -> tuple[ScoreOptions, Documents |
     return ScoreOptions(**options), documents
 
 
-def _inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 10, heads, 16) for heads in (6, n_kv_heads, n_kv_heads)]  # tokens before heads, as in a model
+def _inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32, width_of_values: int = 16) -> list[Tensor]:
+    generator, shape = torch.Generator().manual_seed(0), (2, 10)  # tokens before heads, as in a model
+    shapes = [(*shape, 6, 16), (*shape, n_kv_heads, 16), (*shape, n_kv_heads, width_of_values)]
     return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
@@ -84,12 +98,44 @@ def test_attention_is_its_formula(name: str, n_kv_heads: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+def test_sinks_are_columns_of_the_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_QUERIES", 4)
+    sinks, upstream = random_sinks(), torch.randn(2, 6, 10, 16)
+    inputs = [*_inputs(2), sinks.weight]
+    actual = sinks(*attend_with_logsumexp(*inputs[:3], *arguments(name)))
+    expected = explicit_attention(*inputs[:3], **OPTIONS[name], sinks=sinks.weight)
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(output, inputs, upstream) for output in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+    in_bf16 = sinks(*attend_with_logsumexp(*(x.bfloat16() for x in inputs[:3]), *arguments(name)))
+    assert in_bf16.dtype == torch.bfloat16
+    torch.testing.assert_close(in_bf16.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 def test_the_result_has_the_dtype_of_the_queries(name: str) -> None:
     inputs = _inputs(2, torch.bfloat16)
     actual = attend(*inputs, *arguments(name))
     expected = explicit_attention(*(x.float() for x in inputs), **OPTIONS[name])
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("width", [12, 20])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_may_have_another_width(name: str, width: int) -> None:
+    inputs, upstream = _inputs(2, width_of_values=width), torch.randn(2, 6, 10, width)
+    actual, expected = attend(*inputs, *arguments(name)), explicit_attention(*inputs, **OPTIONS[name])
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(output, inputs, upstream) for output in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_values_of_another_width_have_a_fused_kernel() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        causal_attention(*_inputs(2, width_of_values=12))
 
 
 def test_plain_attention_is_pytorchs_own() -> None:
@@ -109,6 +155,9 @@ def test_flex_attention_is_the_formula(name: str, monkeypatch: pytest.MonkeyPatc
     _make_block_masks(documents, options.window)
     actual = attention._flex_attention(q, k, v, options, documents)
     torch.testing.assert_close(actual, explicit_attention(q, k, v, **OPTIONS[name]))
+    sinks = random_sinks()
+    with_sinks = sinks(*attention._flex_attention(q, k, v, options, documents, has_logsumexp=True))
+    torch.testing.assert_close(with_sinks, explicit_attention(q, k, v, **OPTIONS[name], sinks=sinks.weight))
 
 
 class OnCUDA(Tensor):
@@ -160,6 +209,10 @@ def test_the_last_tokens_attend_to_a_cache_as_in_the_whole_sequence(name: str) -
         cached = [(q[:, :, part], *cache.append(k[:, :, part], v[:, :, part], options.window)) for part in parts]
         actual = torch.cat([attend(*tensors, options) for tensors in cached], dim=2)
         torch.testing.assert_close(actual, attend(q, k, v, options))
+        sinks = random_sinks()
+        parts_with_sinks = [sinks(*attend_with_logsumexp(*tensors, options)) for tensors in cached]
+        whole = sinks(*attend_with_logsumexp(q, k, v, options))
+        torch.testing.assert_close(torch.cat(parts_with_sinks, dim=2), whole)
 
 
 @pytest.mark.gpu
@@ -177,15 +230,20 @@ def test_causal_attention_has_a_fused_kernel_on_cuda(dtype: torch.dtype) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("name", MASKED)
-def test_flex_attention_on_cuda(name: str) -> None:
+def test_flex_attention_on_cuda(name: str, has_sinks: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
-    inputs = [x.detach().cuda().requires_grad_() for x in _inputs(2)]
+    sinks = random_sinks("cuda")
+    inputs = [*(x.detach().cuda().requires_grad_() for x in _inputs(2)), *([sinks.weight] if has_sinks else [])]
     upstream = torch.randn(2, 6, 10, 16, device="cuda")
-    actual = attend(*inputs, *arguments(name, "cuda"))
+    if has_sinks:
+        actual = sinks(*attend_with_logsumexp(*inputs[:3], *arguments(name, "cuda")))
+    else:
+        actual = attend(*inputs, *arguments(name, "cuda"))
     own = [x.detach().cpu().requires_grad_() for x in inputs]
-    expected = explicit_attention(*own, **OPTIONS[name])
+    expected = explicit_attention(*own[:3], **OPTIONS[name], sinks=own[3] if has_sinks else None)
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-2, atol=1e-2)
     wanted = torch.autograd.grad(expected, own, upstream.cpu())
     for gradient, of_formula in zip(torch.autograd.grad(actual, inputs, upstream), wanted, strict=True):

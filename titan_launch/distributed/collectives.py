@@ -43,6 +43,14 @@ def on_all_ranks(action: Callable[[], Value], group: dist.ProcessGroup | None = 
     return [outcome.value for outcome in outcomes]
 
 
+def all_reduced(x: Tensor, group_name: str) -> Tensor:
+    """Return the sum of `x` over the ranks of a process group, without a gradient. Collective.
+
+    The collective is functional: selective activation checkpointing saves its result, and torch.compile can trace it.
+    """
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group_name))
+
+
 def warn(log: logging.Logger, message: str, *args: object) -> None:
     """Log a message that is the same on all ranks: as a warning on rank 0, and at level INFO on other ranks."""
     log.log(logging.WARNING if dist.get_rank() == 0 else logging.INFO, message, *args)

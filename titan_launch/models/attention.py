@@ -3,7 +3,7 @@
     attention                          CUDA                      CPU
     plain causal                       scaled_dot_product_attention with is_causal, on both
     sliding window, documents          FlexAttention, compiled   scaled_dot_product_attention with a mask
-    soft cap, with or without these    FlexAttention, compiled   explicit scores in fp32, for some queries at a time
+    soft cap, attention sinks          FlexAttention, compiled   explicit scores in fp32, for some queries at a time
     in generation and evaluation       the paths of the CPU, on both
 
 FlexAttention (arXiv:2412.05496) skips blocks of tokens that a mask excludes, and never stores the scores. On a CPU it
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _QUERIES = 256
-"""Queries of which the scores with a soft cap are computed at a time on a CPU."""
+"""Queries of which explicit scores are computed at a time on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,25 @@ def attend(
     return causal_attention(q, k, v, options.scale)
 
 
+class Attended(NamedTuple):
+    """The result of attention, with the denominators of its softmax."""
+
+    values: Tensor
+    """Weighted sums of the values: (batch, heads, tokens, head_dim)."""
+
+    logsumexp: Tensor
+    """Logarithm of the sum of the exponentials of each query's scores: fp32 (batch, heads, tokens)."""
+
+
+def attend_with_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions = ScoreOptions(), documents: Documents | None = None
+) -> Attended:
+    """Return the same attention as `attend`, with the logsumexp of the scores. (A trace replaces this function.)"""
+    if q.is_cuda and not options.has_many_lengths:
+        return Attended(*_flex_attention(q, k, v, options, documents, has_logsumexp=True))
+    return _explicit_attention(q, k, v, options, documents)
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Return plain causal attention, by a fused kernel if PyTorch has one for the device."""
     width, scale = v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale
@@ -132,7 +151,7 @@ def _explicitly_masked(
 ) -> Tensor:
     """Return the attention of the last tokens of a sequence, or of all its tokens, with a mask as a tensor."""
     if options.soft_cap is not None:
-        return _capped_attention(q, k, v, options, options.soft_cap, documents)
+        return _explicit_attention(q, k, v, options, documents).values
     num_tokens, is_grouped = k.shape[2], q.shape[1] > k.shape[1]
     queries, keys = slice(num_tokens - q.shape[2], num_tokens), slice(0, num_tokens)
     mask = _allowed(queries, keys, options.window, documents, q.device)[:, None]
@@ -176,29 +195,43 @@ def _allowed(
     return pairs & (documents.numbers[:, queries, None] == documents.numbers[:, None, keys])
 
 
-def _capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, soft_cap: float, documents: Documents | None
-) -> Tensor:
-    """Return attention with a soft cap, from explicit scores in fp32, without the keys that no query attends to."""
+def _explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None
+) -> Attended:
+    """Return attention from explicit scores in fp32, without the keys that no query attends to."""
     (num_heads, num_tokens, width), num_kv_heads, window = q.shape[1:], k.shape[1], options.window
     scale, first = width**-0.5 if options.scale is None else options.scale, k.shape[2] - num_tokens
     wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
-    results = []
+    results: list[tuple[Tensor, Tensor]] = []
     for start in range(0, num_tokens, _QUERIES):
         stop = min(start + _QUERIES, num_tokens)
         queries = slice(first + start, first + stop)
         keys = slice(0 if window is None else max(0, queries.start - window + 1), queries.stop)
         # [batch, key heads, query heads of a key head x queries, width]
         rows = wide_q[:, :, start:stop].unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
-        scores = soft_cap * torch.tanh((rows @ wide_k[:, :, keys].mT) * (scale / soft_cap))
+        products = rows @ wide_k[:, :, keys].mT
+        if options.soft_cap is None:
+            scores = products * scale
+        else:
+            scores = options.soft_cap * torch.tanh(products * (scale / options.soft_cap))
         scores = scores.unflatten(2, (num_heads // num_kv_heads, -1))
         allowed = _allowed(queries, keys, window, documents, q.device)[:, None, None]
-        shares = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-        results.append((shares.flatten(2, 3) @ wide_v[:, :, keys]).unflatten(2, (num_heads // num_kv_heads, -1)))
-    return torch.cat(results, dim=3).flatten(1, 2).to(q.dtype)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        values = (scores.softmax(-1).flatten(2, 3) @ wide_v[:, :, keys]).unflatten(2, (num_heads // num_kv_heads, -1))
+        results.append((values, scores.logsumexp(-1)))
+    values, logsumexp = (torch.cat(parts, dim=3).flatten(1, 2) for parts in zip(*results, strict=True))
+    return Attended(values.to(q.dtype), logsumexp)
 
 
-def _flex_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None) -> Tensor:
+def _flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: ScoreOptions,
+    documents: Documents | None,
+    has_logsumexp: bool = False,
+) -> Any:
+    """Return FlexAttention's result; with `has_logsumexp`, a pair with the logsumexp of the scores."""
     num_tokens, window, is_compiling = q.shape[2], options.window, torch.compiler.is_compiling()
     if documents is not None:
         block_mask = documents.block_masks[window]
@@ -212,13 +245,19 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, docu
         "scale": options.scale,
         "enable_gqa": q.shape[1] > k.shape[1],
     }
+    if has_logsumexp:
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        given["return_aux"] = AuxRequest(lse=True)
     if is_compiling:
-        return flex_attention()(q, k, v, **given)
-    with torch.compiler.set_stance("default"):  # the precision audit runs compiled modules eagerly
-        return _compiled_flex_attention()(q, k, v, **given)
+        result = flex_attention()(q, k, v, **given)
+    else:
+        with torch.compiler.set_stance("default"):  # the precision audit runs compiled modules eagerly
+            result = _compiled_flex_attention()(q, k, v, **given)
+    return (result[0], result[1].lse) if has_logsumexp else result
 
 
-def flex_attention() -> Callable[..., Tensor]:
+def flex_attention() -> Callable[..., Any]:
     """Return PyTorch's FlexAttention, which is imported at its first use."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -226,7 +265,7 @@ def flex_attention() -> Callable[..., Tensor]:
 
 
 @cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
+def _compiled_flex_attention() -> Callable[..., Any]:
     """Return FlexAttention as a fused kernel; without compilation it stores all scores."""
     return torch.compile(flex_attention(), dynamic=False)
 

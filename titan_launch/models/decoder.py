@@ -1,4 +1,5 @@
-"""Decoders: Llama 3 (arXiv:2407.21783), Qwen 2.5 and 3, Mistral, Gemma 2 and 3, GPT-2, Phi-3 and DeepSeek-V3.
+"""Decoders: Llama 3 (arXiv:2407.21783), Qwen 2.5 and 3, Mistral, Mixtral, Gemma 2 and 3, GPT-2, GPT-OSS, Phi-3 and
+DeepSeek-V3.
 
     tokens -> tok_embeddings [-> pos_embeddings]
            -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) or x + moe(ffn_norm(x)) ]
@@ -174,7 +175,9 @@ def _init_table(
             ("layers.*.moe.shared_experts.w?.bias", constant(0.0)),
             ("layers.*.moe.selection_bias", constant(0.0)),
             ("layers.*.moe.load", constant(0.0)),
+            ("layers.*.moe.auxiliary_losses", constant(0.0)),
             ("layers.*.*.w?.bias", constant(0.0)),
+            ("layers.*.attention.sinks.weight", linear),
             *((f"{norm}.{name}", fill) for norm in norms for name, fill in norm_values.items()),
             *(
                 (f"layers.{index}.{name}", fill)
@@ -205,7 +208,8 @@ TENSOR_PARALLEL: dict[str, TensorStyle] = {
     "layers.*.attention.w[qkv]": "colwise",
     "layers.*.attention.w*_a": "latent",
     "layers.*.attention.*_norm": "heads",
-    "layers.*.attention.w*_b": "expanded",
+    "layers.*.attention.w*_b": "by_head",
+    "layers.*.attention.sinks": "by_head",
     "layers.*.attention.wo": "rowwise",
     "layers.*.feed_forward": "input",
     "layers.*.feed_forward.w[13]": "colwise",
@@ -218,7 +222,7 @@ TENSOR_PARALLEL: dict[str, TensorStyle] = {
 def attention_heads(args: DecoderArgs, seq_len: int) -> AttentionHeads | None:
     """Return the shape of plain causal attention; None if no layer has it."""
     is_cut = all(args.is_cut(layer, seq_len) for layer in range(args.n_layers))
-    if is_cut or args.attention_soft_cap is not None:
+    if is_cut or args.attention_soft_cap is not None or args.attention_sinks:
         return None
     latent = args.latent_attention
     queries_from = "wq" if latent is None or latent.q_lora_rank is None else "wq_b"

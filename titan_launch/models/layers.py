@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_launch.config.architectures.decoder import Activation, DecoderArgs, RopeScaling
-from titan_launch.models.attention import Documents, KeyValueCache, ScoreOptions, attend
+from titan_launch.models.attention import Documents, KeyValueCache, ScoreOptions, attend, attend_with_logsumexp
 
 
 class RotaryEmbedding(nn.Module):
@@ -162,6 +162,26 @@ class CappedLinear(nn.Linear):
         return self.cap * torch.tanh(logits / self.cap)
 
 
+class AttentionSinks(nn.Module):
+    """A learned logit for each head, which the denominator of the softmax contains beside the scores.
+
+    With the logsumexp L of a query's scores and the sink s, the share of the scores in the denominator is
+    exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
+    """
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_heads))
+
+    def forward(self, attended: Tensor, logsumexp: Tensor) -> Tensor:
+        """Return the attention with sinks, from the attention without, (batch, heads, tokens, head_dim).
+
+        `logsumexp`: that of each query's scores, fp32 (batch, heads, tokens). The product is computed in fp32.
+        """
+        shares = torch.sigmoid(logsumexp - self.weight[:, None])
+        return (attended * shares[..., None]).to(attended.dtype)
+
+
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share a key and value head (arXiv:2305.13245)."""
 
@@ -179,6 +199,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.query_width, args.dim, bias=args.attention_output_bias)
         self.q_norm = build_norm(args, args.head_width) if args.qk_norm else None
         self.k_norm = build_norm(args, args.head_width) if args.qk_norm else None
+        self.sinks = AttentionSinks(args.n_heads) if args.attention_sinks else None
         self.rope = rope
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
@@ -193,7 +214,10 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.cache is not None:
             k, v = self.cache.append(k, v, self.options.window)
-        attended = attend(q, k, v, self.options, documents)
+        if self.sinks is None:
+            attended = attend(q, k, v, self.options, documents)
+        else:
+            attended = self.sinks(*attend_with_logsumexp(q, k, v, self.options, documents))
         return self.wo(attended.transpose(1, 2).flatten(-2))
 
 

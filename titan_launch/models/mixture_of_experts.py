@@ -18,9 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.distributed.collectives import all_reduced
 
 _GATE_SLOPE = 1.702
 """Factor in the sigmoid of GPT-OSS's activation, which approximates GELU."""
+
+
+class ContextGroup(NamedTuple):
+    """The ranks that divide the tokens of every sequence (context parallelism)."""
+
+    name: str
+    """Name of the process group."""
+
+    size: int
+    """Number of ranks."""
 
 
 class Choice(NamedTuple):
@@ -188,9 +199,16 @@ class MixtureOfExperts(nn.Module):
     selection_bias: Tensor | None
     """Biases that balance the load by changing the choice of experts: fp32 (experts)."""
 
+    auxiliary_losses: Tensor
+    """Sums of the balance losses and of the z-losses since the last reset, in training on this rank, with their weights
+    and `loss_scale`: fp32 (2). The sum over all ranks is this layer's part of the mean over the sequences."""
+
     loss_scale: float | None = None
     """Factor of the auxiliary losses of a sequence, 1 / (sequences of a step), so that all microbatches and ranks of a
-    step add up to means. None: 1 / (sequences of the input)."""
+    step add up to means. None: 1 / (sequences of the input). `parallel.expert_balance` sets it."""
+
+    context_group: ContextGroup | None = None
+    """The ranks that have the other tokens of this rank's sequences; None: this rank has whole sequences."""
 
     def __init__(
         self,
@@ -208,6 +226,7 @@ class MixtureOfExperts(nn.Module):
         bias = None if args.selection_bias_rate is None else torch.zeros(args.num_experts)
         self.register_buffer("selection_bias", bias)
         self.register_buffer("load", torch.zeros(args.num_experts), persistent=False)
+        self.register_buffer("auxiliary_losses", torch.zeros(2), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, dim) to the same shape."""
@@ -221,12 +240,15 @@ class MixtureOfExperts(nn.Module):
         return combined if self.shared_experts is None else combined + self.shared_experts(x)
 
     def _with_losses(self, output: Tensor, logits: Tensor, choice: Choice) -> Tensor:
-        args = self.args
+        args, group = self.args, self.context_group
         scale = 1 / len(logits) if self.loss_scale is None else self.loss_scale
-        if args.balance_loss:
-            output = _WithLoss.apply(output, balance_losses(choice).sum() * (args.balance_loss * scale))
-        if args.z_loss:
-            output = _WithLoss.apply(output, z_losses(logits).sum() * (args.z_loss * scale))
+        weights = args.balance_loss * scale, args.z_loss * scale
+        functions = (lambda: balance_losses(choice, group)), (lambda: z_losses(logits, group))
+        for index, (weight, losses) in enumerate(zip(weights, functions, strict=True)):
+            if weight:
+                loss = losses().sum() * weight
+                self.auxiliary_losses[index].add_(loss.detach())
+                output = _WithLoss.apply(output, loss)
         return output
 
 
@@ -240,18 +262,28 @@ def combine(outputs: Tensor, weights: Tensor) -> Tensor:
     return sum(others, start=first)
 
 
-def balance_losses(choice: Choice) -> Tensor:
-    """Return the balance loss of each sequence (`balance_loss` in `ExpertArgs`): fp32 (batch)."""
-    num_experts = choice.scores.shape[-1]
+def balance_losses(choice: Choice, group: ContextGroup | None = None) -> Tensor:
+    """Return the balance loss of each sequence (`balance_loss` in `ExpertArgs`): fp32 (batch).
+
+    With a context group, the choices are counted over the ranks of the group (collective), and each rank returns its
+    own tokens' part of the loss. The sum over the group is the loss of the whole sequence.
+    """
+    _, tokens, num_experts = choice.scores.shape
     chosen = choice.experts.flatten(1)
     counts = torch.zeros_like(choice.scores[:, 0]).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))
+    if group is not None:
+        counts, tokens = all_reduced(counts, group.name), tokens * group.size
     shares = choice.scores / choice.scores.sum(-1, keepdim=True)
-    return num_experts * (counts / chosen.shape[1] * shares.mean(1)).sum(-1)
+    return num_experts * (counts / (tokens * choice.experts.shape[2]) * (shares.sum(1) / tokens)).sum(-1)
 
 
-def z_losses(logits: Tensor) -> Tensor:
-    """Return the z-loss of each sequence: the mean over tokens of the squared logsumexp of the logits, fp32 (batch)."""
-    return logits.float().logsumexp(-1).square().mean(-1)
+def z_losses(logits: Tensor, group: ContextGroup | None = None) -> Tensor:
+    """Return the z-loss of each sequence: the mean over tokens of the squared logsumexp of the logits, fp32 (batch).
+
+    With a context group, return this rank's part of the mean over the tokens of all ranks.
+    """
+    losses = logits.float().logsumexp(-1).square().mean(-1)
+    return losses if group is None else losses / group.size
 
 
 class _WithLoss(torch.autograd.Function):

@@ -28,15 +28,14 @@ _NAME: KeyPath = ("model", "name")
 
 _CLASSES: dict[str, type[nn.Module]] = {
     "embedding": nn.Embedding,
-    "expanded": nn.Linear,
     "colwise": nn.Linear,
     "rowwise": nn.Linear,
     "head": nn.Linear,
 }
 """The class of module that a style requires; other styles allow any module."""
 
-_DIVIDED_AXIS = {"embedding": 0, "expanded": 0, "colwise": 0, "rowwise": 1, "head": 0}
-"""The dimension along which a style shards the weight."""
+_DIVIDED_AXIS = {"embedding": 0, "colwise": 0, "by_head": 0, "rowwise": 1, "head": 0}
+"""The dimension along which a style shards the weight, and with `by_head` all parameters."""
 
 
 _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
@@ -134,17 +133,14 @@ def _unmatched(model: nn.Module, styles: Mapping[str, TensorStyle]) -> Iterator[
 
 
 def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> Iterator[Problem]:
-    wanted = _CLASSES.get(style)
-    if wanted is None:
-        return
-    if not isinstance(module, wanted):
+    wanted, axis = _CLASSES.get(style), _DIVIDED_AXIS.get(style)
+    if wanted is not None and not isinstance(module, wanted):
         reason = f'{path} is a {type(module).__name__}, but its style in tensor_parallel, "{style}", requires an '
         yield Problem(_NAME, f"{reason}nn.{wanted.__name__}")
         return
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    size = weight.shape[_DIVIDED_AXIS[style]]
-    if size % degree:
+    divided = {name: p for name, p in module.named_parameters(recurse=False) if name == "weight" or wanted is None}
+    sizes = {parameter.shape[axis] for parameter in divided.values()} if axis is not None else set()
+    for size in sorted(size for size in sizes if size % degree):
         reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, which is not a multiple of {degree}'
         yield Problem(
             _TENSOR_DEGREE, f"{reason}; set a degree that divides this number", degree, also=(("model", "args"),)
@@ -152,7 +148,7 @@ def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> I
 
 
 def _what_is_divided(style: TensorStyle) -> str:
-    return {"embedding": "rows", "rowwise": "input features"}.get(style, "output features")
+    return {"embedding": "rows", "by_head": "rows", "rowwise": "input features"}.get(style, "output features")
 
 
 def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:

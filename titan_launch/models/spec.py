@@ -11,7 +11,7 @@ from torch import nn
 from titan_launch.models.initializers import Initializer
 
 TensorStyle = Literal[
-    "embedding", "positions", "sequence", "input", "latent", "expanded", "colwise", "heads", "rowwise", "head"
+    "embedding", "positions", "sequence", "input", "colwise", "latent", "heads", "by_head", "rowwise", "head"
 ]
 """The style by which tensor parallelism divides a module over T ranks. "Stream" means the activations (batch, tokens,
 features) between layers. With sequence parallelism each rank has a part of the tokens, otherwise the whole stream.
@@ -21,15 +21,16 @@ features) between layers. With sequence parallelism each rank has a part of the 
     positions   all parameters; of its buffers and other inputs, the tokens of the stream    stream -> stream
     sequence    all parameters of a module that works per token     stream -> stream
     input       nothing; makes a module's first input whole         stream -> all tokens and features
-    latent      all parameters of a module before `expanded`        all tokens and features -> all features of a latent
-    expanded    1/T of the output features of an nn.Linear          latent -> 1/T of the features (of the heads)
     colwise     1/T of the output features of an nn.Linear          all features -> 1/T of the features (of the heads)
+    latent      all parameters of a module                          all tokens and features -> whole latents
     heads       all parameters of a module that works per head      1/T of the heads -> the same
+    by_head     1/T of the rows of all parameters, as many for each head    1/T of the heads, latents -> 1/T of the heads
     rowwise     1/T of the input features of an nn.Linear           1/T of the features -> stream, summed over ranks
     head        1/T of the output features of an nn.Linear          stream -> 1/T of the classes
 
-The gradient of a latent on a rank is the part of that rank's heads. So the gradients of `latent` and `heads` modules
-are summed over ranks, and that of a latent is not. A module between `latent` and `expanded` has the style `heads`.
+Latents are vectors of which each rank computes its own heads. A rank's gradient of a latent is the part of its heads.
+So the gradients of `latent` and `heads` modules are summed over ranks, and that of a latent is not. A module between
+`latent` and `by_head`, such as the norm of latents, has the style `heads`.
 """
 
 

@@ -15,6 +15,7 @@ from titan_launch.models.spec import TensorStyle
 from titan_launch.parallel.activation_checkpoint import cast_in_second_forward, checkpoint_activations
 from titan_launch.parallel.batchnorm import prepare_batch_norms
 from titan_launch.parallel.compile import compile_pieces
+from titan_launch.parallel.expert_balance import prepare_experts
 from titan_launch.parallel.float8 import convert_to_float8
 from titan_launch.parallel.fsdp import apply_fsdp
 from titan_launch.parallel.tensor_parallel import apply_tensor_parallel
@@ -43,7 +44,7 @@ def parallelize(
     2. Convert linear layers to float8. Names and dtypes of parameters stay. Not possible with tensor parallelism.
     3. Apply tensor parallelism by the model's `styles`. FSDP2 then shards the resulting DTensors further.
     4. Prepare BatchNorm layers, before FSDP2 replaces their class. `statistics_group`: the ranks over which statistics
-       are synchronized; None for local statistics.
+       are synchronized; None for local statistics. Set the scale of the auxiliary losses of mixtures of experts.
     5. Apply activation checkpointing inside of FSDP2's hooks. The second forward then gets inputs that FSDP2 has cast.
     6. Compile around activation checkpointing, so that one graph contains both forwards. With tensor parallelism a
        graph cannot contain both, so compilation is inside. FSDP2's hooks cannot be in a graph, and stay outside.
@@ -55,6 +56,7 @@ def parallelize(
         assert styles is not None, "check_tensor_plan comes first"
         apply_tensor_parallel(model, styles, mesh.tensor, parallelism, plan.loss_head is not None)
     prepare_batch_norms(model, batchnorm, mesh.layout.num_microbatches, statistics_group)
+    prepare_experts(model, mesh.layout, mesh.context)
     if checkpoints_compiled(activation_checkpoint, mesh.layout.tensor):
         compile_pieces(model, plan, compilation, activation_checkpoint)
         checkpoint_activations(model, plan.checkpointed, activation_checkpoint)

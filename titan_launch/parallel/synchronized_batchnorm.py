@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from titan_launch.distributed.collectives import all_reduced
+
 
 def synchronize(norms: list[_BatchNorm], group: dist.ProcessGroup) -> None:
     """Change layers in place: in training they normalize over the batches of all ranks of `group`.
@@ -130,7 +132,7 @@ class _Normalize(torch.autograd.Function):
         sums = torch.stack([grad.sum(_other_axes(x)), (grad * normalized).sum(_other_axes(x))])
         grad_x = None
         if needs_x:
-            along_mean, along_std = _all_reduce(sums, ctx.group_name) / count
+            along_mean, along_std = all_reduced(sums, ctx.group_name) / count
             scale = inverse_std if weight is None else inverse_std * weight
             centred = (grad - along_mean.view(shape)).sub_(normalized.mul_(along_std.view(shape)))
             grad_x = centred.mul_(scale.view(shape)).to(x.dtype)
@@ -154,13 +156,7 @@ def _other_axes(x: Tensor) -> list[int]:
     return [0, *range(2, x.ndim)]
 
 
-# Functional collectives: selective activation checkpointing saves their results, and torch.compile can trace them.
 def _all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
-    """Gather [1, n] of every rank to [ranks, n]."""
+    """Gather [1, n] of every rank to [ranks, n], with a functional collective (see `all_reduced`)."""
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(x, ranks, group_name)
     return torch.ops._c10d_functional.wait_tensor(gathered)
-
-
-def _all_reduce(x: Tensor, group_name: str) -> Tensor:
-    """Return the sum over the ranks."""
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group_name))

@@ -66,10 +66,10 @@ def _appliers(
         "positions": lambda module: _divide_positions(module, mesh, parallelism.sequence_parallel),
         "sequence": lambda module: _replicate(module, mesh, Partial() if parallelism.sequence_parallel else replicated),
         "input": lambda module: _gather_input(module, mesh, stream),
-        "latent": lambda module: _compute_latent(module, mesh),
-        "expanded": lambda module: _compute_locally(module, mesh, Shard(0), Shard(0)),
         "colwise": apply(ColwiseParallel()),
+        "latent": lambda module: _compute_latent(module, mesh),
         "heads": lambda module: _replicate(module, mesh, Partial()),
+        "by_head": lambda module: _distribute(module, mesh, Shard(0), Shard(0)),
         "rowwise": apply(RowwiseParallel(output_layouts=stream)),
         "head": apply(
             ColwiseParallel(
@@ -127,18 +127,18 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None
     `gradient`: `Partial` if ranks have different activations, so gradients are summed; `Replicate` if all ranks have
     the same activations.
     """
-    _compute_locally(module, mesh, Replicate(), gradient)
+    _distribute(module, mesh, Replicate(), gradient)
 
 
-def _compute_locally(module: nn.Module, mesh: DeviceMesh, placement: Placement, gradient: Placement) -> None:
-    """Place a module's own parameters on the ranks, and let its forward use this rank's part as plain tensors.
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement, gradient: Placement) -> None:
+    """Make DTensors of a module's own parameters, and let its forward use this rank's part as plain tensors.
 
-    `gradient`: placement of the parameters' gradients. The gradient of the input is what this rank computes.
+    `gradient`: placement of the gradients of these parts.
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            placed = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
+            distributed = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
 
     def forward(*args: Any, **kwargs: Any) -> Any:  # a `partial` would get a graph per module
         with _local_parameters(module, gradient):

@@ -10,8 +10,8 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
 - Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. The
   kernel that stores all scores runs for other shapes than (batch, heads, tokens, head_dim), and for grouped queries in
   fp32.
-- Attention with a sliding window, a soft cap or documents: CUDA runs FlexAttention, which saves its inputs, its output,
-  and an fp32 logarithm for each query. Its table of blocks is not counted.
+- Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
+  inputs, its output, and an fp32 logarithm for each query. Its table of blocks is not counted.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wrapped
-from titan_launch.models import attention
+from titan_launch.models import attention, layers
 from titan_launch.plan.hardware import Kernels
 
 _aten = torch.ops.aten
@@ -57,6 +57,7 @@ def kernels_replaced(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
             if backend != "math":
                 stack.enter_context(replaced(F, "scaled_dot_product_attention", scaled_dot_product_attention))
             stack.enter_context(replaced(attention, "masked_attention", _flex_attention))
+            stack.enter_context(replaced(layers, "attend_with_logsumexp", _flex_attention_with_logsumexp))
             stack.enter_context(replaced(attention, "takes_equal_heads_only", lambda q: q.dtype == torch.float32))
         if backend == "math":
             stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention_of_all_scores))
@@ -166,21 +167,25 @@ def _attention_of_all_scores(
 
 class _FlexAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output = torch.empty_like(q)
-        ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:3], dtype=torch.float32))
-        return output
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        output, logsumexp = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, logsumexp)
+        ctx.set_materialize_grads(False)
+        return output, logsumexp
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, ...]:
         saved = ctx.saved_tensors  # the kernel reads all of them
         return tuple(torch.empty_like(x) for x in saved[:3])
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-    output: Tensor = _FlexAttention.apply(q, k, v)
-    return output
+    return _flex_attention_with_logsumexp(q, k, v).values
+
+
+def _flex_attention_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> attention.Attended:
+    return attention.Attended(*_FlexAttention.apply(q, k, v))
 
 
 def _first(outputs: tuple[Tensor, ...]) -> Tensor:

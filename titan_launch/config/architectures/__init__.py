@@ -40,13 +40,19 @@ ALL_IN_ARGS = "none"
 
 
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
-    """Return the arguments of a model of this package: the row of its flavor, overridden by `[model.args]`.
+    """Return the arguments of a model of this package: the row of its flavor, overridden by `[model.args]`, of which
+    tables override only the keys that they have.
 
     Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """
     architecture = ARCHITECTURES[name]
     row = {} if flavor == ALL_IN_ARGS else architecture.flavors[flavor]
-    return architecture.args.model_validate({**row, **overrides})
+    return architecture.args.model_validate(_overridden(row, overrides))
+
+
+def _overridden(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key: table[key] for key in changes if isinstance(table.get(key), dict) and isinstance(changes[key], dict)}
+    return {**table, **changes, **{key: _overridden(inner, changes[key]) for key, inner in own.items()}}
 
 
 def known_args(model: ModelConfig) -> ModelArgs | None:

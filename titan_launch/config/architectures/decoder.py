@@ -1,4 +1,4 @@
-"""`[model.args]` of the decoder families: Llama, Qwen, Mistral, Gemma, GPT-2, Phi and DeepSeek.
+"""`[model.args]` of the decoder families: Llama, Qwen, Mistral, Gemma, GPT-2, GPT-OSS, Phi and DeepSeek.
 
 `titan_launch.config.architectures.families` has their size tables.
 """
@@ -135,7 +135,7 @@ class DecoderArgs(ModelArgs):
     Unset: grouped-query attention."""
 
     hidden_dim: Positive
-    """Width of the feed-forward layer."""
+    """Width of the feed-forward layer. It has no effect if all layers have experts."""
 
     vocab_size: Positive
     """Number of rows of the embedding: at least the tokenizer's vocabulary size."""
@@ -173,10 +173,10 @@ class DecoderArgs(ModelArgs):
     """Number of rows of the table of `learned` positions. Sequences cannot be longer."""
 
     qkv_bias: bool = False
-    """Add a bias to queries, keys and values (Qwen 2.5, GPT-2)."""
+    """Add a bias to queries, keys and values (Qwen 2.5, GPT-2, GPT-OSS)."""
 
     attention_output_bias: bool = False
-    """Add a bias to the output of attention (GPT-2)."""
+    """Add a bias to the output of attention (GPT-2, GPT-OSS)."""
 
     feed_forward_bias: bool = False
     """Add biases in the feed-forward layer (GPT-2)."""
@@ -190,6 +190,10 @@ class DecoderArgs(ModelArgs):
     full_attention_every: Positive | None = None
     """Interval of the layers without a sliding window. With N, these are the layers N, 2 N and so on, counted from 1.
     Unset: all layers have the window."""
+
+    attention_sinks: bool = False
+    """Add a learned logit for each head to the denominator of the softmax, so that a token may attend to nothing
+    (GPT-OSS; attention sinks, arXiv:2309.17453)."""
 
     attention_soft_cap: PositiveFloat | None = None
     """Cap of the attention scores: `cap * tanh(score / cap)` (Gemma 2). Unset: no cap."""
@@ -312,6 +316,7 @@ class DecoderArgs(ModelArgs):
             ("positions", "rope", "a part of whose channels has rotary embedding"),
             ("norm", NORMS_OF_TOKENS, "which normalizes each token's latent"),
             ("sliding_window", None, "whose layers attend to all earlier tokens"),
+            ("attention_sinks", False, "which has no sinks"),
             ("qk_norm", False, "which normalizes latents, not heads"),
             ("qkv_bias", False, "whose matrices have no biases"),
         ):
@@ -343,6 +348,10 @@ class DecoderArgs(ModelArgs):
         table = super().effective()
         table["head_dim"] = self.head_width
         table["query_scale"] = self.score_scale
+        if self.experts is not None:
+            table["experts"] = self.experts.effective()
+            if self.num_expert_layers == self.n_layers:
+                del table["hidden_dim"]
         if self.rope_scaling is None and table.get("local_rope_theta") is None:
             table["local_rope_theta"] = self.rope_theta
         if self.norm != "batchnorm":
@@ -357,6 +366,8 @@ class DecoderArgs(ModelArgs):
         """Return the argument, with its value, by which attention is not plain causal attention."""
         if self.attention_soft_cap is not None:
             return f"attention_soft_cap = {self.attention_soft_cap}"
+        if self.attention_sinks:
+            return "attention_sinks = true"
         if any(self.is_cut(layer, seq_len) for layer in range(self.n_layers)):
             return f"sliding_window = {self.sliding_window}"
         return None
@@ -401,6 +412,7 @@ def num_parameters(args: DecoderArgs) -> int:
         embedding   V D, and D for each learned position
         block       attention 2 D Q + 2 D K (wq, wo; wk, wv), feed-forward 3 D F, or 2 D F without a gate
                     biases: Q + 2 K of wq, wk and wv; D of wo; F of w1, F of w3 if it is gated, and D of w2
+                    with `attention_sinks` one for each query head
                     two norms, or four with `post_norms`; with `qk_norm` also two norms of one head
                     with `latent_attention`, other matrices (`products` in `LatentAttentionArgs`) and a norm of each
                     latent
@@ -423,7 +435,7 @@ def _num_parameters(args: DecoderArgs, experts_that_count: Callable[[ExpertArgs]
     norm = per_channel * args.dim
     block = sum(_attention_products(args)) + (4 if args.post_norms else 2) * norm
     block += args.qkv_bias * (args.query_width + 2 * args.kv_width) + args.attention_output_bias * args.dim
-    block += args.qk_norm * 2 * per_channel * args.head_width
+    block += args.qk_norm * 2 * per_channel * args.head_width + args.attention_sinks * args.n_heads
     if args.latent_attention is not None:
         block += per_channel * sum(args.latent_attention.normalized_widths())
     layers = args.n_layers * block + (args.n_layers - args.num_expert_layers) * _dense_layer(args, args.hidden_dim)
@@ -474,9 +486,9 @@ def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_o
     if not saves_costly_ops:
         products = sum(_repeated_weights(args, layer) for layer in range(args.n_layers)) // args.n_layers
         return 2 * products + attention * sum(_keys_by_layer(args, seq_len)) // args.n_layers
-    is_capped = args.attention_soft_cap is not None
+    is_explicit = args.attention_soft_cap is not None or args.attention_sinks
     repeated = [
-        keys for layer, keys in enumerate(_keys_by_layer(args, seq_len)) if is_capped or args.is_cut(layer, seq_len)
+        keys for layer, keys in enumerate(_keys_by_layer(args, seq_len)) if is_explicit or args.is_cut(layer, seq_len)
     ]
     num_fed = (2 if args.gated else 1) + (1 if args.post_norms else 0)
     in_order = [*_attention_products(args), *num_fed * [args.dim * args.hidden_dim]]

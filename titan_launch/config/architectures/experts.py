@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -89,6 +89,12 @@ class ExpertArgs(Section):
         elif top_k > chosen * (experts // groups):
             reason = f"top_k ({top_k}) must not exceed the {chosen * (experts // groups)} experts of {chosen} groups"
             yield ("top_k", "top_k_groups", "num_groups"), reason
+
+    def effective(self) -> dict[str, Any]:
+        """Return the arguments that decide the outputs: without the auxiliary losses. Of the selection biases, only
+        their existence counts."""
+        table = self.model_dump(mode="json", exclude={"balance_loss", "z_loss"})
+        return {**table, "selection_bias_rate": None if self.selection_bias_rate is None else 0.0}
 
     def num_expert_parameters(self, dim: int) -> int:
         """Return the number of parameters of one expert: three matrices, and their biases."""

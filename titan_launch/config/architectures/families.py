@@ -77,6 +77,7 @@ QWEN3 = _flavors(
 )
 """Qwen 3 (arXiv:2505.09388), the dense models."""
 
+_EXPERTS_OF_DEBUG = {"num_experts": 8, "top_k": 2, "hidden_dim": 256, "balance_loss": 0.001}
 _EXPERTS_OF_QWEN3 = {"num_experts": 128, "top_k": 8, "balance_loss": 0.001}
 
 QWEN3_MOE = _flavors(
@@ -85,7 +86,7 @@ QWEN3_MOE = _flavors(
         "debug": {
             **_DEBUG,
             "head_dim": 32,
-            "experts": {"num_experts": 8, "top_k": 2, "hidden_dim": 256, "balance_loss": 0.001},
+            "experts": _EXPERTS_OF_DEBUG,
         },
         "30B-A3B": _size(2048, 48, 32, 4, 6144, 151_936, experts={**_EXPERTS_OF_QWEN3, "hidden_dim": 768}),
         "235B-A22B": _size(4096, 94, 64, 4, 12_288, 151_936, experts={**_EXPERTS_OF_QWEN3, "hidden_dim": 1536}),
@@ -99,6 +100,18 @@ MISTRAL: Flavors = {
     "7B-v0.3": _size(4096, 32, 32, 8, 14_336, 32_768, rope_theta=1_000_000.0),
 }
 """Mistral 7B (arXiv:2310.06825): `7B` is version 0.1."""
+
+_EXPERTS_OF_MIXTRAL = {"num_experts": 8, "top_k": 2, "balance_loss": 0.001}
+
+MIXTRAL = _flavors(
+    {"rope_theta": 1_000_000.0},
+    **{
+        "debug": {**_DEBUG, "experts": _EXPERTS_OF_DEBUG},
+        "8x7B": _size(4096, 32, 32, 8, 14_336, 32_000, experts={**_EXPERTS_OF_MIXTRAL, "hidden_dim": 14_336}),
+        "8x22B": _size(6144, 56, 48, 8, 16_384, 32_000, experts={**_EXPERTS_OF_MIXTRAL, "hidden_dim": 16_384}),
+    },
+)
+"""Mixtral 8x7B (arXiv:2401.04088) and 8x22B, version 0.1."""
 
 _GEMMA: dict[str, Any] = {
     "norm_eps": 1e-6,
@@ -169,6 +182,39 @@ GPT2 = _flavors(
     },
 )
 """GPT-2 (Radford et al., 2019)."""
+
+_EXPERTS_OF_GPT_OSS = {
+    "top_k": 4,
+    "hidden_dim": 2880,
+    "router_bias": True,
+    "expert_bias": True,
+    "gate_limit": 7.0,
+    "balance_loss": 0.001,
+}
+
+GPT_OSS = _flavors(
+    {
+        "rope_theta": 150_000.0,
+        "rope_scaling": {"kind": "yarn", "factor": 32.0, "original_max_position": 4096, "truncate": False},
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 128,
+        "full_attention_every": 2,
+        "head_dim": 64,
+    },
+    **{
+        "debug": {
+            **_DEBUG,
+            "head_dim": 32,
+            "sliding_window": 64,
+            "experts": {**_EXPERTS_OF_GPT_OSS, "num_experts": 8, "hidden_dim": 256},
+        },
+        "20B": _size(2880, 24, 64, 8, 2880, 201_088, experts={**_EXPERTS_OF_GPT_OSS, "num_experts": 32}),
+        "120B": _size(2880, 36, 64, 8, 2880, 201_088, experts={**_EXPERTS_OF_GPT_OSS, "num_experts": 128}),
+    },
+)
+"""GPT-OSS (arXiv:2508.10925)."""
 
 PHI3 = _flavors(
     {"rope_theta": 10_000.0},
@@ -266,9 +312,11 @@ FAMILIES: dict[str, Flavors] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gpt2": GPT2,
+    "gpt_oss": GPT_OSS,
     "phi3": PHI3,
     "deepseek_v3": DEEPSEEK_V3,
 }
