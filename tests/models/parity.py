@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.models.build import SPECS, take_inventory
 from titan_launch.models.init import load_weights
 from titan_launch.models.weights.folder import Weights, find_weights
-from titan_launch.models.weights.writing import in_file_layout
+from titan_launch.models.weights.writing import Entry, in_file_layout
 
 SEQ_LEN, VOCABULARY = 24, 61
 
@@ -60,6 +62,7 @@ _YARN = {
     "original_max_position_embeddings": 16,
     "truncate": False,
 }
+_QWEN3_MOE = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 _LINEAR = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -90,6 +93,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral 7B": ("mistral", {**_SIZES, "sliding_window": 8}),
     "Gemma 2": ("gemma2", _GEMMA),
     "Gemma 3": ("gemma3_text", {**_GEMMA, "num_hidden_layers": 7, "rope_parameters": _LINEAR}),
+    "Qwen 3, experts": ("qwen3_moe", {**_SIZES, **_QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    "Qwen 3, experts, weights not normalized": ("qwen3_moe", {**_SIZES, **_QWEN3_MOE}),
+    "Mixtral": ("mixtral", {**_SIZES, "num_local_experts": 5, "sliding_window": 8}),
+    "GPT-OSS": (
+        "gpt_oss",
+        {
+            **_SIZES,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 8,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {**_YARN, "rope_theta": 150_000.0},
+        },
+    ),
     "GPT-2": (
         "gpt2",
         {
@@ -114,7 +132,7 @@ class Parity:
 
     logits: float
     gradients: float
-    """Of all parameters, relative to the largest gradient of the parameter's tensor."""
+    """Of all parameters, relative to the largest gradient of the parameter's tensor, or of all experts' tensors."""
 
     comes_back: bool
     """True if import and export return every tensor bit for bit."""
@@ -159,19 +177,27 @@ def parity(case: str, folder: Path) -> Parity:
     logits[theirs] = logits[theirs].logits
     for values in logits.values():
         F.cross_entropy(values.flatten(0, 1), targets.flatten()).backward()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad)
+    theirs.save_pretrained(folder / "gradients")
     return Parity(
         logits=float((logits[ours] - logits[theirs]).detach().abs().max()),
-        gradients=max(_gradient_differences(ours, theirs, weights)),
+        gradients=_gradient_difference(ours, weights, tensors_of(folder / "gradients")),
         comes_back=same_tensors(folder / "theirs", round_trip(folder / "theirs", folder)),
     )
 
 
-def _gradient_differences(ours: nn.Module, theirs: nn.Module, weights: Weights) -> list[float]:
-    differences = []
-    for name, parameter in theirs.named_parameters():
-        own = in_file_layout(name, parameter.shape, torch.float32, weights.pieces, lambda n: ours.get_parameter(n).grad)
-        differences.append(float((own - parameter.grad).abs().max() / parameter.grad.abs().max()))
-    return differences
+def _gradient_difference(ours: nn.Module, weights: Weights, theirs: Mapping[str, Tensor]) -> float:
+    """Return the largest difference from the gradients `theirs`, which are in the layout of files."""
+    read = in_file_layout(weights.pieces, lambda name: ours.get_parameter(name).grad)
+    differences, largest = defaultdict(float), defaultdict(float)
+    for name, gradient in theirs.items():
+        parameter = re.sub(r"experts\.\d+", "experts", name)
+        own = read(Entry(name, tuple(gradient.shape), torch.float32))
+        differences[parameter] = max(differences[parameter], float((own - gradient).abs().max()))
+        largest[parameter] = max(largest[parameter], float(gradient.abs().max()))
+    return max(difference / largest[name] for name, difference in differences.items())
 
 
 def round_trip(source: Path, folder: Path) -> Path:

@@ -88,12 +88,12 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in entries.items()}
     shapes |= {name: (kept, *shapes[name][1:]) for name in VOCABULARY if name in shapes}
     pieces = pieces_of(model_type, shapes, args.head_width)
-    dtype_of = {piece.tensor: entries[name].dtype for name, piece in pieces.items()}
+    dtype_of = {tensor: entries[name].dtype for name, piece in pieces.items() for tensor in piece.tensors}
     files = [Entry(name, shape, dtype_of[name]) for name, shape in tensor_shapes(pieces, shapes).items()]
     num_bytes = write_tensors(
         folder,
         files,
-        lambda entry: in_file_layout(entry.name, entry.shape, entry.dtype, pieces, source.read),
+        in_file_layout(pieces, source.read),
         parse_size(options.max_shard_size),
     )
     if source.companions is not None:

@@ -119,7 +119,7 @@ def _open_huggingface(folder: Path) -> SavedModel:
     except ConfigError as error:
         raise WeightsError(error.problems[0].reason) from None
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    dtypes = {name: FLOATS[weights.folder.tensors[piece.tensor].dtype] for name, piece in weights.pieces.items()}
+    dtypes = {name: FLOATS[weights.folder.tensors[piece.tensors[0]].dtype] for name, piece in weights.pieces.items()}
     entries = {name: Entry(name, shapes[name], getattr(torch, dtype)) for name, dtype in dtypes.items()}
 
     def read(name: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,12 +167,30 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
-    ours, theirs = own.effective(), other.effective()
+    """Return the differing arguments, also those in tables, such as `experts.top_k`."""
+    ours, theirs = (dict(_leaves(args.effective())) for args in (own, other))
     return [
         (key, ours.get(key), theirs.get(key))
         for key in {**ours, **theirs}
-        if ours.get(key) != theirs.get(key) and getattr(own, key) != getattr(other, key)
+        if ours.get(key) != theirs.get(key) and _value(own, key) != _value(other, key)
     ]
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested tables, with their dotted keys."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _value(args: ModelArgs, key: str) -> Any:
+    """Return the argument with a dotted key; None if its table is unset."""
+    value: Any = args
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _notes(family: Family, config: Config) -> list[str]:

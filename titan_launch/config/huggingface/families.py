@@ -11,21 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_launch.config.huggingface.features import (
-    ATTENTION_BIAS,
+    EXPERTS_OF_GPT_OSS,
+    EXPERTS_OF_MIXTRAL,
+    EXPERTS_OF_QWEN3_MOE,
     FEED_FORWARD_BIAS,
     HEADS_OF_GPT2,
     KEY_VALUE_HEADS,
     POSITIONS_OF_GPT2,
     QUERY_SCALE,
-    ROPE,
     ROPES_OF_GEMMA3,
     WIDTH_OF_GPT2,
     WINDOWS_OF_GEMMA2,
     WINDOWS_OF_GEMMA3,
+    WINDOWS_OF_GPT_OSS,
     WINDOWS_OF_QWEN,
+    WINDOWS_OF_QWEN3_MOE,
+    YARN_OF_GPT_OSS,
     Feature,
     activation,
+    attention_bias,
     head_dim,
+    rope,
     same,
 )
 
@@ -48,22 +54,22 @@ class Family:
     """Keys with the only value that is supported, which is also their default."""
 
 
-_SIZES = (
+_SIZES_OF_EXPERTS = (
     same("hidden_size", "dim"),
     same("num_hidden_layers", "n_layers"),
     same("num_attention_heads", "n_heads"),
     KEY_VALUE_HEADS,
-    same("intermediate_size", "hidden_dim"),
     same("vocab_size", "vocab_size"),
-    same("rms_norm_eps", "norm_eps", 1e-6),
 )
+_SIZES = (*_SIZES_OF_EXPERTS, same("intermediate_size", "hidden_dim"), same("rms_norm_eps", "norm_eps", 1e-6))
 _UNTIED, _TIED = (same("tie_word_embeddings", "tie_embeddings", tied) for tied in (False, True))
 _SILU = activation("hidden_act", "silu")
+_ROPE, _ATTENTION_BIAS = rope(), attention_bias()
 _GEMMA = (
     *_SIZES,
     head_dim(256),
     activation("hidden_activation", "gelu_pytorch_tanh"),
-    ATTENTION_BIAS,
+    _ATTENTION_BIAS,
     QUERY_SCALE,
     _TIED,
 )
@@ -73,37 +79,60 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         "llama3",
         "LlamaForCausalLM",
-        (*_SIZES, head_dim(None), _SILU, ROPE, _UNTIED, ATTENTION_BIAS, FEED_FORWARD_BIAS),
+        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
         fixed={},
         neutral={"pretraining_tp": 1},
     ),
     "qwen2": Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        (*_SIZES, head_dim(None), _SILU, ROPE, _UNTIED, WINDOWS_OF_QWEN),
+        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, WINDOWS_OF_QWEN),
         fixed={"qkv_bias": True},
         neutral={},
     ),
     "qwen3": Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        (*_SIZES, head_dim(128), _SILU, ROPE, _UNTIED, ATTENTION_BIAS, WINDOWS_OF_QWEN),
+        (*_SIZES, head_dim(128), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, WINDOWS_OF_QWEN),
         fixed={"qk_norm": True},
         neutral={},
+    ),
+    "qwen3_moe": Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, WINDOWS_OF_QWEN3_MOE, EXPERTS_OF_QWEN3_MOE),
+        fixed={"qk_norm": True},
+        neutral={"decoder_sparse_step": 1},
     ),
     "mistral": Family(
         "mistral",
         "MistralForCausalLM",
-        (*_SIZES, head_dim(None), _SILU, ROPE, _UNTIED, same("sliding_window", "sliding_window", 4096)),
+        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, same("sliding_window", "sliding_window", 4096)),
         fixed={},
         neutral={"layer_types": None},
+    ),
+    "mixtral": Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        (
+            *_SIZES_OF_EXPERTS,
+            same("rms_norm_eps", "norm_eps", 1e-5),
+            head_dim(None),
+            _SILU,
+            rope(1e6),
+            _UNTIED,
+            same("sliding_window", "sliding_window", None),
+            EXPERTS_OF_MIXTRAL,
+        ),
+        fixed={},
+        neutral={"router_jitter_noise": 0.0},
     ),
     "gemma2": Family(
         "gemma2",
         "Gemma2ForCausalLM",
         (
             *_GEMMA,
-            ROPE,
+            _ROPE,
             WINDOWS_OF_GEMMA2,
             same("attn_logit_softcapping", "attention_soft_cap", 50.0),
             same("final_logit_softcapping", "logits_soft_cap", 30.0),
@@ -153,6 +182,22 @@ FAMILIES: dict[str, Family] = {
             "add_cross_attention": False,
         },
     ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        (
+            *_SIZES_OF_EXPERTS,
+            same("rms_norm_eps", "norm_eps", 1e-5),
+            head_dim(64),
+            rope(150_000.0, YARN_OF_GPT_OSS),
+            _UNTIED,
+            attention_bias(True),
+            WINDOWS_OF_GPT_OSS,
+            EXPERTS_OF_GPT_OSS,
+        ),
+        fixed={"attention_sinks": True},
+        neutral={"swiglu_alpha": 1.702},
+    ),
     "phi3": Family(
         "phi3",
         "Phi3ForCausalLM",
@@ -161,7 +206,7 @@ FAMILIES: dict[str, Family] = {
             same("rms_norm_eps", "norm_eps", 1e-5),
             head_dim(None),
             _SILU,
-            ROPE,
+            _ROPE,
             _UNTIED,
             same("sliding_window", "sliding_window", None),
         ),
@@ -172,7 +217,9 @@ FAMILIES: dict[str, Family] = {
 """The classes of `transformers` that this package's models compute, by their `model_type`."""
 
 REFUSED = {
-    "quantization_config": "quantized weights are not supported; name the folder of the original weights",
+    "quantization_config": "quantized weights are not supported; name the folder of the original weights, or convert "
+    "MXFP4 weights (GPT-OSS) with from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)) and "
+    "save_pretrained of transformers",
     "compression_config": "compressed weights are not supported; name the folder of the original weights",
 }
 DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -182,6 +229,8 @@ WITHOUT_EFFECT = {
     *("original_max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"),
     *("return_dict", "output_attentions", "output_hidden_states", "task_specific_params", "hidden_act"),
     *("id2label", "label2id", "num_labels", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder"),
+    *("output_router_logits", "router_aux_loss_coef", "initial_context_length"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
 }
-"""Keys that change neither the logits nor the training of a language model."""
+"""Keys that change neither the logits nor the training of a language model. (The auxiliary losses of experts are
+arguments of the job.)"""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.architectures.experts import ExpertArgs
 
 CONFIG_FILE = "config.json"
 
@@ -103,11 +105,15 @@ def head_dim(default: int | None) -> Feature:
     return Feature(("head_dim",), read, lambda args: {"head_dim": args.head_width})
 
 
-ATTENTION_BIAS = Feature(
-    ("attention_bias",),
-    lambda config: dict.fromkeys(("qkv_bias", "attention_output_bias"), bool(config.get("attention_bias"))),
-    lambda args: {"attention_bias": args.qkv_bias},
-)
+def attention_bias(default: bool = False) -> Feature:
+    """Return the key of the biases of queries, keys, values, and of the output of attention."""
+
+    def read(config: Config) -> dict[str, Any]:
+        return dict.fromkeys(("qkv_bias", "attention_output_bias"), bool(config.get("attention_bias", default)))
+
+    return Feature(("attention_bias",), read, lambda args: {"attention_bias": args.qkv_bias})
+
+
 FEED_FORWARD_BIAS = Feature(
     ("mlp_bias",),
     lambda config: {"feed_forward_bias": bool(config.get("mlp_bias"))},
@@ -175,19 +181,30 @@ def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
 
 
-def _one_rope(config: Config) -> dict[str, Any]:
+def _one_rope(config: Config, theta: float, default: Config) -> dict[str, Any]:
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     outside = ("partial_rotary_factor", "original_max_position_embeddings")  # keys beside the table that go first
-    rope = {**(config.get(key) or {}), **{name: config[name] for name in outside if name in config}}
-    theta, scaling = _read_rope(rope, config.get("rope_theta", 10_000.0), key)
+    rope = {**(config.get(key) or default), **{name: config[name] for name in outside if name in config}}
+    theta, scaling = _read_rope(rope, config.get("rope_theta", theta), key)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-ROPE = Feature(
-    ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
-    _one_rope,
-    lambda args: {"rope_theta": args.rope_theta, "rope_scaling": _write_scaling(args)},
-)
+def rope(theta: float = 10_000.0, scaling: Config | None = None) -> Feature:
+    """Return the keys of rotary embeddings that all layers share. `theta` and `scaling`: the class's own defaults."""
+    unscaled = None if scaling is None else {"rope_type": "default"}
+    return Feature(
+        ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
+        partial(_one_rope, theta=theta, default=scaling or {}),
+        lambda args: {"rope_theta": args.rope_theta, "rope_scaling": _write_scaling(args) or unscaled},
+    )
+
+
+YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 
 
 def _two_ropes(config: Config) -> dict[str, Any]:
@@ -239,10 +256,10 @@ def _windows_of_qwen(config: Config) -> dict[str, Any]:
     return _window_arguments(window, types)
 
 
-def _windows_by_pattern(default: int) -> Callable[[Config], dict[str, Any]]:
+def _windows_by_pattern(default: int, default_window: int = 4096) -> Callable[[Config], dict[str, Any]]:
     def read(config: Config) -> dict[str, Any]:
         every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", default))
-        window, layers = config.get("sliding_window", 4096), _lookup(config, "num_hidden_layers")
+        window, layers = config.get("sliding_window", default_window), _lookup(config, "num_hidden_layers")
         rule = _layer_types(layers, window, every)
         return _window_arguments(window, config.get("layer_types") or rule)
 
@@ -259,10 +276,20 @@ WINDOWS_OF_QWEN = Feature(
         "layer_types": _write_types(args),
     },
 )
+WINDOWS_OF_QWEN3_MOE = Feature(
+    ("use_sliding_window", "sliding_window", "max_window_layers"),
+    lambda config: {"sliding_window": config.get("sliding_window", 4096) if config.get("use_sliding_window") else None},
+    lambda args: {"use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window},
+)
+"""All layers have the window, whatever `max_window_layers` is."""
+
 WINDOWS_OF_GEMMA2 = Feature(
     ("sliding_window", "layer_types"),
     _windows_by_pattern(2),
     lambda args: {"sliding_window": args.sliding_window, "layer_types": _write_types(args)},
+)
+WINDOWS_OF_GPT_OSS = Feature(
+    WINDOWS_OF_GEMMA2.keys, _windows_by_pattern(2, default_window=128), WINDOWS_OF_GEMMA2.write
 )
 WINDOWS_OF_GEMMA3 = Feature(
     ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
@@ -272,6 +299,95 @@ WINDOWS_OF_GEMMA3 = Feature(
         "sliding_window_pattern": args.full_attention_every or args.n_layers + 1,
         "layer_types": _write_types(args),
     },
+)
+
+
+# Mixtures of experts. The auxiliary losses are no part of the model that a folder holds: the job sets them.
+
+
+def _experts(args: DecoderArgs) -> ExpertArgs:
+    if args.experts is None:
+        raise WeightsError("the class of transformers has experts, but model.args.experts is unset")
+    return args.experts
+
+
+def _num_experts(config: Config) -> int:
+    """Return the number of experts: transformers 5 writes `num_local_experts` for all classes."""
+    return config["num_experts"] if "num_experts" in config else _lookup(config, "num_local_experts")
+
+
+def _read_experts_of_qwen3(config: Config) -> dict[str, Any]:
+    dense = config.get("mlp_only_layers") or []
+    if list(dense) != list(range(len(dense))):
+        raise unsupported("mlp_only_layers", list(dense), "layers without experts must be the first ones")
+    return {
+        "experts": {
+            "num_experts": _num_experts(config),
+            "top_k": config.get("num_experts_per_tok", 8),
+            "hidden_dim": _lookup(config, "moe_intermediate_size"),
+            "normalize": config.get("norm_topk_prob", False),
+            "first_dense_layers": len(dense),
+        }
+    }
+
+
+def _write_experts_of_qwen3(args: DecoderArgs) -> dict[str, Any]:
+    experts = _experts(args)
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.hidden_dim,
+        "norm_topk_prob": experts.normalize,
+        "mlp_only_layers": list(range(experts.first_dense_layers)),
+    }
+
+
+EXPERTS_OF_QWEN3_MOE = Feature(
+    (
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "mlp_only_layers",
+    ),
+    _read_experts_of_qwen3,
+    _write_experts_of_qwen3,
+)
+
+
+def _read_experts_of_mixtral(config: Config) -> dict[str, Any]:
+    width = _lookup(config, "intermediate_size")
+    experts = {"num_experts": _num_experts(config), "top_k": config.get("num_experts_per_tok", 2), "hidden_dim": width}
+    return {"hidden_dim": width, "experts": experts}
+
+
+def _write_experts_of_mixtral(args: DecoderArgs) -> dict[str, Any]:
+    experts = _experts(args)
+    return {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "intermediate_size": experts.hidden_dim,
+    }
+
+
+EXPERTS_OF_MIXTRAL = Feature(
+    ("num_local_experts", "num_experts", "num_experts_per_tok", "intermediate_size"),
+    _read_experts_of_mixtral,
+    _write_experts_of_mixtral,
+)
+
+
+def _read_experts_of_gpt_oss(config: Config) -> dict[str, Any]:
+    found = _read_experts_of_mixtral({"num_experts_per_tok": 4, **config})
+    own = {"router_bias": True, "expert_bias": True, "gate_limit": config.get("swiglu_limit", 7.0)}
+    return {**found, "experts": {**found["experts"], **own}}
+
+
+EXPERTS_OF_GPT_OSS = Feature(
+    (*EXPERTS_OF_MIXTRAL.keys, "swiglu_limit", "experts_per_token"),
+    _read_experts_of_gpt_oss,
+    lambda args: {**_write_experts_of_mixtral(args), "swiglu_limit": _experts(args).gate_limit},
 )
 
 

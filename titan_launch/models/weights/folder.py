@@ -142,34 +142,51 @@ class Weights:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of all tensors that the pieces are in."""
-        tensors = (self.folder.tensors[name] for name in {piece.tensor for piece in self.pieces.values()})
+        names = {name for piece in self.pieces.values() for name in piece.tensors}
+        tensors = (self.folder.tensors[name] for name in names)
         return sum(math.prod(tensor.shape) * int(tensor.dtype.strip("BIF")) // 8 for tensor in tensors)
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Return a part of a parameter, in the dtype of the file. Rows beyond those of the file are zeros.
 
-        Not much more than the part is read: whole heads, if the file has their rows in another order.
+        Not much more than the part is read: whole heads, if the file has their rows in another order, and all
+        parameters whose output features alternate in the file.
         """
         piece = self.pieces[name]
-        on_file = self.folder.tensors[piece.tensor].shape
         if not lengths:
             return self.folder.read(piece.tensor, (), ())
-        rows = on_file[-1] if piece.is_transposed else on_file[0]
-        first, last = min(offsets[0], rows), min(offsets[0] + lengths[0], rows)
+        if not piece.has_tensor_per_expert:
+            return self._read(piece, piece.tensor, offsets, lengths)
+        whole: Tensor | None = None
+        for index in range(lengths[0]):
+            part = self._read(piece, piece.tensor_of(offsets[0] + index), offsets[1:], lengths[1:])
+            whole = part.new_empty(tuple(lengths)) if whole is None else whole
+            whole[index] = part
+        assert whole is not None
+        return whole
+
+    def _read(self, piece: Piece, tensor: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Return a part of a parameter that is in one tensor of the file."""
+        on_file, axis = self.folder.tensors[tensor].shape, piece.axis
+        rows = on_file[-1 if piece.is_transposed else axis] // piece.step
+        first, last = min(offsets[axis], rows), min(offsets[axis] + lengths[axis], rows)
         unit = piece.rotary_width or 1
         whole_first, whole_last = first // unit * unit, -(-last // unit) * unit
-        start = [piece.start + whole_first, *offsets[1:]]
-        stop = [piece.start + whole_last, *(a + b for a, b in zip(offsets[1:], lengths[1:], strict=True))]
+        start, stop = list(offsets), [a + b for a, b in zip(offsets, lengths, strict=True)]
+        start[axis] = piece.start + piece.step * whole_first
+        stop[axis] = max(start[axis], piece.start + piece.step * (whole_last - 1) + 1)
         if piece.is_transposed:
-            part = self.folder.read(piece.tensor, start[::-1], stop[::-1]).mT
+            start[-2:], stop[-2:] = start[:-3:-1], stop[:-3:-1]
+            part = self.folder.read(tensor, start, stop).mT
         else:
-            part = self.folder.read(piece.tensor, start, stop)
+            part = self.folder.read(tensor, start, stop)
+        part = part[(slice(None),) * axis + (slice(None, None, piece.step),)]
         if piece.rotary_width:
             part = interleaved(part, piece.rotary_width)
-        part = part.narrow(0, first - whole_first, last - first)
-        if last - first < lengths[0]:
+        part = part.narrow(axis, first - whole_first, last - first)
+        if last - first < lengths[axis]:
             padded = part.new_zeros(tuple(lengths))
-            padded[: last - first] = part
+            padded.narrow(axis, 0, last - first).copy_(part)
             return padded
         return part
 
@@ -223,16 +240,16 @@ def find_weights(
     own_names = names_in_files(folder.tensors, shapes) if names_in_files is not None else {}
     pieces = pieces_of(folder.config.model_type, shapes, width, folder.tensors)
     pieces |= {own_name: Piece(name) for name, own_name in own_names.items() if own_name in shapes}
-    shared = {piece.tensor for name, piece in pieces.items() if own[name].tied_to is not None}
+    shared = {tensor for name, piece in pieces.items() if own[name].tied_to is not None for tensor in piece.tensors}
     optional = {full_name(module.path, buffer.name) for module in inventory.modules for buffer in module.buffers}
     pieces = {
         name: piece
         for name, piece in pieces.items()
-        if own[name].tied_to is None and not (name in optional and piece.tensor not in folder.tensors)
+        if own[name].tied_to is None and not (name in optional and piece.tensors[0] not in folder.tensors)
     }
     expected = tensor_shapes(pieces, shapes)
     pieces = {name: piece for name, piece in pieces.items() if not any(matches(glob, name) for glob in excluded)}
-    used = {piece.tensor: own[name] for name, piece in pieces.items()}
+    used = {tensor: own[name] for name, piece in pieces.items() for tensor in piece.tensors}
     unexpected = [
         name
         for name in folder.tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titan_launch.core.globs import matches
 
@@ -13,23 +13,53 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """The place of a parameter in a tensor of a file.
+    """The place of a parameter in the tensors of a file.
 
-    Some files hold several parameters in one tensor, one after another along the axis of output features, and some hold
-    matrices as (input features, output features). The rows of this package's matrices are output features.
+    Some files hold several parameters in one tensor, one after another along the axis of output features, or
+    alternating, and some hold matrices as (input features, output features). The rows of this package's matrices are
+    output features. The parameters of experts have one matrix or vector for each expert, along their first axis. Some
+    files do too, and some have a tensor for each expert.
     """
 
     tensor: str
-    """Name of the tensor in the file."""
+    """Name of the tensor in the file. If each expert has a tensor, `*` is the number of the expert."""
 
     start: int = 0
-    """Number of output features of other parameters before this one."""
+    """Number of output features of other parameters before the first of this one."""
+
+    step: int = 1
+    """Distance between the output features of this parameter; above 1 they alternate with those of others."""
 
     is_transposed: bool = False
+
+    num_experts: int | None = None
+    """Number of experts along the first axis; None for a parameter that is not of experts."""
 
     rotary_width: int | None = None
     """Width of a head, if the rows of each head are in another order. Rotary embeddings rotate pairs of channels: the
     channels 2i and 2i + 1 here, and i and i + width / 2 in the file. None: the same order."""
+
+    @property
+    def has_tensor_per_expert(self) -> bool:
+        """True if the file has a tensor for each expert."""
+        return "*" in self.tensor
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the tensors in the file, in the order of the experts."""
+        if not self.has_tensor_per_expert:
+            return [self.tensor]
+        return [self.tensor_of(expert) for expert in range(self.num_experts or 0)]
+
+    def tensor_of(self, expert: int) -> str:
+        """Return the name of the tensor of an expert."""
+        return self.tensor.replace("*", str(expert))
+
+    @property
+    def axis(self) -> int:
+        """Axis of the output features in this package's layout of a tensor of the file: 1 if the file's tensor has an
+        axis of experts before it."""
+        return int(self.num_experts is not None and not self.has_tensor_per_expert)
 
 
 @dataclass(frozen=True)
@@ -40,15 +70,30 @@ class TensorNames:
     """Module of the file by module of this package, without `prefix`. `*` is the number of the layer. Modules with the
     same name in the file are one tensor there, in this order."""
 
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Tensor of the file by parameter of this package, without `prefix`, for parameters whose names do not follow from
+    their modules. The first `*` is the number of the layer, and a second one that of the expert."""
+
     prefix: str = "model."
     """Prefix of all tensors but the head's. Files of the model without a head lack it."""
 
     transposed: tuple[str, ...] = ()
-    """Ends of the file's modules whose weights are (input features, output features)."""
+    """Ends of the file's tensors that are (input features, output features)."""
+
+    alternating: tuple[str, ...] = ()
+    """Ends of the file's tensors in which the output features of several parameters alternate."""
 
     has_rope: bool = True
     unused: tuple[str, ...] = ("**.rotary_emb.inv_freq",)
     """Globs of tensors without effect, which older files have."""
+
+    def tensor_of(self, pattern: str) -> str | None:
+        """Return the tensor of the file for a parameter, both with `*` as the number of the layer; None if the file has
+        none."""
+        module, leaf = _split(pattern)
+        if pattern in self.parameters:
+            return self.parameters[pattern]
+        return f"{self.modules[module]}.{leaf}" if module in self.modules else None
 
 
 _HEAD = "lm_head"
@@ -98,19 +143,47 @@ _GPT2 = {
     "output": _HEAD,
 }
 
+_EXPERTS = "layers.*.moe.experts"
+_QWEN3_MOE = {**_LLAMA, "layers.*.moe.router": "layers.*.mlp.gate"}
+_MIXTRAL = {**_LLAMA, "layers.*.moe.router": "layers.*.block_sparse_moe.gate"}
+_GPT_OSS = {**_LLAMA, "layers.*.moe.router": "layers.*.mlp.router"}
+_EXPERTS_OF_GPT_OSS = {
+    f"{_EXPERTS}.w1": "layers.*.mlp.experts.gate_up_proj",
+    f"{_EXPERTS}.w3": "layers.*.mlp.experts.gate_up_proj",
+    f"{_EXPERTS}.w2": "layers.*.mlp.experts.down_proj",
+    f"{_EXPERTS}.b1": "layers.*.mlp.experts.gate_up_proj_bias",
+    f"{_EXPERTS}.b3": "layers.*.mlp.experts.gate_up_proj_bias",
+    f"{_EXPERTS}.b2": "layers.*.mlp.experts.down_proj_bias",
+}
+
+
+def _tensor_of_each_expert(w1: str, w2: str, w3: str, module: str) -> dict[str, str]:
+    """Return `TensorNames.parameters` of the experts, for files with a tensor for each expert."""
+    names = {"w1": w1, "w2": w2, "w3": w3}
+    return {f"{_EXPERTS}.{own}": f"layers.*.{module}.experts.*.{theirs}.weight" for own, theirs in names.items()}
+
+
 NAMES: dict[str, TensorNames] = {
     "llama": TensorNames(_LLAMA),
     "qwen2": TensorNames(_LLAMA),
     "qwen3": TensorNames(_LLAMA),
+    "qwen3_moe": TensorNames(_QWEN3_MOE, _tensor_of_each_expert("gate_proj", "down_proj", "up_proj", "mlp")),
     "mistral": TensorNames(_LLAMA),
+    "mixtral": TensorNames(_MIXTRAL, _tensor_of_each_expert("w1", "w2", "w3", "block_sparse_moe")),
     "gemma2": TensorNames(_GEMMA),
     "gemma3_text": TensorNames(_GEMMA),
     "gpt2": TensorNames(
         _GPT2,
         prefix="transformer.",
-        transposed=("c_attn", "c_proj", "c_fc"),
+        transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
         has_rope=False,
         unused=("**.h.*.attn.bias", "**.h.*.attn.masked_bias"),
+    ),
+    "gpt_oss": TensorNames(
+        _GPT_OSS,
+        {**_EXPERTS_OF_GPT_OSS, "layers.*.attention.sinks.weight": "layers.*.self_attn.sinks"},
+        transposed=("experts.gate_up_proj", "experts.down_proj"),
+        alternating=("gate_up_proj", "gate_up_proj_bias"),
     ),
     "phi3": TensorNames(_PHI3),
 }
@@ -134,19 +207,25 @@ def pieces_of(
     has_prefix = not names_in_file or any(name.startswith(names.prefix) for name in names_in_file)
     prefix = names.prefix if has_prefix else ""
     pieces: dict[str, Piece] = {}
-    for name, (module, leaf) in {name: _split(name) for name in shapes}.items():
-        layer, pattern = _pattern(module)
-        if pattern not in names.modules:
+    for name, shape in shapes.items():
+        layer, pattern = _pattern(name)
+        module, leaf = _split(pattern)
+        theirs = names.tensor_of(pattern)
+        if theirs is None:
             continue
-        theirs = names.modules[pattern]
-        before = [other for other, target in names.modules.items() if target == theirs]
-        before = before[: before.index(pattern)]
-        sizes = [shapes[f"{other.replace('*', layer)}.{leaf}"][0] for other in before]
+        candidates = (*names.parameters, *(f"{other}.{leaf}" for other in names.modules))
+        sharing = [other for other in candidates if names.tensor_of(other) == theirs]
+        before = sharing[: sharing.index(pattern)]
+        is_alternating, is_of_experts = theirs.endswith(names.alternating or ("?",)), module == _EXPERTS
+        sizes = [shapes[other.replace("*", layer)][int(is_of_experts)] for other in before]
         is_rotated = names.has_rope and module.rpartition(".")[2] in _ROTATED
+        own_prefix = "" if _split(theirs)[0] == _HEAD else prefix
         pieces[name] = Piece(
-            tensor=f"{'' if theirs == _HEAD else prefix}{theirs.replace('*', layer)}.{leaf}",
-            start=sum(sizes),
-            is_transposed=leaf == "weight" and theirs.endswith(names.transposed or ("?",)),
+            tensor=own_prefix + (theirs.replace("*", layer, 1) if layer else theirs),
+            start=len(before) if is_alternating else sum(sizes),
+            step=len(sharing) if is_alternating else 1,
+            is_transposed=theirs.endswith(names.transposed or ("?",)),
+            num_experts=shape[0] if is_of_experts else None,
             rotary_width=head_width if is_rotated else None,
         )
     return pieces
@@ -156,10 +235,13 @@ def tensor_shapes(pieces: Mapping[str, Piece], shapes: Mapping[str, Shape]) -> d
     """Return the shapes of the file's tensors that the pieces make up."""
     whole: dict[str, Shape] = {}
     for name, piece in pieces.items():
-        before, shape = whole.get(piece.tensor, (0,)), shapes[name]
-        whole[piece.tensor] = (before[0] + shape[0], *shape[1:]) if shape else shape
-    transposed = {piece.tensor for piece in pieces.values() if piece.is_transposed}
-    return {name: shape[::-1] if name in transposed else shape for name, shape in whole.items()}
+        shape = shapes[name][1:] if piece.has_tensor_per_expert else shapes[name]
+        for tensor in piece.tensors:
+            before, axis = whole.get(tensor), piece.axis
+            rows = 0 if before is None else before[axis]
+            whole[tensor] = (*shape[:axis], rows + shape[axis], *shape[axis + 1 :]) if shape else shape
+    transposed = {tensor for piece in pieces.values() if piece.is_transposed for tensor in piece.tensors}
+    return {name: (*shape[:-2], *shape[:-3:-1]) if name in transposed else shape for name, shape in whole.items()}
 
 
 def is_unused(model_type: str | None, tensor: str) -> bool:
@@ -172,7 +254,7 @@ def _split(name: str) -> tuple[str, str]:
     return module, leaf
 
 
-def _pattern(module: str) -> tuple[str, str]:
-    """Return the number of the layer in a module's path, and the path with `*` in its place."""
-    found = re.fullmatch(r"layers\.(\d+)\.(.*)", module)
-    return (found[1], f"layers.*.{found[2]}") if found else ("", module)
+def _pattern(name: str) -> tuple[str, str]:
+    """Return the number of the layer in a parameter's name, and the name with `*` in its place."""
+    found = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+    return (found[1], f"layers.*.{found[2]}") if found else ("", name)

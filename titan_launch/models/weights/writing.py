@@ -6,9 +6,11 @@ import json
 import math
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -136,26 +138,34 @@ def _write_file(path: Path, entries: Sequence[Entry], read: Callable[[Entry], Te
         os.fsync(file.fileno())
 
 
-def in_file_layout(
-    tensor: str, shape: Shape, dtype: torch.dtype, pieces: Mapping[str, Piece], read: Callable[[str], Tensor]
-) -> Tensor:
-    """Return a tensor of a file, from the parameters of this package that it consists of.
+def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -> Callable[[Entry], Tensor]:
+    """Return a function that returns a tensor of a file, from the parameters of this package that it consists of.
 
-    `pieces`: places of the parameters. `read` returns a whole parameter. Rows beyond those of the file are dropped.
+    `pieces`: places of the parameters. `read` returns a whole parameter. Rows beyond those of the file are dropped. If
+    each expert has a tensor, the function keeps the last parameter, so that `read` is called once for all experts.
     """
-    whole = torch.empty(shape, dtype=dtype)
-    rows = whole.mT if any(p.is_transposed for p in pieces.values() if p.tensor == tensor) else whole
+    names: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for name, piece in pieces.items():
-        if piece.tensor == tensor:
-            own = read(name)
-            if not shape:
-                return own.to(dtype)
+        for expert, tensor in enumerate(piece.tensors):
+            names[tensor].append((name, expert))
+    read_experts = lru_cache(maxsize=1)(read)
+
+    def tensor_of(entry: Entry) -> Tensor:
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        for name, expert in names[entry.name]:
+            piece = pieces[name]
+            own = read_experts(name)[expert] if piece.has_tensor_per_expert else read(name)
+            if not entry.shape:
+                return own.to(entry.dtype)
             if piece.rotary_width:
                 own = in_halves(own, piece.rotary_width)
-            place = rows[piece.start :][: own.shape[0]]
-            place.copy_(own[: place.shape[0]])
+            rows = (whole.mT if piece.is_transposed else whole).movedim(piece.axis, 0)
+            place = rows[piece.start :: piece.step][: own.shape[piece.axis]]
+            place.copy_(own.movedim(piece.axis, 0)[: len(place)])
             del own
-    return whole
+        return whole
+
+    return tensor_of
 
 
 COMPANIONS = "huggingface"
