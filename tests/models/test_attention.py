@@ -80,9 +80,9 @@ def arguments(name: str, device: str = "cpu") -> tuple[ScoreOptions, Documents |
     return ScoreOptions(**options), documents
 
 
-def _inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 10, heads, 16) for heads in (6, n_kv_heads, n_kv_heads)]  # tokens before heads, as in a model
+def _inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32, width_of_values: int = 16) -> list[Tensor]:
+    generator, shape = torch.Generator().manual_seed(0), (2, 10)  # tokens before heads, as in a model
+    shapes = [(*shape, 6, 16), (*shape, n_kv_heads, 16), (*shape, n_kv_heads, width_of_values)]
     return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
@@ -119,6 +119,23 @@ def test_the_result_has_the_dtype_of_the_queries(name: str) -> None:
     expected = explicit_attention(*(x.float() for x in inputs), **OPTIONS[name])
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("width", [12, 20])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_may_have_another_width(name: str, width: int) -> None:
+    inputs, upstream = _inputs(2, width_of_values=width), torch.randn(2, 6, 10, width)
+    actual, expected = attend(*inputs, *arguments(name)), explicit_attention(*inputs, **OPTIONS[name])
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(output, inputs, upstream) for output in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_values_of_another_width_have_a_fused_kernel() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        causal_attention(*_inputs(2, width_of_values=12))
 
 
 def test_plain_attention_is_pytorchs_own() -> None:

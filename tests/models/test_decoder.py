@@ -90,6 +90,7 @@ PUBLISHED = {
     "gemma3": {"1B": 999_885_952, "4B": 3_880_263_168, "12B": 11_766_034_176, "27B": 27_009_346_304},
     "gpt2": {"124M": 124_439_808, "355M": 354_823_168, "774M": 774_030_080, "1.5B": 1_557_611_200},
     "phi3": {"mini-4k": 3_821_079_552},
+    "deepseek_v3": {"16B-A3B": 15_960_108_544, "671B-A37B": 671_026_404_352},
 }
 """Parameters of the published weights. (Of Gemma 3: of the language model.)"""
 
@@ -121,12 +122,19 @@ def test_flops_of_8b_are_those_of_torchtitans_published_mfu() -> None:
     assert 5762 * flops / 989e12 == pytest.approx(0.337, abs=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "latents", "latents of keys", "latents, without gate"])
 def test_flops_equal_those_that_torch_counts(family: str) -> None:
-    """Windows and soft caps are not compared, because torch counts a masked product as a whole one."""
-    shape = tiny_args().model_dump(exclude_defaults=True)
-    row = {**FAMILIES[family]["debug"], **shape, "sliding_window": None, "attention_soft_cap": None}
+    """Windows and soft caps are not compared, because torch counts a masked product as a whole one. Nor are values that
+    are narrower than keys, which are padded."""
+    latent = {"latent_attention": {**LATENT, "q_lora_rank": None if "keys" in family else 10}, "n_kv_heads": 4}
+    shape = {**tiny_args().model_dump(exclude_defaults=True), **(latent if "latents" in family else {})}
+    shape["gated"] = "without gate" not in family and family != "gpt2"
+    row = {**FAMILIES.get(family, LLAMA3)["debug"], **shape, "sliding_window": None, "attention_soft_cap": None}
     seq_len, args = 16, DecoderArgs.model_validate(row)
+    assert args.attended_width == args.query_width
     flops = {}
     for mode, option in (("none", "op"), ("full", "op"), ("selective", "op")):
         config = ActivationCheckpointConfig(mode=mode, selective_ac_option=option)

@@ -26,6 +26,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 5, "attention_soft_cap": 4.0},
     "gemma3": {"sliding_window": 5, "full_attention_every": 2},
     "gpt2": {"n_kv_heads": 4},
+    "deepseek_v3": {
+        "n_kv_heads": 4,
+        "latent_attention": {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6},
+        "experts": {"hidden_dim": 8, "balance_loss": 0.0},
+    },
 }
 
 

@@ -20,13 +20,18 @@ BOTH = {**TWO, **CONTEXT}
 
 SHAPE = {**TINY_ARGS, "vocab_size": 64, "n_layers": 3}
 WINDOW = {"sliding_window": 5, "full_attention_every": 2}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 16, "mscale": 0.7, "mscale_all_dim": 0.3}
 ARGS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, **WINDOW},
     "gemma3": {"head_dim": 16, **WINDOW, "tie_embeddings": False},
     "gpt2": {"n_kv_heads": 4, "max_positions": 20, "tie_embeddings": False},
+    "llama3, latents": {"n_kv_heads": 4, "latent_attention": {**LATENT, "q_lora_rank": 24}, "rope_scaling": YARN},
+    "llama3, latents of keys": {"n_kv_heads": 4, "latent_attention": LATENT, "norm": "layernorm"},
 }
+"""Arguments by case: a family, and what the arguments change."""
 
 CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
@@ -40,17 +45,22 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("gpt2", SEQUENCES_WHOLE),
         ("gpt2", CONTEXT),
         ("gpt2", PIPELINE),
+        ("llama3, latents", TWO),
+        ("llama3, latents", CONTEXT),
+        ("llama3, latents of keys", TWO),
+        ("llama3, latents of keys", SEQUENCES_WHOLE),
     ],
     4: [("gpt2", BOTH)],
 }
-"""Families and divisions, by number of ranks. Rotary embedding is divided in the other tests of this folder."""
+"""Cases and divisions, by number of ranks. Rotary embedding is divided in the other tests of this folder."""
 
 
 def train(cases: list[tuple[str, dict[str, Any]]], folder: Path) -> list[dict[str, Tensor]]:
     """Train jobs one after the other. Return the loss and the gradient norm of each step, and the parameters."""
     trained = []
-    for index, (family, parallelism) in enumerate(cases):
-        job = {"model": {"name": family, "args": {**SHAPE, **ARGS[family]}}, "parallelism": parallelism}
+    for index, (case, parallelism) in enumerate(cases):
+        model = {"name": case.partition(",")[0], "args": {**SHAPE, **ARGS[case]}}
+        job = {"model": model, "parallelism": parallelism}
         with ExitStack() as stack:
             if parallelism.get("context_parallel_degree"):
                 stack.enter_context(ring_attention_on_cpu())
@@ -59,12 +69,12 @@ def train(cases: list[tuple[str, dict[str, Any]]], folder: Path) -> list[dict[st
 
 
 def test_families_train_like_one_process(tmp_path: Path) -> None:
-    ((*alone,),) = run_ranks(train, 1, [(family, {}) for family in ARGS], tmp_path / "1")
+    ((*alone,),) = run_ranks(train, 1, [(case, {}) for case in ARGS], tmp_path / "1")
     expected = dict(zip(ARGS, alone, strict=True))
     for ranks, cases in CASES.items():
         for by_case in run_ranks(train, ranks, cases, tmp_path / str(ranks)):
-            for (family, parallelism), trained in zip(cases, by_case, strict=True):
+            for (case, parallelism), trained in zip(cases, by_case, strict=True):
                 # A pipeline stage has some of the parameters. Rows of positions are divided with the sequence.
-                own = {name: value for name, value in trained.items() if not name.endswith(".rows")}
-                assert_close(f"{family} {parallelism}", own, {name: expected[family][name] for name in own}, 1e-5)
+                own = {name: value for name, value in trained.items() if not name.endswith((".rows", ".table"))}
+                assert_close(f"{case} {parallelism}", own, {name: expected[case][name] for name in own}, 1e-5)
                 assert torch.all(trained["train/grad_norm"] > 0.1)

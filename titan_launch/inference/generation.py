@@ -15,7 +15,7 @@ from titan_launch.core.errors import UserError
 from titan_launch.inference.language_model import LanguageModel
 from titan_launch.models.attention import KeyValueCache
 from titan_launch.models.decoder import Decoder
-from titan_launch.models.layers import Attention, LearnedPositions, RotaryEmbedding
+from titan_launch.models.layers import Attention, LatentAttention, LearnedPositions, RotaryEmbedding
 from titan_launch.models.loss import Loss
 from titan_launch.train.forward import find_logits
 
@@ -86,7 +86,7 @@ def _parameters(module: nn.Module) -> set[str]:
 @contextmanager
 def _attached_caches(module: Decoder, max_tokens: int) -> Iterator[Forward]:
     positions = [child for child in module.modules() if isinstance(child, (RotaryEmbedding, LearnedPositions))]
-    attentions = [child for child in module.modules() if isinstance(child, Attention)]
+    attentions = [child for child in module.modules() if isinstance(child, (Attention, LatentAttention))]
     num_tokens = 0
 
     def forward(tokens: Tensor) -> Tensor:

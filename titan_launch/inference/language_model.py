@@ -25,7 +25,7 @@ from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.init import initialize
 from titan_launch.models.initializers import own_tensors
-from titan_launch.models.layers import Attention
+from titan_launch.models.layers import Attention, LatentAttention
 from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.plan.types import full_name
 
@@ -134,7 +134,7 @@ def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.d
     _allocate(built.module, device, dtype)
     _fill(built, saved, device)
     for child in built.module.modules():
-        if isinstance(child, Attention):
+        if isinstance(child, (Attention, LatentAttention)):
             child.options = replace(child.options, has_many_lengths=True)
     return built.module.eval()
 

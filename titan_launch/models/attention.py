@@ -12,7 +12,7 @@ has no backward. The paths for CPUs are exact, and serve small models and tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +35,7 @@ class ScoreOptions:
     """The options of a layer's attention scores."""
 
     scale: float | None = None
-    """Factor of the scores; None for `head_dim ** -0.5`."""
+    """Factor of the scores; None for `head_dim ** -0.5`, the width of queries and keys."""
 
     window: int | None = None
     """Number of tokens that a token attends to, itself included; None for all earlier tokens."""
@@ -74,7 +74,8 @@ class Documents:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions = ScoreOptions(), documents: Documents | None = None
 ) -> Tensor:
-    """Return the causal attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads.
+    """Return the causal attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads, and `v`
+    another width, which the result has then.
 
     `k` and `v` may have more tokens than `q`: those of a `KeyValueCache`. The tokens of `q` are then the last ones. The
     result has the dtype of `q`. Soft cap and softmax are computed in fp32.
@@ -108,11 +109,25 @@ def attend_with_logsumexp(
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Return plain causal attention, by a fused kernel if PyTorch has one for the device."""
+    width, scale = v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = _of_equal_width(q, k, v)
     num_groups = q.shape[1] // k.shape[1]
     if num_groups > 1 and takes_equal_heads_only(q):
         k, v = (t.repeat_interleave(num_groups, dim=1) for t in (k, v))
         num_groups = 1
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=num_groups > 1)
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=num_groups > 1)
+    return attended[..., :width]
+
+
+def _of_equal_width(*tensors: Tensor) -> Iterator[Tensor]:
+    """Yield queries, keys and values of one width, by zeros that change no result.
+
+    Flash attention requires equal widths on all devices. For other widths a CPU would use the kernel that stores all
+    tokens x tokens scores, and CUDA a slower one.
+    """
+    widest = max(tensor.shape[-1] for tensor in tensors)
+    for tensor in tensors:
+        yield tensor if tensor.shape[-1] == widest else F.pad(tensor, (0, widest - tensor.shape[-1]))
 
 
 def takes_equal_heads_only(q: Tensor) -> bool:

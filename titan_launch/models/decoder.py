@@ -1,4 +1,5 @@
-"""Decoders: Llama 3 (arXiv:2407.21783), Qwen 2.5 and 3, Mistral, Mixtral, Gemma 2 and 3, GPT-2, GPT-OSS, Phi-3.
+"""Decoders: Llama 3 (arXiv:2407.21783), Qwen 2.5 and 3, Mistral, Mixtral, Gemma 2 and 3, GPT-2, GPT-OSS, Phi-3 and
+DeepSeek-V3.
 
     tokens -> tok_embeddings [-> pos_embeddings]
            -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) or x + moe(ffn_norm(x)) ]
@@ -32,6 +33,7 @@ from titan_launch.models.layers import (
     Attention,
     CappedLinear,
     FeedForward,
+    LatentAttention,
     LearnedPositions,
     RotaryEmbedding,
     ScaledEmbedding,
@@ -51,7 +53,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None, has_experts: bool):
         super().__init__()
         self.attention_norm = build_norm(args, args.dim)
-        self.attention = Attention(args, window, rope)
+        self.attention = Attention(args, window, rope) if args.latent_attention is None else LatentAttention(args, rope)
         self.attention_post_norm = build_norm(args, args.dim) if args.post_norms else None
         self.ffn_norm = build_norm(args, args.dim)
         self.feed_forward = None if has_experts else FeedForward(args, args.hidden_dim)
@@ -86,9 +88,9 @@ class Decoder(nn.Module):
         is_rotary = args.positions == "rope"
         self.rope = self.local_rope = None
         if is_rotary:
-            self.rope = RotaryEmbedding(args.head_width, max_seq_len, args.rope_theta, args.rope_scaling)
+            self.rope = RotaryEmbedding(args.rotary_width, max_seq_len, args.rope_theta, args.rope_scaling)
             if args.local_rope_theta is not None:
-                self.local_rope = RotaryEmbedding(args.head_width, max_seq_len, args.local_rope_theta)
+                self.local_rope = RotaryEmbedding(args.rotary_width, max_seq_len, args.local_rope_theta)
         self.tok_embeddings = (ScaledEmbedding if args.scale_embeddings else nn.Embedding)(args.vocab_size, args.dim)
         self.pos_embeddings = None if is_rotary else LearnedPositions(args.num_positions, args.dim)
         self._windows = [args.window_of(index) for index in range(args.n_layers)]
@@ -153,7 +155,7 @@ def _init_table(
     args: DecoderArgs, embedding: Fill, positions: Fill, linear: Fill, into_stream: Sequence[Fill], output: Fill
 ) -> InitTable:
     """Return the table of initial values. `into_stream`: of `wo` and `w2`, by layer."""
-    norms = ("layers.*.*_norm", "layers.*.attention.[qk]_norm", "norm")
+    norms = ("layers.*.*_norm", "layers.*.attention.*_norm", "norm")
     norm_values = {**_NORM_VALUES, "weight": constant(0.0 if args.norm_unit_offset else 1.0)}
     return InitTable(
         [
@@ -163,6 +165,7 @@ def _init_table(
             ("pos_embeddings.rows", lambda rows, module: torch.arange(len(rows), out=rows)),
             ("output.weight", output),
             ("layers.*.attention.w[qkv].weight", linear),
+            ("layers.*.attention.w*_[ab].weight", linear),
             ("layers.*.feed_forward.w[13].weight", linear),
             ("layers.*.moe.shared_experts.w[13].weight", linear),
             ("layers.*.moe.experts.w[13]", linear),
@@ -203,7 +206,9 @@ TENSOR_PARALLEL: dict[str, TensorStyle] = {
     "layers.*.*_norm": "sequence",
     "layers.*.attention": "input",
     "layers.*.attention.w[qkv]": "colwise",
-    "layers.*.attention.[qk]_norm": "heads",
+    "layers.*.attention.w*_a": "latent",
+    "layers.*.attention.*_norm": "heads",
+    "layers.*.attention.w*_b": "by_head",
     "layers.*.attention.sinks": "by_head",
     "layers.*.attention.wo": "rowwise",
     "layers.*.feed_forward": "input",
@@ -224,7 +229,9 @@ def attention_heads(args: DecoderArgs, seq_len: int) -> AttentionHeads | None:
     is_cut = all(args.is_cut(layer, seq_len) for layer in range(args.n_layers))
     if is_cut or args.attention_soft_cap is not None or args.attention_sinks:
         return None
-    return AttentionHeads(args.n_heads, args.n_kv_heads, args.head_width, "layers.*.attention.wq")
+    latent = args.latent_attention
+    queries_from = "wq" if latent is None or latent.q_lora_rank is None else "wq_b"
+    return AttentionHeads(args.n_heads, args.n_kv_heads, args.head_width, f"layers.*.attention.{queries_from}")
 
 
 def _spec(initial_values: Callable[[DecoderArgs], InitTable]) -> ModelSpec:

@@ -221,6 +221,62 @@ class Attention(nn.Module):
         return self.wo(attended.transpose(1, 2).flatten(-2))
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1; the module names are those of its authors).
+
+    The cache has keys and values of all heads, not latents, so that a new token computes only its own. It computes the
+    same as the whole sequence, but takes more memory than latents would.
+    """
+
+    cache: KeyValueCache | None = None
+    """Keys and values of earlier tokens, during generation."""
+
+    def __init__(self, args: DecoderArgs, rope: RotaryEmbedding | None):
+        super().__init__()
+        latent = args.latent_attention
+        assert latent is not None
+        self.options = ScoreOptions(args.score_scale, None, args.attention_soft_cap)
+        self.query_widths = latent.qk_nope_head_dim, latent.qk_rope_head_dim
+        self.latent_widths = latent.kv_lora_rank, latent.qk_rope_head_dim
+        self.expanded_widths = latent.qk_nope_head_dim, latent.v_head_dim
+        n_heads, rank = args.n_heads, latent.q_lora_rank
+        queries = n_heads * sum(self.query_widths)
+        self.wq = nn.Linear(args.dim, queries, bias=False) if rank is None else None
+        self.wq_a = None if rank is None else nn.Linear(args.dim, rank, bias=False)
+        self.q_norm = None if rank is None else build_norm(args, rank, latent.norm_eps)
+        self.wq_b = None if rank is None else nn.Linear(rank, queries, bias=False)
+        self.wkv_a = nn.Linear(args.dim, sum(self.latent_widths), bias=False)
+        self.kv_norm = build_norm(args, latent.kv_lora_rank, latent.norm_eps)
+        self.wkv_b = nn.Linear(latent.kv_lora_rank, n_heads * sum(self.expanded_widths), bias=False)
+        self.wo = nn.Linear(args.attended_width, args.dim, bias=args.attention_output_bias)
+        self.rope = rope
+
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """Map (batch, tokens, dim) to the same shape."""
+        # [batch, tokens, heads, width of a head]; the number of heads follows from the weights
+        q, q_rotated = self._queries(x).unflatten(-1, (-1, sum(self.query_widths))).split(self.query_widths, -1)
+        latent, k_rotated = self.wkv_a(x).split(self.latent_widths, -1)
+        expanded = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, sum(self.expanded_widths)))
+        k, v = expanded.split(self.expanded_widths, -1)
+        k_rotated = k_rotated.unsqueeze(-2)  # one head
+        assert self.rope is not None
+        positions = None if documents is None else documents.positions
+        q_rotated, k_rotated = self.rope(q_rotated, positions), self.rope(k_rotated, positions)
+        q = torch.cat((q, q_rotated), -1)
+        k = torch.cat((k, k_rotated.expand(-1, -1, k.shape[-2], -1)), -1)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.cache is not None:
+            k, v = self.cache.append(k, v, None)
+        attended = attend(q, k, v, self.options, documents)
+        return self.wo(attended.transpose(1, 2).flatten(-2))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        if self.wq is not None:
+            return self.wq(x)
+        assert self.wq_a is not None and self.q_norm is not None and self.wq_b is not None
+        return self.wq_b(self.q_norm(self.wq_a(x)))
+
+
 class BatchNorm(nn.BatchNorm1d):
     """BatchNorm of each channel over all tokens of the microbatch. Evaluation uses the running statistics.
 
@@ -257,13 +313,14 @@ class UnitOffsetRMSNorm(RMSNorm):
         return F.rms_norm(x.view_as(x), self.normalized_shape, self.weight + 1, self.eps)
 
 
-def build_norm(args: DecoderArgs, dim: int) -> nn.Module:
-    """Return a norm over `dim` channels, of the kind that the arguments name."""
+def build_norm(args: DecoderArgs, dim: int, eps: float | None = None) -> nn.Module:
+    """Return a norm over `dim` channels, of the kind that the arguments name. `eps`: None for `norm_eps`."""
+    eps = args.norm_eps if eps is None else eps
     if args.norm == "batchnorm":
-        return BatchNorm(dim, eps=args.norm_eps, momentum=args.batchnorm_momentum)
+        return BatchNorm(dim, eps=eps, momentum=args.batchnorm_momentum)
     if args.norm == "layernorm":
-        return nn.LayerNorm(dim, eps=args.norm_eps)
-    return (UnitOffsetRMSNorm if args.norm_unit_offset else RMSNorm)(dim, eps=args.norm_eps)
+        return nn.LayerNorm(dim, eps=eps)
+    return (UnitOffsetRMSNorm if args.norm_unit_offset else RMSNorm)(dim, eps=eps)
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {

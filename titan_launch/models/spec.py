@@ -16,6 +16,7 @@ TensorStyle = Literal[
     "sequence",
     "input",
     "colwise",
+    "latent",
     "heads",
     "by_head",
     "rowwise",
@@ -35,8 +36,9 @@ features) between layers. With sequence parallelism each rank has a part of the 
     sequence    all parameters of a module that works per token     stream -> stream
     input       nothing; makes a module's first input whole         stream -> all tokens and features
     colwise     1/T of the output features of an nn.Linear          all features -> 1/T of the features (of the heads)
+    latent      all parameters of a module                          all tokens and features -> whole latents
     heads       all parameters of a module that works per head      1/T of the heads -> the same
-    by_head     1/T of the rows of all parameters, one row for each head    1/T of the heads -> the same
+    by_head     1/T of the rows of all parameters, as many for each head    1/T of the heads, latents -> 1/T of heads
     rowwise     1/T of the input features of an nn.Linear           1/T of the features -> stream, summed over ranks
     head        1/T of the output features of an nn.Linear          stream -> 1/T of the classes
     mixture     nothing; a MixtureOfExperts         stream -> stream, summed over ranks
@@ -44,6 +46,10 @@ features) between layers. With sequence parallelism each rank has a part of the 
     experts     1/T of the width of each expert     all tokens and features -> parts of sums over ranks
     shared_colwise    as colwise, within a mixture  all tokens and features -> 1/T of the features
     shared_rowwise    as rowwise, within a mixture  1/T of the features -> parts of sums over ranks
+
+Latents are vectors of which each rank computes its own heads. A rank's gradient of a latent is the part of its heads.
+So the gradients of `latent` and `heads` modules are summed over ranks, and that of a latent is not. A module between
+`latent` and `by_head`, such as the norm of latents, has the style `heads`.
 """
 
 

@@ -68,6 +68,7 @@ def _appliers(
         "sequence": lambda module: _replicate(module, mesh, Partial() if parallelism.sequence_parallel else replicated),
         "input": lambda module: _gather_input(module, mesh, stream),
         "colwise": apply(ColwiseParallel()),
+        "latent": lambda module: _compute_latent(module, mesh),
         "heads": lambda module: _replicate(module, mesh, Partial()),
         "by_head": lambda module: divide_locally(module, mesh, {name: [Shard(0)] for name in module._parameters}),
         "rowwise": apply(RowwiseParallel(output_layouts=stream)),
@@ -139,6 +140,13 @@ def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None
     module.register_forward_hook(add)
 
 
+def _compute_latent(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate a module's own parameters, and take its input from `_gather_input` as a plain tensor. All gradients are
+    this rank's parts of sums."""
+    _replicate(module, mesh, Partial())
+    module.register_forward_pre_hook(lambda _, args: (_local(args[0], [Partial()]), *args[1:]))
+
+
 def _replicate(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None:
     """Replicate a module's own parameters on every rank, and let its forward use plain tensors.
 
@@ -196,8 +204,8 @@ def _local_parameters(
         module._parameters.update(parameters)
 
 
-def _local(parameter: Tensor | None, gradient: Sequence[Placement]) -> Any:
-    return parameter.to_local(grad_placements=gradient) if isinstance(parameter, DTensor) else parameter
+def _local(tensor: Tensor | None, gradient: Sequence[Placement]) -> Any:
+    return tensor.to_local(grad_placements=gradient) if isinstance(tensor, DTensor) else tensor
 
 
 _Owner = tuple[nn.Module, str]

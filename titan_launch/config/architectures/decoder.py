@@ -1,10 +1,11 @@
-"""`[model.args]` of the decoder families: Llama, Qwen, Mistral, Gemma, GPT-2, GPT-OSS and Phi.
+"""`[model.args]` of the decoder families: Llama, Qwen, Mistral, Gemma, GPT-2, GPT-OSS, Phi and DeepSeek.
 
 `titan_launch.config.architectures.families` has their size tables.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,12 +14,16 @@ from pydantic import Field
 
 from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.config.architectures.latent_attention import LatentAttentionArgs
 from titan_launch.config.sections.base import Section
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Theta = Annotated[float, Field(gt=1)]
 NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]
+NORMS_OF_TOKENS: tuple[NormKind, ...] = ("rmsnorm", "layernorm")
+"""The norms whose result for a token does not depend on other tokens."""
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -123,7 +128,11 @@ class DecoderArgs(ModelArgs):
     """Number of key and value heads (grouped-query attention). It must divide `n_heads`."""
 
     head_dim: Positive | None = None
-    """Width of one attention head. Unset: `dim / n_heads`."""
+    """Width of one attention head. Unset: `dim / n_heads`. `latent_attention` has widths of its own."""
+
+    latent_attention: LatentAttentionArgs | None = None
+    """Multi-head latent attention (DeepSeek-V3). Each head has keys of its own, so `n_kv_heads` must be `n_heads`.
+    Unset: grouped-query attention."""
 
     hidden_dim: Positive
     """Width of the feed-forward layer. It has no effect if all layers have experts."""
@@ -193,7 +202,8 @@ class DecoderArgs(ModelArgs):
     """Cap of the logits: `cap * tanh(logit / cap)` (Gemma 2). Unset: no cap."""
 
     query_scale: PositiveFloat | None = None
-    """Factor of the attention scores. Unset: `head_dim ** -0.5`."""
+    """Factor of the attention scores. Unset: `head_dim ** -0.5`. With `latent_attention`, the width of a head is
+    `qk_nope_head_dim + qk_rope_head_dim`, and `mscale_all_dim` of `rope_scaling` is another factor."""
 
     activation: Activation = "silu"
     """Activation function of the feed-forward layer. `gelu_tanh`: GELU in its approximation with tanh."""
@@ -212,8 +222,23 @@ class DecoderArgs(ModelArgs):
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head, set or not."""
+        """Width of one head of queries and keys, set or not."""
+        if self.latent_attention is not None:
+            return self.latent_attention.head_width
         return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of channels of a head with rotary embedding."""
+        return self.head_width if self.latent_attention is None else self.latent_attention.qk_rope_head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the attention scores, set or not."""
+        if self.query_scale is not None:
+            return self.query_scale
+        is_latent, scaling = self.latent_attention is not None, self.rope_scaling
+        return self.head_width**-0.5 * (scaling.score_factor if is_latent and scaling is not None else 1.0)
 
     @property
     def query_width(self) -> int:
@@ -221,8 +246,14 @@ class DecoderArgs(ModelArgs):
         return self.n_heads * self.head_width
 
     @property
+    def attended_width(self) -> int:
+        """Width of the outputs of all heads."""
+        latent = self.latent_attention
+        return self.query_width if latent is None else self.n_heads * latent.v_head_dim
+
+    @property
     def kv_width(self) -> int:
-        """Width of all key heads, which is that of all value heads."""
+        """Width of all key heads. Without `latent_attention`, it is also that of all value heads."""
         return self.n_kv_heads * self.head_width
 
     @property
@@ -250,7 +281,9 @@ class DecoderArgs(ModelArgs):
         if n_heads % n_kv_heads:
             yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
         width = ("n_heads", "dim") if self.head_dim is None else ("head_dim",)
-        if self.head_dim is None and dim % n_heads:
+        if self.latent_attention is not None:
+            yield from self._problems_of_latent_attention()
+        elif self.head_dim is None and dim % n_heads:
             yield width, f"dim ({dim}) must be a multiple of n_heads ({n_heads})"
         elif self.positions == "rope" and self.head_width % 2:
             kind = "the width of a head, dim / n_heads," if self.head_dim is None else "head_dim"
@@ -264,7 +297,8 @@ class DecoderArgs(ModelArgs):
         if self.qk_norm and self.norm == "batchnorm":
             reason = 'qk_norm normalizes the heads of one token, which norm = "batchnorm" cannot; set qk_norm = false'
             yield ("qk_norm", "norm"), reason
-        for table, section in (("rope_scaling", self.rope_scaling), ("experts", self.experts)):
+        for table in ("rope_scaling", "latent_attention", "experts"):
+            section: RopeScaling | LatentAttentionArgs | ExpertArgs | None = getattr(self, table)
             for names, reason in () if section is None else section.problems():
                 yield tuple(f"{table}.{name}" for name in names), reason
         if self.experts is not None:
@@ -274,6 +308,23 @@ class DecoderArgs(ModelArgs):
             if not self.gated:
                 yield ("gated", "experts"), "experts have gates; remove gated = false, or the table experts"
 
+    def _problems_of_latent_attention(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        if self.n_kv_heads != self.n_heads:
+            reason = f"n_kv_heads ({self.n_kv_heads}) must be n_heads ({self.n_heads}) with latent_attention"
+            yield ("n_kv_heads", "n_heads", "latent_attention"), f"{reason}, in which each head has keys of its own"
+        for name, allowed, why in (
+            ("positions", "rope", "a part of whose channels has rotary embedding"),
+            ("norm", NORMS_OF_TOKENS, "which normalizes each token's latent"),
+            ("sliding_window", None, "whose layers attend to all earlier tokens"),
+            ("attention_sinks", False, "which has no sinks"),
+            ("qk_norm", False, "which normalizes latents, not heads"),
+            ("qkv_bias", False, "whose matrices have no biases"),
+        ):
+            value = getattr(self, name)
+            if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
+                reason = f"{name} = {json.dumps(value)} does not go with latent_attention, {why}"
+                yield (name, "latent_attention"), f"{reason}; remove one of them"
+
     def unused(self) -> Iterator[tuple[str, str]]:
         """Yield arguments that other arguments leave without effect."""
         rope = ("rope_theta", "rope_scaling", "local_rope_theta")
@@ -282,6 +333,7 @@ class DecoderArgs(ModelArgs):
             (rope, 'with positions = "learned"', self.positions == "learned"),
             (("max_positions",), 'with positions = "rope"', self.positions == "rope"),
             (of_windows, "without sliding_window", self.sliding_window is None),
+            (("head_dim",), "with latent_attention", self.latent_attention is not None),
         ):
             for name, _ in self.changed(*names) if has_no_effect else ():
                 yield name, f"has no effect {reason}; remove this argument"
@@ -295,7 +347,7 @@ class DecoderArgs(ModelArgs):
         effect."""
         table = super().effective()
         table["head_dim"] = self.head_width
-        table["query_scale"] = self.query_scale or self.head_width**-0.5
+        table["query_scale"] = self.score_scale
         if self.experts is not None:
             table["experts"] = self.experts.effective()
             if self.num_expert_layers == self.n_layers:
@@ -373,6 +425,8 @@ def num_parameters(args: DecoderArgs) -> int:
                     biases: Q + 2 K of wq, wk and wv; D of wo; F of w1, F of w3 if it is gated, and D of w2
                     with `attention_sinks` one for each query head
                     two norms, or four with `post_norms`; with `qk_norm` also two norms of one head
+                    with `latent_attention`, other matrices (`products` in `LatentAttentionArgs`) and a norm of each
+                    latent
         experts     in place of the feed-forward layer: each expert and the shared one as above with their own F, the
                     router D E with a bias of E, and E selection biases are buffers
         head        one norm, output V D unless tied
@@ -390,9 +444,11 @@ def num_active_parameters(args: DecoderArgs) -> int:
 def _num_parameters(args: DecoderArgs, experts_that_count: Callable[[ExpertArgs], int]) -> int:
     per_channel = 1 if args.norm == "rmsnorm" else 2
     norm = per_channel * args.dim
-    block = _attention_weights(args) + (4 if args.post_norms else 2) * norm
+    block = sum(_attention_products(args)) + (4 if args.post_norms else 2) * norm
     block += args.qkv_bias * (args.query_width + 2 * args.kv_width) + args.attention_output_bias * args.dim
     block += args.qk_norm * 2 * per_channel * args.head_width + args.attention_sinks * args.n_heads
+    if args.latent_attention is not None:
+        block += per_channel * sum(args.latent_attention.normalized_widths())
     layers = args.n_layers * block + (args.n_layers - args.num_expert_layers) * _dense_layer(args, args.hidden_dim)
     experts = args.experts
     if experts is not None:
@@ -412,18 +468,19 @@ def _dense_layer(args: DecoderArgs, hidden_dim: int) -> int:
 
 
 def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
-    """Return the FLOPs of forward and backward per token: 6 N + 12 Q (T of each layer).
+    """Return the FLOPs of forward and backward per token: 6 N + 6 (Q + V) (T of each layer).
 
     N is the number of weights that are multiplied with a token: the matrices of the blocks and the output layer (tied
     or not), and of the experts in a layer those that the token chooses. The embedding is a look-up, and does not count.
-    Each weight takes a multiplication and an addition in forward, and twice that in backward. Attention adds 4 Q T per
-    layer in forward (scores and weighted sum: Q T multiply-adds each), and twice that in backward. Q is the width of
-    all query heads. Every pair of tokens counts, although causal attention needs half of the pairs, and documents
-    within a sample fewer. In a layer with a sliding window, T is min(T, window). Activation checkpointing does not
-    count. PaLM (arXiv:2204.02311, appendix B) and TorchTitan use the same convention, so MFUs can be compared.
+    Each weight takes a multiplication and an addition in forward, and twice that in backward. Attention adds 2 Q T for
+    the scores and 2 V T for the weighted sum per layer in forward, and twice that in backward. Q is the width of all
+    query heads, and V that of the outputs of all heads, which differs only with latent attention. Every pair of tokens
+    counts, although causal attention needs half of the pairs, and documents within a sample fewer. In a layer with a
+    sliding window, T is min(T, window). Activation checkpointing does not count. PaLM (arXiv:2204.02311, appendix B)
+    and TorchTitan use the same convention, so MFUs can be compared.
     """
     matmul_weights = sum(_block_weights(args, layer) for layer in range(args.n_layers)) + args.vocab_size * args.dim
-    return 6 * matmul_weights + 12 * args.query_width * sum(_keys_by_layer(args, seq_len))
+    return 6 * matmul_weights + 6 * (args.query_width + args.attended_width) * sum(_keys_by_layer(args, seq_len))
 
 
 def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_ops: bool) -> int:
@@ -431,11 +488,12 @@ def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_o
 
     If blocks differ in their sliding windows or in experts, this is their mean. The second forward stops after the last
     tensor that backward needs: the input of `w2`, or its output with `post_norms` or experts. It repeats all other
-    products: 2 (N_block - D F) + 4 Q T. `selective_ac_option = "op"` saves plain causal attention, and every second
-    matrix product. Of wq, wk, wv, wo, w1, w3, w2, in this order, the second forward then repeats wk, wo and w3. Without
-    a gate there is no w3, and w2 is repeated if `post_norms` needs its output.
+    products: 2 (N_block - D F) + 2 (Q + V) T. `selective_ac_option = "op"` saves plain causal attention, and every
+    second matrix product. Of wq, wk, wv, wo, w1, w3, w2, in this order, the second forward then repeats wk, wo and w3.
+    Without a gate there is no w3, and w2 is repeated if `post_norms` needs its output. Of latent attention's wq_a,
+    wq_b, wkv_a, wkv_b, wo, w1, w3, w2 it repeats wq_b, wkv_b and w1.
     """
-    dim, hidden, attention = args.dim, args.dim * args.hidden_dim, 4 * args.query_width
+    attention = 2 * (args.query_width + args.attended_width)
     if not saves_costly_ops:
         products = sum(_repeated_weights(args, layer) for layer in range(args.n_layers)) // args.n_layers
         return 2 * products + attention * sum(_keys_by_layer(args, seq_len)) // args.n_layers
@@ -443,8 +501,9 @@ def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_o
     repeated = [
         keys for layer, keys in enumerate(_keys_by_layer(args, seq_len)) if is_explicit or args.is_cut(layer, seq_len)
     ]
-    products = dim * args.kv_width + dim * args.query_width + (hidden if args.gated or args.post_norms else 0)
-    return 2 * products + attention * sum(repeated) // args.n_layers
+    num_fed = (2 if args.gated else 1) + (1 if args.post_norms else 0)
+    in_order = [*_attention_products(args), *num_fed * [args.dim * args.hidden_dim]]
+    return 2 * sum(in_order[1::2]) + attention * sum(repeated) // args.n_layers
 
 
 def _keys_by_layer(args: DecoderArgs, seq_len: int) -> list[int]:
@@ -452,8 +511,11 @@ def _keys_by_layer(args: DecoderArgs, seq_len: int) -> list[int]:
     return [min(seq_len, args.window_of(layer) or seq_len) for layer in range(args.n_layers)]
 
 
-def _attention_weights(args: DecoderArgs) -> int:
-    return 2 * args.dim * (args.query_width + args.kv_width)
+def _attention_products(args: DecoderArgs) -> list[int]:
+    """Return the numbers of weights of the attention's matrices, in the order of their products."""
+    if args.latent_attention is not None:
+        return args.latent_attention.products(args.dim, args.n_heads)
+    return [args.dim * width for width in (args.query_width, args.kv_width, args.kv_width, args.query_width)]
 
 
 def _dense_weights(args: DecoderArgs, hidden_dim: int) -> int:
@@ -464,9 +526,9 @@ def _block_weights(args: DecoderArgs, layer: int) -> int:
     """Return the number of weights in the matrices of a block that are multiplied with a token."""
     experts = args.experts
     if experts is None or not args.has_experts(layer):
-        return _attention_weights(args) + _dense_weights(args, args.hidden_dim)
+        return sum(_attention_products(args)) + _dense_weights(args, args.hidden_dim)
     router, shared = args.dim * experts.num_experts, _dense_weights(args, experts.shared_hidden_dim or 0)
-    return _attention_weights(args) + router + 3 * args.dim * experts.top_k * experts.hidden_dim + shared
+    return sum(_attention_products(args)) + router + 3 * args.dim * experts.top_k * experts.hidden_dim + shared
 
 
 def _repeated_weights(args: DecoderArgs, layer: int) -> int:

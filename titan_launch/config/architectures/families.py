@@ -225,6 +225,87 @@ PHI3 = _flavors(
 )
 """Phi-3 (arXiv:2404.14219)."""
 
+_BALANCE_OF_DEEPSEEK = {"selection_bias_rate": 0.001, "balance_loss": 0.0001}
+_EXPERTS_OF_DEEPSEEK = {**_BALANCE_OF_DEEPSEEK, "score": "sigmoid"}
+_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+DEEPSEEK_V3 = _flavors(
+    {"norm_eps": 1e-6, "rope_theta": 10_000.0},
+    **{
+        "debug": {
+            **_DEBUG,
+            "n_kv_heads": 8,
+            "latent_attention": {
+                "q_lora_rank": 96,
+                "kv_lora_rank": 64,
+                "qk_nope_head_dim": 32,
+                "qk_rope_head_dim": 16,
+                "v_head_dim": 32,
+            },
+            "experts": {
+                **_EXPERTS_OF_DEEPSEEK,
+                "num_experts": 8,
+                "top_k": 2,
+                "hidden_dim": 192,
+                "shared_hidden_dim": 192,
+                "first_dense_layers": 1,
+                "num_groups": 4,
+                "top_k_groups": 2,
+                "scale": 2.5,
+            },
+        },
+        "16B-A3B": _size(
+            2048,
+            27,
+            16,
+            16,
+            11_264,
+            163_840,
+            norm_eps=1e-5,
+            rope_theta=50_000.0,
+            latent_attention=_LATENT,
+            experts={
+                **_EXPERTS_OF_DEEPSEEK,
+                "num_experts": 64,
+                "top_k": 6,
+                "hidden_dim": 1408,
+                "shared_hidden_dim": 2816,
+                "first_dense_layers": 1,
+                "scale": 2.446,
+            },
+        ),
+        "671B-A37B": _size(
+            7168,
+            61,
+            128,
+            128,
+            18_432,
+            129_280,
+            latent_attention={**_LATENT, "q_lora_rank": 1536},
+            rope_scaling={
+                "kind": "yarn",
+                "factor": 40.0,
+                "original_max_position": 4096,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            experts={
+                **_EXPERTS_OF_DEEPSEEK,
+                "num_experts": 256,
+                "top_k": 8,
+                "hidden_dim": 2048,
+                "shared_hidden_dim": 2048,
+                "first_dense_layers": 3,
+                "num_groups": 8,
+                "top_k_groups": 4,
+                "scale": 2.5,
+            },
+        ),
+    },
+)
+"""DeepSeek-V3 (arXiv:2412.19437), without the module that predicts a second token, and Moonlight (`16B-A3B`,
+arXiv:2502.16982), which has its architecture. The rates of balancing are those of DeepSeek-V3's training."""
+
 FAMILIES: dict[str, Flavors] = {
     "llama3": LLAMA3,
     "qwen2": QWEN2,
@@ -237,5 +318,6 @@ FAMILIES: dict[str, Flavors] = {
     "gpt2": GPT2,
     "gpt_oss": GPT_OSS,
     "phi3": PHI3,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 """The size table of each family, by the name in `[model]`."""

@@ -315,9 +315,11 @@ def unknown_part(config: JobConfig, args: DecoderArgs, kernels: Kernels) -> str 
     """Return the part of a job that the replay does not support; None if it supports the whole job.
 
     Activation checkpointing of a rotary embedding is not supported, because layers share this module. Attention with a
-    soft cap is not supported on a CPU, where it is many operations. Chunks of logits that a rule may cast are not
-    supported.
+    soft cap or sinks is not supported on a CPU, where it is many operations. Latent attention, and chunks of logits
+    that a rule may cast, are not supported.
     """
+    if args.latent_attention is not None:
+        return "model.args.latent_attention"
     paths = ("rope", "local_rope", "layers.0.attention.rope")
     if any(matches(glob, path) for glob in config.activation_checkpoint.modules for path in paths):
         return "activation_checkpoint.modules with the rotary embedding, which layers share"
