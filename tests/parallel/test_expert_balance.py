@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.train.jobs import this_rank, tiny_job
@@ -40,20 +40,30 @@ def moe_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     return tiny_job(folder, model={"args": args}, **{"optimizer": {"lr": 1e-2, "eps": 1e-5}, **sections})
 
 
-def train(jobs: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
-    """Train the jobs, and return the metrics of all steps."""
-    return [_train(job) for job in jobs]
+Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
+"""The metrics of all steps, and the selection biases at the end, by name."""
 
 
-def _train(job: dict[str, Any]) -> list[dict[str, float]]:
+def train(jobs: list[dict[str, Any]]) -> list[Trained]:
+    """Train the jobs."""
+    return [train_one(job) for job in jobs]
+
+
+def train_one(job: dict[str, Any]) -> Trained:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        return [report(run, train_one_step(run), due_now(run)) for _ in range(STEPS)]
+        reports = [report(run, train_one_step(run), due_now(run)) for _ in range(STEPS)]
+        return reports, biases_of(run.model)
+
+
+def biases_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("selection_bias")}
 
 
 def divided_jobs(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """Return jobs on `ranks` ranks. The last one has a pipeline."""
     modes = ["immediate", "deferred"]
-    return [
+    jobs = [
         moe_job(
             folder / f"{ranks}_{local}_{mode}_{checkpointing}",
             training={"global_batch_size": 4, "local_batch_size": local},
@@ -66,15 +76,28 @@ def divided_jobs(folder: Path, ranks: int) -> list[dict[str, Any]]:
             *((1, mode, "selective") for mode in modes),
         ]
     ]
+    pipeline = {"pipeline_parallel_degree": ranks}
+    return [*jobs, moe_job(folder / "pipeline", parallelism=pipeline)] if ranks > 1 else jobs
 
 
 def test_ranks_microbatches_modes_and_checkpointing_do_not_change_a_step(tmp_path: Path) -> None:
-    (alone,), both = (run_ranks(train, ranks, divided_jobs(tmp_path, ranks))[:1] for ranks in (1, 2))
-    expected = alone[0]
-    for measured in (*alone[1:], *both[0]):
+    by_rank = [trained for ranks in (1, 2) for trained in run_ranks(train, ranks, divided_jobs(tmp_path, ranks))]
+    (expected, expected_biases), *others = (job for jobs in by_rank for job in jobs)
+    experts = [tag for tag in expected[0] if tag.startswith("experts/")]
+    assert len(experts) == 3 + 3 * 2
+    for measured, biases in others:
+        assert len(biases) in (1, 2)  # a pipeline rank has a part of the layers
+        for name, bias in biases.items():
+            assert torch.equal(bias, expected_biases[name]), name
         for step, reference in zip(measured, expected, strict=True):
-            for tag in ("train/loss", "train/grad_norm"):
+            for tag in ("train/loss", "train/grad_norm", *experts):
                 assert step[tag] == pytest.approx(reference[tag], rel=1e-5), tag
+    assert all(set((bias / 0.05).round().tolist()) <= {-3, -1, 1, 3} for bias in expected_biases.values())
+    assert expected[0]["experts/dropped"] == 0
+    # 2 of 8 experts for each token, so the largest load is between the mean and 4 times the mean
+    assert all(1 < step["experts/load_max_over_mean/layers.1.moe"] < 4 for step in expected)
+    assert all(0 < step["experts/entropy/layers.2.moe"] < 1 for step in expected)
+    assert 2 * 0.5 < expected[0]["experts/balance_loss"] < 2  # two layers, and at least the weight in each
 
 
 def part_of_sequence(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, listed
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
-from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, matched_modules
+from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_mixture_of_experts, matched_modules
 
 _MODE: KeyPath = ("activation_checkpoint", "mode")
 _CHECKPOINTED_MODULES: KeyPath = ("activation_checkpoint", "modules")
@@ -216,6 +216,9 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     is_named = bool(config.modules)
     roots = matched_modules(plan.inventory, config.modules, _FLOAT8_MODULES) if is_named else plan.inventory.blocks
     layers = [m for m in plan.inventory.modules if _is_linear(m) and enclosing(m.path, roots)]
+    if not is_named:
+        mixtures = {m.path for m in plan.inventory.modules if is_mixture_of_experts(m)}
+        layers = [m for m in layers if parent(m.path) not in mixtures]  # the router, as sensitive as the head
     reduced = [m for m in layers if plan.unit_of[m.path].compute_dtype == "bfloat16"]
     problems = [*(_in_other_dtypes(layers, plan, config) if is_named else ()), *_misshapen(reduced, config)]
     if problems:

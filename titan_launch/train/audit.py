@@ -14,6 +14,7 @@ from titan_launch.core.errors import UserError, listed
 from titan_launch.core.torch_release import is_tested_release
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.parallel.compile import eager
+from titan_launch.parallel.expert_balance import choices_watched
 from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.audit import Audit, compare, merge_audits
@@ -45,7 +46,9 @@ def audit_of_step(run: Run, step: int) -> Iterator[Callable[[], None] | None]:
         return
     with ExitStack() as stack:
         watched = [
-            _Watched(module, plan, stack.enter_context(observe(module, plan)))
+            _Watched(
+                module, plan, stack.enter_context(observe(module, plan)), stack.enter_context(choices_watched(module))
+            )
             for module, plan in parts(run.model, run.plan)
         ]
         stack.enter_context(eager(run.config.compile))
@@ -58,15 +61,18 @@ class _Watched(NamedTuple):
     module: nn.Module
     plan: ModelPlan
     observed: Observations
+    other_choices: Callable[[], list[str]]
+    """Returns a line for each mixture of experts whose second forward chose other experts than the first."""
 
 
 def _compare_with_plan(run: Run, watched: Sequence[_Watched]) -> None:
-    for module, _, observed in watched:
+    for module, _, observed, _ in watched:
         look_at_storage(module, observed)
-    audit = merge_audits([compare(plan, run.layout, observed) for _, plan, observed in watched])
+    audit = merge_audits([compare(plan, run.layout, observed) for _, plan, observed, _ in watched])
     if run.mesh.pipeline_group is not None:
         audit = merge_audits(on_all_ranks(lambda: audit, run.mesh.pipeline_group))
-    differences = _merge_differences(audit.differences(run.locate_key))
+    of_choices = [line for part in watched for line in part.other_choices()]
+    differences = _merge_differences([*audit.differences(run.locate_key), *of_choices])
     if run.ranks.is_rank_0:
         record_audit(run.folder, {"differences": differences, **audit.as_data()})
         for sink in run.sinks:
@@ -89,7 +95,7 @@ def _log_views(watched: Sequence[_Watched]) -> None:
     not listed."""
     paths = [
         path
-        for _, plan, observed in watched
+        for _, plan, observed, _ in watched
         for unit in plan.units
         for path in unit.modules
         if path and observed.modules[path].returns_view

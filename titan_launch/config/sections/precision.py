@@ -69,8 +69,8 @@ class PrecisionConfig(Section):
     dtype."""
 
     buffer_dtype: FloatDtype | None = None
-    """Dtype of floating-point buffers, except for the running statistics of BatchNorm. Unset: the dtype that the model
-    gave them (FSDP2 casts no buffers)."""
+    """Dtype of floating-point buffers, except for the running statistics of BatchNorm, and the selection biases and
+    loads of experts. Unset: the dtype that the model gave them (FSDP2 casts no buffers)."""
 
     rules: Array[PrecisionRule] = ()
     """Exceptions for modules that match by class or by path. The first rule that matches a module applies. A rule that
