@@ -92,7 +92,8 @@ def test_ranks_microbatches_modes_and_checkpointing_do_not_change_a_step(tmp_pat
         for step, reference in zip(measured, expected, strict=True):
             for tag in ("train/loss", "train/grad_norm", *experts):
                 assert step[tag] == pytest.approx(reference[tag], rel=1e-5), tag
-    assert all(set((bias / 0.05).round().tolist()) <= {-3, -1, 1, 3} for bias in expected_biases.values())
+    for bias in expected_biases.values():
+        assert set((bias / 0.05).round(decimals=4).tolist()) <= set(range(-STEPS, STEPS + 1)) and bias.any()
     assert expected[0]["experts/dropped"] == 0
     # 2 of 8 experts for each token, so the largest load is between the mean and 4 times the mean
     assert all(1 < step["experts/load_max_over_mean/layers.1.moe"] < 4 for step in expected)
