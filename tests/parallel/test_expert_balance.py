@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,30 +13,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.train.jobs import this_rank, tiny_job
+from tests.tensors import assert_equal, full_state
+from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, run_job, run_job_until, this_rank, tiny_job
+from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.job import JobConfig
-from titan_launch.models.mixture_of_experts import ContextGroup, balance_losses, choose, z_losses
+from titan_launch.core.errors import UserError
+from titan_launch.models import mixture_of_experts
+from titan_launch.models.decoder import Decoder
+from titan_launch.models.mixture_of_experts import ContextGroup, balance_losses, choose, grouped_product, z_losses
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, report, train_one_step
 
 STEPS = 3
-EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "top_k": 2,
-    "hidden_dim": 24,
-    "shared_hidden_dim": 16,
-    "first_dense_layers": 1,
-    "score": "sigmoid",
-    "selection_bias_rate": 0.05,
-    "balance_loss": 0.5,
-    "z_loss": 0.1,
-}
 
 
 def moe_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """Return a job that trains 8 experts in the second and third layer, with everything that balances them."""
-    args = {"n_layers": 3, "experts": EXPERTS, **sections.pop("args", {})}
+    args = {"n_layers": 3, "experts": TINY_EXPERTS, **sections.pop("args", {})}
     # If a gradient is almost 0, the sign of its rounding error decides the sign of Adam's update.
     return tiny_job(folder, model={"args": args}, **{"optimizer": {"lr": 1e-2, "eps": 1e-5}, **sections})
 
@@ -118,3 +113,95 @@ def test_losses_of_divided_sequences_add_up(tmp_path: Path) -> None:
     torch.testing.assert_close(sum(part[0] for part in parts), balance)
     torch.testing.assert_close(sum(part[1] for part in parts), z)
     torch.testing.assert_close(torch.cat([part[2] for part in parts], dim=1), gradient)
+
+
+STEADY = {"kind": "warmup_stable_decay", "decay_ratio": 0.0}
+"""A learning rate that does not depend on the number of steps."""
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    checkpoint = {"enable": True, "interval": 2}
+    job = moe_job(tmp_path / "resumed", checkpoint=checkpoint, lr_scheduler=STEADY)
+    run_ranks(run_job_until, 2, job, 2)
+    resumed, _ = run_ranks(run_job, 2, job)
+    expected, _ = run_ranks(run_job, 2, moe_job(tmp_path / "uninterrupted", lr_scheduler=STEADY))
+    assert_equal(resumed, expected)
+    assert resumed["layers.2.moe.selection_bias"].any() and not resumed["layers.2.moe.load"].any()
+
+
+def poisoned_and_abandoned(job: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        factor = 1.0
+        embedding = run.model.get_submodule("tok_embeddings")
+        embedding.register_forward_hook(lambda _, args, output: output * factor)
+        train_one_step(run)
+        report(run, train_one_step(run), due_now(run))
+        before = full_state(run.model)
+        assert before["layers.2.moe.selection_bias"].any()
+
+        factor = math.inf if run.ranks.is_rank_0 else 1.0
+        result = train_one_step(run)
+        assert result.is_skipped == 1
+        assert_equal(full_state(run.model), before)
+        factor = 1.0
+        run.guard.pop_skipped_steps(run.progress.step)
+
+        def interrupt() -> None:
+            assert run.model.get_buffer("layers.1.moe.load").sum() == 2 * 16 * 2  # samples, tokens, choices
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run.step([next(run.train_batches) for _ in range(run.layout.num_microbatches)], interrupt)
+        run.step.parameters_changed()
+        run.optimizer.zero_grad()
+        assert_equal(full_state(run.model), before)
+        scalars = report(run, result, due_now(run))  # the window has no step that was trained
+        assert [scalars[f"experts/{tag}"] for tag in ("balance_loss", "z_loss", "entropy/layers.1.moe")] == [0, 0, 0]
+
+
+def test_a_skipped_or_abandoned_step_moves_nothing(tmp_path: Path) -> None:
+    run_ranks(poisoned_and_abandoned, 2, moe_job(tmp_path, debug={"on_nonfinite": "skip"}, metrics={"log_freq": 10}))
+
+
+class NoisyRouter(nn.Linear):
+    """A router with noise from a generator of its own, which activation checkpointing cannot set back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn(8, generator=_NOISE)
+
+
+_NOISE = torch.Generator().manual_seed(0)
+
+
+class NoisyDecoder(Decoder):
+    """A decoder whose last layer has a noisy router."""
+
+    def __init__(self) -> None:
+        experts = {**TINY_EXPERTS, "first_dense_layers": 0}
+        super().__init__(DecoderArgs.model_validate({**TINY_ARGS, "experts": experts}), max_seq_len=16)
+        layer = self.get_submodule("layers.1.moe")
+        layer.router = NoisyRouter(32, 8, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Keep PyTorch's values."""
+
+
+def audited(folder: Path, groups_products: bool) -> None:
+    """Audit a step. `groups_products`: one product for all experts, as on CUDA. PyTorch then does not notice that an
+    expert has other rows in the second forward."""
+    if groups_products:
+        mixture_of_experts.expert_product = lambda rows, counts: grouped_product(counts)
+    model = {"name": f"{__name__}:NoisyDecoder", "blocks": ["layers.*"]}
+    job = {**tiny_job(folder, activation_checkpoint={"mode": "full"}, debug={"audit_precision": True}), "model": model}
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        count = "2 of 2" if groups_products else "1 of 1"
+        with pytest.raises(UserError, match=rf"layers\.1\.moe: in {count} microbatches, the second forward") as raised:
+            train_one_step(run)
+        assert "layers.0" not in str(raised.value)
+
+
+def test_the_audit_names_a_layer_whose_second_forward_chooses_other_experts(tmp_path: Path) -> None:
+    for groups_products in (False, True):
+        run_ranks(audited, 2, tmp_path / str(groups_products), groups_products)
