@@ -109,6 +109,7 @@ class DecoderArgs(ModelArgs):
 
     supports_tensor_parallel: ClassVar[bool] = True
     supports_context_parallel: ClassVar[bool] = True  # tokens interact only in attention
+    merged_tables: ClassVar[tuple[str, ...]] = ("experts",)
 
     dim: Positive
     """Width of the residual stream."""
@@ -198,7 +199,8 @@ class DecoderArgs(ModelArgs):
     """Gate the feed-forward layer: `w2(activation(w1 x) * w3 x)`. `false`: `w2(activation(w1 x))`, without `w3`."""
 
     experts: ExpertArgs | None = None
-    """Mixture of experts in place of the feed-forward layers. Unset: all layers are dense."""
+    """Mixture of experts in place of the feed-forward layers. Keys that the job sets replace those of the flavor. Unset:
+    all layers are dense, unless the flavor has experts."""
 
     tie_embeddings: bool = False
     """Share one weight between the embedding and the output layer."""
@@ -285,6 +287,8 @@ class DecoderArgs(ModelArgs):
             for name in self.rope_scaling.unused():
                 kind = f'kind = "{self.rope_scaling.kind}"'
                 yield "rope_scaling", f"has {name}, which has no effect with {kind}; remove {name}"
+        for name, reason in () if self.experts is None else self.experts.unused():
+            yield f"experts.{name}", reason
 
     def effective(self) -> dict[str, Any]:
         """Return the arguments with their effective values in place of unset ones, without those that have no
