@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -205,3 +206,52 @@ def audited(folder: Path, groups_products: bool) -> None:
 def test_the_audit_names_a_layer_whose_second_forward_chooses_other_experts(tmp_path: Path) -> None:
     for groups_products in (False, True):
         run_ranks(audited, 2, tmp_path / str(groups_products), groups_products)
+
+
+class _Texts(logging.Handler):
+    """A handler that keeps the warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def warnings_of(jobs: list[dict[str, Any]]) -> list[list[str]]:
+    """Train the jobs, and return the warnings of each. The router of layers.2.moe always chooses the same experts."""
+    found = []
+    for job in jobs:
+        handler = _Texts()
+        logging.getLogger("titan_launch").addHandler(handler)
+        with ExitStack() as stack:
+            run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+            bias = run.model.get_buffer("layers.2.moe.selection_bias")
+            bias.copy_(torch.arange(8.0))
+            for _ in range(2):
+                report(run, train_one_step(run), due_now(run))
+        logging.getLogger("titan_launch").removeHandler(handler)
+        found.append(handler.texts)
+    return found
+
+
+def test_warnings_of_collapsed_layers_and_of_routers_in_bfloat16(tmp_path: Path) -> None:
+    rule = {"match": "layers.*.moe.router", "param_dtype": "float32", "output_dtype": "float32"}
+    jobs = [
+        moe_job(
+            tmp_path / str(seq_len),
+            training={"seq_len": seq_len, "local_batch_size": 1, "global_batch_size": 4},
+            precision={"param_dtype": "bfloat16", "rules": rules},
+        )
+        for seq_len, rules in ((16, []), (64, [rule]))  # in 16 tokens of 4 samples, the mean load is too small
+    ]
+    reduced, collapsed = run_ranks(warnings_of, 1, jobs)[0]
+    assert [text.partition(" computes")[0] for text in reduced] == [
+        "router precision: layers.1.moe.router, layers.2.moe.router"
+    ]
+    (text,) = collapsed  # once, although the second step has the same load
+    assert text.startswith(
+        "step 1: the load of the experts of layers.2.moe has collapsed: 75% of the experts got less than 1% of the "
+        "mean load since the last report, and the largest load is 4.0 times the mean."
+    )

@@ -359,7 +359,9 @@ _BY_NAME = {tag.name: tag for tag in TAGS}
 def tag_of(name: str) -> Tag | None:
     """Return the tag of a metric, also if `<source>` or `<layer>` stands for the last part of its name. None if there
     is none."""
-    known = (name, *(f"{'/'.join(name.split('/')[:2])}/<{part}>" for part in ("source", "layer")))
+    group, _, rest = name.partition("/")
+    kind, separator, _ = rest.partition("/")
+    known = (name, *(f"{group}/{kind}/<{part}>" for part in ("source", "layer") if separator))
     return next((_BY_NAME[name] for name in known if name in _BY_NAME), None)
 
 

@@ -199,7 +199,7 @@ class DecoderArgs(ModelArgs):
     """Gate the feed-forward layer: `w2(activation(w1 x) * w3 x)`. `false`: `w2(activation(w1 x))`, without `w3`."""
 
     experts: ExpertArgs | None = None
-    """Mixture of experts in place of the feed-forward layers. Keys that the job sets replace those of the flavor. Unset:
+    """Mixture of experts in place of the feed-forward layers. Keys that a job sets replace those of the flavor. Unset:
     all layers are dense, unless the flavor has experts."""
 
     tie_embeddings: bool = False

@@ -87,7 +87,8 @@ class ExpertArgs(Section):
             reason = f"num_groups ({groups}) leaves one expert in each group, but a group needs two"
             yield ("num_groups", "num_experts"), reason
         elif groups > 1 and top_k > chosen * (experts // groups):
-            reason = f"top_k ({top_k}) must not exceed the {chosen * (experts // groups)} experts that top_k_groups ({chosen}) allows"
+            allowed = f"the {chosen * (experts // groups)} experts that top_k_groups ({chosen}) allows"
+            reason = f"top_k ({top_k}) must not exceed {allowed}"
             yield ("top_k", "top_k_groups", "num_groups"), reason
 
     def unused(self) -> Iterator[tuple[str, str]]:
