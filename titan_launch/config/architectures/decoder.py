@@ -212,7 +212,8 @@ class DecoderArgs(ModelArgs):
     """Gate the feed-forward layer: `w2(activation(w1 x) * w3 x)`. `false`: `w2(activation(w1 x))`, without `w3`."""
 
     experts: ExpertArgs | None = None
-    """Mixture of experts in place of the feed-forward layers. Unset: all layers are dense."""
+    """Mixture of experts in place of the feed-forward layers. Keys that a job sets replace those of the flavor. Unset:
+    all layers are dense, unless the flavor has experts."""
 
     tie_embeddings: bool = False
     """Share one weight between the embedding and the output layer."""
@@ -341,6 +342,8 @@ class DecoderArgs(ModelArgs):
             for name in self.rope_scaling.unused():
                 kind = f'kind = "{self.rope_scaling.kind}"'
                 yield "rope_scaling", f"has {name}, which has no effect with {kind}; remove {name}"
+        for name, reason in () if self.experts is None else self.experts.unused():
+            yield f"experts.{name}", reason
 
     def effective(self) -> dict[str, Any]:
         """Return the arguments with their effective values in place of unset ones, without those that have no
