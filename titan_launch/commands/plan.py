@@ -56,6 +56,7 @@ KEY_OPTIONS = (
     ("--intra-bandwidth", "planner.intra_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of its host")),
     ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),
     ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {_DEFAULTS.gpus_per_node})"),
+    ("--expert-load", "planner.expert_load", "X", "rows of the busiest rank of experts over the mean (default: 1)"),
     ("--mfu", "planner.mfu", "X", f"fraction of the peak FLOP/s that a step reaches (default: {_DEFAULTS.mfu})"),
 )
 """Options that set a key of the job, as (option, key, metavar, help text)."""

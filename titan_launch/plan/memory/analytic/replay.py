@@ -70,6 +70,12 @@ class ReplayContext:
     has_documents: bool
     """True if the documents of a sample are separated."""
 
+    expert_ranks: int
+    """Number of ranks over which the experts of a layer are divided."""
+
+    expert_load: float
+    """Value of `planner.expert_load`."""
+
 
 class Forward(Protocol):
     """The replayed forward of a model for one microbatch."""
@@ -161,6 +167,8 @@ class Replay:
             statistics_ranks,
             self._loss_chunks,
             separates_documents(config.data),
+            layout.expert,
+            config.planner.expert_load,
         )
         self._model = model.build(args, context)
         self._entered_modules = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
