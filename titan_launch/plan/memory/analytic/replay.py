@@ -107,14 +107,15 @@ def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> lis
         classes = [name.rpartition(".")[2] for name in module.classes]
         for parameter in module.parameters if module.same_as is None else ():
             name = parameter.tied_to or full_name(module.path, parameter.name)
-            num_axes = len(parameter.shape)
+            num_axes = len(parameter.shape) - parameter.is_stacked
             paths[name].append(full_name(module.path, parameter.name))
             undecayed[name] |= is_undecayed(parameter.name, num_axes, classes)
             inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, plan.inventory.head)
             if parameter.requires_grad:
-                num_elements = padded_numel(parameter, layout.parameter_shards) // layout.parameter_shards
-                dtype = plan.unit_of[module.path].storage_dtype
-                shards.setdefault(name, ShardSize(parameter.shape, num_elements, dtype))
+                unit = plan.unit_of[module.path]
+                ranks = layout.shards_of(unit)
+                num_elements = padded_numel(parameter, ranks, unit.expert_parallel) // ranks
+                shards.setdefault(name, ShardSize(parameter.shape, num_elements, unit.storage_dtype))
     groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
     for name, shard in shards.items():
         index = first_match(config.param_groups, paths[name])
