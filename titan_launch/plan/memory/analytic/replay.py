@@ -113,7 +113,7 @@ def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> lis
         classes = [name.rpartition(".")[2] for name in module.classes]
         for parameter in module.parameters if module.same_as is None else ():
             name = parameter.tied_to or full_name(module.path, parameter.name)
-            num_axes = len(parameter.shape)
+            num_axes = len(parameter.shape) - parameter.is_stacked
             paths[name].append(full_name(module.path, parameter.name))
             undecayed[name] |= is_undecayed(parameter.name, num_axes, classes)
             inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, plan.inventory.head)
