@@ -41,7 +41,7 @@ from titan_launch.plan.param_groups import (
     settings_of,
 )
 from titan_launch.plan.types import Inventory, ModelPlan, enclosing, full_name, parameters_by_unit
-from titan_launch.plan.units.order import plan_backward_prefetch
+from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
 
 Compute = Callable[[Tensor], Tensor]
@@ -198,6 +198,8 @@ class Replay:
         self._context.units = list(dict.fromkeys(in_order))
         for path, ahead in plan_backward_prefetch(self._plan).items():
             by_path[path].prefetch = [by_path[other] for other in ahead]
+        for path, ahead in plan_forward_prefetch(self._plan).items():
+            by_path[path].forward_prefetch = [by_path[other] for other in ahead]
         return by_path
 
     def _weights(self) -> dict[str, Tensor]:
