@@ -41,9 +41,9 @@ from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wrapped
 from titan_launch.models import attention, mixture_of_experts
 from titan_launch.models.mixture_of_experts import ExpertProduct, grouped_product, looped_product
-from titan_launch.plan.hardware import Kernels
 from titan_launch.parallel import expert_parallel
-from titan_launch.plan.memory.analytic.experts import equal_parts, received_rows
+from titan_launch.plan.experts import equal_parts, received_rows
+from titan_launch.plan.hardware import Kernels
 
 _aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)

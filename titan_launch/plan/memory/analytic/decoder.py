@@ -234,7 +234,7 @@ def _mixture(args: DecoderArgs, experts: ExpertArgs, path: str) -> Iterator[Modu
     infos = (TensorInfo(name, (size,), "float32", True) for name, size in buffers.items())
     yield ModuleInfo(path, ("titan_launch.models.mixture_of_experts.MixtureOfExperts",), True, buffers=tuple(infos))
     yield _linear(args, f"{path}.router", number, dim)
-    shapes = {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)}
+    shapes: dict[str, tuple[int, ...]] = {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)}
     if experts.expert_bias:
         shapes |= {"b1": (hidden,), "b2": (dim,), "b3": (hidden,)}
     parameters = (replace(_parameter(name, number, *shape), is_stacked=True) for name, shape in shapes.items())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.plan.experts import equal_parts, received_rows
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.autograd import Autograd
@@ -18,20 +19,6 @@ from titan_launch.plan.memory.analytic.tensors import Backward, Tensor
 from titan_launch.plan.memory.ledger import Category
 
 _BACKWARD, _GRADIENT = Category.BACKWARD, Category.UNSHARDED_GRADIENTS
-
-
-def equal_parts(total: int, parts: int) -> list[int]:
-    """Return `parts` numbers with the sum `total`, which differ by at most 1. The larger ones come first."""
-    quotient, remainder = divmod(total, parts)
-    return [quotient + (index < remainder) for index in range(parts)]
-
-
-def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:
-    """Return the rows that the rank with the most rows receives, if each of `ranks` ranks sends `num_rows` rows.
-
-    `expert_load`: its rows over the mean of the ranks. It cannot exceed `ranks`: that rank then computes all rows.
-    """
-    return round(num_rows * min(expert_load, ranks))
 
 
 @dataclass(frozen=True)
@@ -151,9 +138,7 @@ class AnalyticExperts:
     def _combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
         autograd, top_k = self.autograd, self.args.top_k
         of_outputs, of_weights = _Parts(autograd, outputs), _Parts(autograd, weights)
-        first, *others = [
-            _weighted(autograd, outputs, weights, of_outputs, of_weights, top_k) for _ in range(top_k)
-        ]
+        first, *others = [_weighted(autograd, outputs, weights, of_outputs, of_weights, top_k) for _ in range(top_k)]
         total = first
         for other in others:
             total = ops.add(autograd, total, other)
@@ -345,7 +330,8 @@ class _Product:
             for count in reversed(self.counts):
                 sizes = {"rows": count * width_in, "bias": width_out, "weight": width_in * width_out}
                 found = [
-                    parts[name].take(autograd.new(sizes[name], parts[name].dtype, _BACKWARD)) for name in reversed(parts)
+                    parts[name].take(autograd.new(sizes[name], parts[name].dtype, _BACKWARD))
+                    for name in reversed(parts)
                 ]
             return found
 

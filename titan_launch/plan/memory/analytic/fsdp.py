@@ -163,7 +163,9 @@ class ShardedUnit:
         for parameter in self.parameters:
             self._count_unsharded(parameter.padded)
             if parameter.is_sharded_inside:
-                copies.append(self.autograd.new(parameter.padded, self.unit.compute_dtype, Category.UNSHARDED_PARAMETERS))
+                copies.append(
+                    self.autograd.new(parameter.padded, self.unit.compute_dtype, Category.UNSHARDED_PARAMETERS)
+                )
 
     def _cast_one_by_one(self) -> None:
         """Copy every parameter from its cast, one after the other. With one shard there is no all-gather."""
