@@ -45,9 +45,10 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 def measure(
     settings: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...], stacked: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return temporary and state bytes of a step that is not the first: measured, and planned.
+    """Return temporary and state bytes of a step that is not the first: measured, and planned. `stacked`: width of
+    experts.
 
-    `stacked`: width of experts. The measured number is the minimum of several steps: gloo's thread may briefly hold a tensor that it has sent.
+    The measured number is the minimum of several steps: gloo's thread may briefly hold a tensor that it has sent.
     """
     config = OptimizerConfig.model_validate(settings)
     layers = nn.Linear(128, 320), nn.Linear(320, 192, bias=False), nn.Linear(192, 256), nn.Linear(256, 256)
