@@ -131,7 +131,8 @@ def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degre
 
 class _Pieces:
     """The search for the parts of a block that can be compiled. A boundary is a module that cannot be inside of a
-    graph: a module with an FSDP2 unit, or one of `outside`."""
+    graph: a module with an FSDP2 unit, experts (the numbers of their tokens are known only in a step), or one of
+    `outside`."""
 
     def __init__(self, inventory: Inventory, units: Sequence[Unit], outside: Collection[str]):
         self._inventory = inventory
@@ -155,7 +156,7 @@ class _Pieces:
         return self._inventory.by_path[path].has_forward and not any(map(self._is_boundary, self._inside(path)))
 
     def _is_boundary(self, module: ModuleInfo) -> bool:
-        return (module.same_as or module.path) in self._boundaries
+        return module.has_experts or (module.same_as or module.path) in self._boundaries
 
     def _inside(self, path: str) -> Iterator[ModuleInfo]:
         for child in self._children[path]:

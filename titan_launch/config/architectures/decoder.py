@@ -412,6 +412,20 @@ class DecoderArgs(ModelArgs):
         """Return the number of experts in a layer; None for a model without experts."""
         return None if self.experts is None else self.experts.num_experts
 
+    def experts_per_token(self) -> int | None:
+        """Return the number of experts that compute a token in a layer; None for a model without experts."""
+        return None if self.experts is None else self.experts.top_k
+
+    def num_active_parameters(self) -> int | None:
+        """Return the number of parameters that compute a token; None for a model without experts, where all do."""
+        return None if self.experts is None else num_active_parameters(self)
+
+    def expert_flops_per_sample(self, seq_len: int) -> int:
+        """Return the part of `flops_per_sample` of the experts that tokens choose; 0 for a model without experts."""
+        if self.experts is None:
+            return 0
+        return 6 * seq_len * self.num_expert_layers * 3 * self.dim * self.experts.top_k * self.experts.hidden_dim
+
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
         norms."""
