@@ -21,7 +21,7 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model, take_inventory
 from titan_launch.models.weights.folder import FLOATS, WeightsFolder, find_weights
-from titan_launch.models.weights.tensor_names import is_always_float32
+from titan_launch.models.weights.tensor_names import is_selection_bias
 from titan_launch.models.weights.writing import Entry, companions_of
 from titan_launch.train.run_folder.folder import checkpoint_folder
 
@@ -57,8 +57,8 @@ class SavedModel:
 
     @property
     def widest_dtype(self) -> torch.dtype:
-        """The floating-point dtype with the most bytes, apart from tensors that are always fp32."""
-        entries = [entry for entry in self.entries.values() if not is_always_float32(entry.name)]
+        """The floating-point dtype with the most bytes, apart from selection biases, which are always fp32."""
+        entries = (entry for entry in self.entries.values() if not is_selection_bias(entry.name))
         floating = {entry.dtype for entry in entries if entry.dtype.is_floating_point}
         return max(floating, key=lambda dtype: dtype.itemsize)
 

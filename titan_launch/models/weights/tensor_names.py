@@ -215,9 +215,9 @@ NAMES: dict[str, TensorNames] = {
 """Names of the classes of `titan_launch.config.huggingface.FAMILIES`, by `model_type`."""
 
 
-def is_always_float32(name: str) -> bool:
-    """Return True for a tensor of this package that is fp32 whatever the dtype of the parameters, as in `transformers`:
-    selection biases, whose updates are small beside their values."""
+def is_selection_bias(name: str) -> bool:
+    """Return True for the biases of the choice of experts. They are buffers that decide what a model computes, so no
+    file may lack them. They are fp32 whatever the dtype of the parameters, as in `transformers`."""
     return matches(_SELECTION_BIAS, name)
 
 
