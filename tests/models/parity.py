@@ -69,6 +69,25 @@ _LINEAR = {
 }
 _GEMMA = {**_SIZES, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}
 
+_DEEPSEEK_V3 = {
+    **_SIZES,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": {**_YARN, "truncate": True, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+_MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-5}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("llama", _SIZES),
     "Llama 3.1, RoPE scaling": ("llama", {**_SIZES, "rope_parameters": _LLAMA_3_1}),
@@ -122,6 +141,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Phi-3": ("phi3", {**_SIZES, "sliding_window": 8}),
+    "DeepSeek-V3": ("deepseek_v3", _DEEPSEEK_V3),
+    "Moonlight": ("deepseek_v3", {**_DEEPSEEK_V3, **_MOONLIGHT, "rope_parameters": None, "rope_theta": 50_000.0}),
 }
 """A tiny configuration of each family: its `model_type`, and keys of its `config.json`."""
 
@@ -145,9 +166,10 @@ def random_model(case: str, folder: Path, **changes: Any) -> nn.Module:
     model_type, keys = CASES[case]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**keys, **changes})).eval()
+    biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))  # of the choice of experts
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for tensor in (*model.parameters(), *biases):
+            tensor.add_(torch.randn_like(tensor), alpha=0.1)
     model.save_pretrained(folder)
     return model
 
@@ -189,8 +211,10 @@ def parity(case: str, folder: Path) -> Parity:
 
 
 def _gradient_difference(ours: nn.Module, weights: Weights, theirs: Mapping[str, Tensor]) -> float:
-    """Return the largest difference from the gradients `theirs`, which are in the layout of files."""
-    read = in_file_layout(weights.pieces, lambda name: ours.get_parameter(name).grad)
+    """Return the largest difference from the gradients `theirs`, which are in the layout of files, with the values of
+    buffers beside them."""
+    values = {**dict(ours.named_buffers()), **{name: p.grad for name, p in ours.named_parameters()}}
+    read = in_file_layout(weights.pieces, values.__getitem__)
     differences, largest = defaultdict(float), defaultdict(float)
     for name, gradient in theirs.items():
         parameter = re.sub(r"experts\.\d+", "experts", name)

@@ -128,6 +128,41 @@ TWINS = {
         {"sliding_window": 8, "rope_parameters": rope(1e4)},
         {"sliding_window": 8},
     ),
+    "deepseek_v3": Twin(
+        "DeepseekV3ForCausalLM",
+        {
+            **(LATENT := {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}),
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": rope(
+                1e4,
+                rope_type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=0.7,
+                mscale_all_dim=0.3,
+            ),
+        },
+        {
+            "n_kv_heads": 4,
+            "latent_attention": {**LATENT, "q_lora_rank": 20},
+            "rope_scaling": {
+                "kind": "yarn",
+                "factor": 4.0,
+                "original_max_position": 16,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.3,
+            },
+            "experts": {"top_k": 3, "hidden_dim": 12, "shared_hidden_dim": 24, "balance_loss": 0.0},
+        },
+    ),
 }
 
 
@@ -148,9 +183,10 @@ def twin_of(family: str) -> nn.Module:
     config = model_class.config_class(**sizes, **twin.config, attn_implementation="eager")
     torch.manual_seed(0)
     model = model_class(config).eval()
+    biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))  # of the choice of experts
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        for tensor in (*model.parameters(), *biases):
+            tensor.add_(torch.randn_like(tensor), alpha=0.3)
     return model
 
 

@@ -24,6 +24,7 @@ from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.config_json import arguments_of, config_of, differences, read_folder_config
 from titan_launch.config.huggingface.families import FAMILIES
 from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.core.errors import ConfigError
 from titan_launch.models.weights.folder import INDEX, Weights, WeightsFolder
 
 pytest.importorskip("transformers")
@@ -75,6 +76,24 @@ LLAMA_3_1 = {
     "rope_type": "llama3",
 }
 GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6}
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "hidden_act": "silu",
+    "kv_lora_rank": 512,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+}
 
 PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
     ("llama3", "8B"): {
@@ -213,6 +232,47 @@ PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
         "original_max_position_embeddings": 4096,
         "attention_bias": False,
     },
+    ("deepseek_v3", "671B-A37B"): {
+        **sizes(7168, 61, 128, 128, 18432, 129280),
+        **DEEPSEEK,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    },
+    ("deepseek_v3", "16B-A3B"): {
+        **sizes(2048, 27, 16, 16, 11264, 163840),
+        **DEEPSEEK,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": None,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.446,
+        "topk_group": 1,
+    },
 }
 """The keys of published `config.json` files that decide the computation, by model and flavor."""
 
@@ -305,15 +365,20 @@ def test_a_model_that_no_class_computes_is_not_written(changes: dict[str, Any], 
         config_of("llama3", args, "float32", 64)
 
 
-def test_a_hugging_face_folder_is_exported_without_an_import(tmp_path: Path) -> None:
-    random_model("Qwen 3, tied", tmp_path / "hf")
+@pytest.mark.parametrize("case", ["Qwen 3, tied", "DeepSeek-V3"])
+def test_a_hugging_face_folder_is_exported_without_an_import(case: str, tmp_path: Path) -> None:
+    """`--dtype` converts all tensors but the biases of the choice of experts."""
+    random_model(case, tmp_path / "hf")
     assert main(["import", str(tmp_path / "hf"), str(tmp_path / "imported")]) == 0
     for name, options in (("plain", ["--format=plain"]), ("bf16", ["--dtype=bfloat16"])):
         assert main(["export", str(tmp_path / "hf"), str(tmp_path / name), *options]) == 0
     assert same_tensors(tmp_path / "imported", tmp_path / "plain")
     original, rounded = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "bf16")
     assert original.keys() == rounded.keys()
-    assert all(torch.equal(rounded[name], tensor.to(torch.bfloat16)) for name, tensor in original.items())
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    for name, tensor in original.items():
+        kept = name.endswith("e_score_correction_bias")
+        assert torch.equal(rounded[name], tensor if kept else tensor.to(torch.bfloat16))
 
 
 def test_files_without_prefix_with_unused_tensors_and_a_tied_head_are_read(tmp_path: Path) -> None:
@@ -327,6 +392,21 @@ def test_files_without_prefix_with_unused_tensors_and_a_tied_head_are_read(tmp_p
     ours, _ = read_model(tmp_path)
     tokens, _ = samples()
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_a_second_predicted_token_is_not_read_but_selection_biases_must_be(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    theirs = random_model("DeepSeek-V3", tmp_path)
+    found = {**tensors_of(tmp_path), "model.layers.61.eh_proj.weight": torch.ones(32, 64)}
+    save_file(found, tmp_path / "model.safetensors")
+    ours, _ = read_model(tmp_path)
+    tokens, _ = samples()
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+    bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+    save_file({name: tensor for name, tensor in found.items() if name != bias}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"1 missing: {bias}"):
+        read_model(tmp_path)
 
 
 @pytest.fixture(scope="module")

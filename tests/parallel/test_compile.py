@@ -31,6 +31,10 @@ SYNCHRONIZED = {"statistics": "synchronized"}
 FP32_NORMS = {"param_dtype": "bfloat16", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
 
 
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+TWO = {"tensor_parallel_degree": 2}
+
+
 def llama(**args: Any) -> dict[str, Any]:
     return {"args": {**TINY_ARGS, "n_layers": 3, **args}}
 
@@ -126,7 +130,8 @@ def compiled_and_not() -> list[tuple[int, int]]:
         {"model": llama(), "activation_checkpoint": BUDGET},
         {"model": llama(), "activation_checkpoint": FULL, "precision": FP32_NORMS},
         {"model": llama(norm="batchnorm"), "activation_checkpoint": OPS, "batchnorm": SYNCHRONIZED},
-        {"model": llama(vocab_size=64), "activation_checkpoint": FULL, "parallelism": {"tensor_parallel_degree": 2}},
+        {"model": llama(vocab_size=64), "activation_checkpoint": FULL, "parallelism": TWO},
+        {"model": llama(vocab_size=64, n_kv_heads=4, latent_attention=LATENT), "parallelism": TWO},
         {"model": CONV, "activation_checkpoint": {**FULL, "modules": ["blocks.*.bn"]}},
         packed,
     ):
@@ -208,6 +213,7 @@ def _check_cost() -> None:
 
 def test_compiled_blocks_give_the_same_results_in_few_graphs() -> None:
     whole, budget, *others = run_ranks(compiled_and_not, 2)[0]
-    parts, batchnorm, divided, conv, packed = others
-    assert [graphs for _, graphs in (whole, budget, parts, batchnorm, divided, conv, packed)] == [1, 1, 2, 1, 1, 2, 1]
+    parts, batchnorm, divided, latents, conv, packed = others
+    assert [graphs for _, graphs in (whole, budget, parts, batchnorm, divided)] == [1, 1, 2, 1, 1]
+    assert [graphs for _, graphs in (latents, conv, packed)] == [1, 2, 1]
     assert budget[0] < 0.8 * whole[0]

@@ -192,3 +192,8 @@ def test_a_job_that_casts_chunks_of_logits_is_traced() -> None:
     for chunks, expected in ((1, None), (2, "loss.chunks with output_dtype in precision.rules")):
         config = JobConfig.model_validate({"loss": {"chunks": chunks}, "precision": {"rules": [rule]}})
         assert unknown_part(config, "cuda") == expected
+
+
+def test_latent_attention_is_traced() -> None:
+    config = JobConfig.model_validate({"model": {"name": "deepseek_v3"}})
+    assert unknown_part(config, "cuda") == "model.args.latent_attention"

@@ -15,7 +15,7 @@ from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.inference.saved_model import SavedModel, open_saved_model
 from titan_launch.models.weights.folder import VOCABULARY
-from titan_launch.models.weights.tensor_names import Shape, pieces_of, tensor_shapes
+from titan_launch.models.weights.tensor_names import Shape, is_selection_bias, pieces_of, tensor_shapes
 from titan_launch.models.weights.writing import (
     COMPANIONS,
     Entry,
@@ -54,7 +54,9 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     if options.dtype is not None:
         dtype = getattr(torch, options.dtype)
         entries = {
-            name: Entry(name, entry.shape, dtype if entry.dtype.is_floating_point else entry.dtype)
+            name: replace(entry, dtype=dtype)
+            if entry.dtype.is_floating_point and not is_selection_bias(name)
+            else entry
             for name, entry in source.entries.items()
         }
         source = replace(source, entries=entries)

@@ -21,6 +21,7 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model, take_inventory
 from titan_launch.models.weights.folder import FLOATS, WeightsFolder, find_weights
+from titan_launch.models.weights.tensor_names import is_selection_bias
 from titan_launch.models.weights.writing import Entry, companions_of
 from titan_launch.train.run_folder.folder import checkpoint_folder
 
@@ -56,8 +57,9 @@ class SavedModel:
 
     @property
     def widest_dtype(self) -> torch.dtype:
-        """The floating-point dtype with the most bytes."""
-        floating = {entry.dtype for entry in self.entries.values() if entry.dtype.is_floating_point}
+        """The floating-point dtype with the most bytes, apart from selection biases, which are always fp32."""
+        entries = (entry for entry in self.entries.values() if not is_selection_bias(entry.name))
+        floating = {entry.dtype for entry in entries if entry.dtype.is_floating_point}
         return max(floating, key=lambda dtype: dtype.itemsize)
 
 
@@ -118,7 +120,7 @@ def _open_huggingface(folder: Path) -> SavedModel:
         weights = find_weights(model, take_inventory(module, ()))
     except ConfigError as error:
         raise WeightsError(error.problems[0].reason) from None
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     dtypes = {name: FLOATS[weights.folder.tensors[piece.tensors[0]].dtype] for name, piece in weights.pieces.items()}
     entries = {name: Entry(name, shapes[name], getattr(torch, dtype)) for name, dtype in dtypes.items()}
 

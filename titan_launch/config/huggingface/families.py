@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_launch.config.huggingface.features import (
+    EXPERTS_OF_DEEPSEEK,
     EXPERTS_OF_GPT_OSS,
     EXPERTS_OF_MIXTRAL,
     EXPERTS_OF_QWEN3_MOE,
     FEED_FORWARD_BIAS,
     HEADS_OF_GPT2,
     KEY_VALUE_HEADS,
+    LATENT_ATTENTION,
     POSITIONS_OF_GPT2,
     QUERY_SCALE,
     ROPES_OF_GEMMA3,
@@ -213,13 +215,28 @@ FAMILIES: dict[str, Family] = {
         fixed={},
         neutral={},
     ),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        (*_SIZES, _SILU, _ROPE, _UNTIED, LATENT_ATTENTION, EXPERTS_OF_DEEPSEEK),
+        fixed={},
+        neutral={
+            "attention_bias": False,
+            "rope_interleave": True,
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "pretraining_tp": 1,
+        },
+    ),
 }
 """The classes of `transformers` that this package's models compute, by their `model_type`."""
 
 REFUSED = {
     "quantization_config": "quantized weights are not supported; name the folder of the original weights, or convert "
     "MXFP4 weights (GPT-OSS) with from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)) and "
-    "save_pretrained of transformers",
+    "save_pretrained of transformers, or FP8 weights (DeepSeek-V3) with inference/fp8_cast_bf16.py of "
+    "deepseek-ai/DeepSeek-V3, and remove this key",
     "compression_config": "compressed weights are not supported; name the folder of the original weights",
 }
 DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -230,6 +247,7 @@ WITHOUT_EFFECT = {
     *("return_dict", "output_attentions", "output_hidden_states", "task_specific_params", "hidden_act"),
     *("id2label", "label2id", "num_labels", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder"),
     *("output_router_logits", "router_aux_loss_coef", "initial_context_length"),
+    *("aux_loss_alpha", "seq_aux", "ep_size"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
 }
 """Keys that change neither the logits nor the training of a language model. (The auxiliary losses of experts are

@@ -391,6 +391,74 @@ EXPERTS_OF_GPT_OSS = Feature(
 )
 
 
+def _read_experts_of_deepseek(config: Config) -> dict[str, Any]:
+    width, num_shared = config.get("moe_intermediate_size", 2048), config.get("n_shared_experts", 1)
+    if not num_shared:
+        raise unsupported("n_shared_experts", num_shared, "at least 1")
+    return {
+        "experts": {
+            "num_experts": config.get("n_routed_experts", config.get("num_local_experts", 256)),
+            "top_k": config.get("num_experts_per_tok", 8),
+            "hidden_dim": width,
+            "shared_hidden_dim": num_shared * width,
+            "first_dense_layers": config.get("first_k_dense_replace", 3),
+            "score": "sigmoid",
+            "normalize": config.get("norm_topk_prob", True),
+            "scale": config.get("routed_scaling_factor", 2.5),
+            "num_groups": config.get("n_group", 8),
+            "top_k_groups": config.get("topk_group", 4),
+            "selection_bias_rate": 0.0,
+        }
+    }
+
+
+def _write_experts_of_deepseek(args: DecoderArgs) -> dict[str, Any]:
+    experts = _experts(args)
+    num_shared, rest = divmod(experts.shared_hidden_dim or 0, experts.hidden_dim)
+    if rest or not num_shared or experts.selection_bias_rate is None:
+        reason = "whose width is a multiple of that of an expert, and selection biases"
+        raise WeightsError(f"DeepseekV3ForCausalLM of transformers needs a shared expert, {reason}")
+    return {
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.hidden_dim,
+        "n_shared_experts": num_shared,
+        "first_k_dense_replace": experts.first_dense_layers,
+        "norm_topk_prob": experts.normalize,
+        "routed_scaling_factor": experts.scale,
+        "n_group": experts.num_groups,
+        "topk_group": experts.top_k_groups,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+EXPERTS_OF_DEEPSEEK = Feature(
+    (
+        *("n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+        *("first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
+        *("num_nextn_predict_layers", "num_mtp_layers"),  # modules that predict further tokens, which are not loaded
+    ),
+    _read_experts_of_deepseek,
+    _write_experts_of_deepseek,
+)
+
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def _write_latent_attention(args: DecoderArgs) -> dict[str, Any]:
+    if args.latent_attention is None:
+        raise WeightsError("the class of transformers has latent attention, but model.args.latent_attention is unset")
+    return {key: getattr(args.latent_attention, key) for key in _LATENT}
+
+
+LATENT_ATTENTION = Feature(
+    (*_LATENT, "qk_head_dim", "head_dim"),
+    lambda config: {"latent_attention": {key: config.get(key, default) for key, default in _LATENT.items()}},
+    _write_latent_attention,
+)
+"""(`qk_head_dim` and `head_dim` follow from the others.)"""
+
+
 def unsupported(key: str, value: Any, reason: str) -> WeightsError:
     """Return the error for a value of `config.json` that no model of this package computes."""
     return WeightsError(f"{CONFIG_FILE} has {key} = {json.dumps(value)}, which is not supported ({reason})")

@@ -20,7 +20,14 @@ from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.core.globs import matches
-from titan_launch.models.weights.tensor_names import Piece, Shape, is_unused, pieces_of, tensor_shapes
+from titan_launch.models.weights.tensor_names import (
+    Piece,
+    Shape,
+    is_selection_bias,
+    is_unused,
+    pieces_of,
+    tensor_shapes,
+)
 from titan_launch.plan.types import Inventory, TensorInfo, full_name
 
 if TYPE_CHECKING:
@@ -241,7 +248,8 @@ def find_weights(
     pieces = pieces_of(folder.config.model_type, shapes, width, folder.tensors)
     pieces |= {own_name: Piece(name) for name, own_name in own_names.items() if own_name in shapes}
     shared = {tensor for name, piece in pieces.items() if own[name].tied_to is not None for tensor in piece.tensors}
-    optional = {full_name(module.path, buffer.name) for module in inventory.modules for buffer in module.buffers}
+    buffers = {full_name(module.path, buffer.name) for module in inventory.modules for buffer in module.buffers}
+    optional = {name for name in buffers if not is_selection_bias(name)}
     pieces = {
         name: piece
         for name, piece in pieces.items()

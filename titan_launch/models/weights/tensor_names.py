@@ -83,7 +83,10 @@ class TensorNames:
     alternating: tuple[str, ...] = ()
     """Ends of the file's tensors in which the output features of several parameters alternate."""
 
-    has_rope: bool = True
+    has_halves: bool = True
+    """True if rotary embeddings rotate the channels i and i + width / 2 of a head in the file; see
+    `Piece.rotary_width`."""
+
     unused: tuple[str, ...] = ("**.rotary_emb.inv_freq",)
     """Globs of tensors without effect, which older files have."""
 
@@ -143,7 +146,7 @@ _GPT2 = {
     "output": _HEAD,
 }
 
-_EXPERTS = "layers.*.moe.experts"
+_EXPERTS, _SELECTION_BIAS = "layers.*.moe.experts", "layers.*.moe.selection_bias"
 _QWEN3_MOE = {**_LLAMA, "layers.*.moe.router": "layers.*.mlp.gate"}
 _MIXTRAL = {**_LLAMA, "layers.*.moe.router": "layers.*.block_sparse_moe.gate"}
 _GPT_OSS = {**_LLAMA, "layers.*.moe.router": "layers.*.mlp.router"}
@@ -154,6 +157,19 @@ _EXPERTS_OF_GPT_OSS = {
     f"{_EXPERTS}.b1": "layers.*.mlp.experts.gate_up_proj_bias",
     f"{_EXPERTS}.b3": "layers.*.mlp.experts.gate_up_proj_bias",
     f"{_EXPERTS}.b2": "layers.*.mlp.experts.down_proj_bias",
+}
+_DEEPSEEK_V3 = {
+    **_LLAMA,
+    "layers.*.attention.wq_a": "layers.*.self_attn.q_a_proj",
+    "layers.*.attention.q_norm": "layers.*.self_attn.q_a_layernorm",
+    "layers.*.attention.wq_b": "layers.*.self_attn.q_b_proj",
+    "layers.*.attention.wkv_a": "layers.*.self_attn.kv_a_proj_with_mqa",
+    "layers.*.attention.kv_norm": "layers.*.self_attn.kv_a_layernorm",
+    "layers.*.attention.wkv_b": "layers.*.self_attn.kv_b_proj",
+    "layers.*.moe.router": "layers.*.mlp.gate",
+    "layers.*.moe.shared_experts.w1": "layers.*.mlp.shared_experts.gate_proj",
+    "layers.*.moe.shared_experts.w3": "layers.*.mlp.shared_experts.up_proj",
+    "layers.*.moe.shared_experts.w2": "layers.*.mlp.shared_experts.down_proj",
 }
 
 
@@ -176,7 +192,7 @@ NAMES: dict[str, TensorNames] = {
         _GPT2,
         prefix="transformer.",
         transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
-        has_rope=False,
+        has_halves=False,
         unused=("**.h.*.attn.bias", "**.h.*.attn.masked_bias"),
     ),
     "gpt_oss": TensorNames(
@@ -186,8 +202,24 @@ NAMES: dict[str, TensorNames] = {
         alternating=("gate_up_proj", "gate_up_proj_bias"),
     ),
     "phi3": TensorNames(_PHI3),
+    "deepseek_v3": TensorNames(
+        _DEEPSEEK_V3,
+        {
+            **_tensor_of_each_expert("gate_proj", "down_proj", "up_proj", "mlp"),
+            _SELECTION_BIAS: "layers.*.mlp.gate.e_score_correction_bias",
+        },
+        has_halves=False,
+        unused=("**.rotary_emb.inv_freq", "**.layers.61.**"),  # the module that predicts a second token
+    ),
 }
 """Names of the classes of `titan_launch.config.huggingface.FAMILIES`, by `model_type`."""
+
+
+def is_selection_bias(name: str) -> bool:
+    """Return True for the biases of the choice of experts. They are buffers that decide what a model computes, so no
+    file may lack them. They are fp32 whatever the dtype of the parameters, as in `transformers`."""
+    return matches(_SELECTION_BIAS, name)
+
 
 _ROTATED = ("wq", "wk", "q_norm", "k_norm")
 
@@ -218,7 +250,7 @@ def pieces_of(
         before = sharing[: sharing.index(pattern)]
         is_alternating, is_of_experts = theirs.endswith(names.alternating or ("?",)), module == _EXPERTS
         sizes = [shapes[other.replace("*", layer)][int(is_of_experts)] for other in before]
-        is_rotated = names.has_rope and module.rpartition(".")[2] in _ROTATED
+        is_rotated = names.has_halves and module.rpartition(".")[2] in _ROTATED
         own_prefix = "" if _split(theirs)[0] == _HEAD else prefix
         pieces[name] = Piece(
             tensor=own_prefix + (theirs.replace("*", layer, 1) if layer else theirs),

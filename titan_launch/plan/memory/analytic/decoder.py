@@ -12,6 +12,7 @@ from functools import partial
 
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.config.architectures.latent_attention import LatentAttentionArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.core.globs import matches
 from titan_launch.plan.hardware import Kernels
@@ -209,6 +210,9 @@ def _modules(args: DecoderArgs, seq_len: int) -> Iterator[ModuleInfo]:
 
 
 def _attention(args: DecoderArgs, path: str) -> Iterator[ModuleInfo]:
+    if args.latent_attention is not None:
+        yield from _latent_attention(args, args.latent_attention, path)
+        return
     yield ModuleInfo(path, (f"{_LAYERS}.Attention",), True)
     yield _linear(args, f"{path}.wq", args.query_width, args.dim)
     yield _linear(args, f"{path}.wk", args.kv_width, args.dim)
@@ -250,6 +254,22 @@ def _index(path: str) -> int:
     return int(path.split(".")[1])
 
 
+def _latent_attention(args: DecoderArgs, latent: LatentAttentionArgs, path: str) -> Iterator[ModuleInfo]:
+    rank, latents = latent.q_lora_rank, latent.kv_lora_rank
+    yield ModuleInfo(path, (f"{_LAYERS}.LatentAttention",), True)
+    if rank is None:
+        yield _linear(args, f"{path}.wq", args.query_width, args.dim)
+    else:
+        yield _linear(args, f"{path}.wq_a", rank, args.dim)
+        yield _norm(args, f"{path}.q_norm", rank)
+        yield _linear(args, f"{path}.wq_b", args.query_width, rank)
+    yield _linear(args, f"{path}.wkv_a", latents + latent.qk_rope_head_dim, args.dim)
+    yield _norm(args, f"{path}.kv_norm", latents)
+    expanded = args.n_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    yield _linear(args, f"{path}.wkv_b", expanded, latents)
+    yield _linear(args, f"{path}.wo", args.dim, args.attended_width)
+
+
 _LAYERS = "titan_launch.models.layers"
 _EMBEDDING, _LINEAR = "torch.nn.modules.sparse.Embedding", "torch.nn.modules.linear.Linear"
 
@@ -273,6 +293,8 @@ def _has_bias(args: DecoderArgs, name: str) -> bool:
         return args.qkv_bias
     if name == "router":
         return args.experts is not None and args.experts.router_bias
+    if name.endswith(("_a", "_b")):
+        return False
     return args.attention_output_bias if name == "wo" else name != "output" and args.feed_forward_bias
 
 
@@ -306,7 +328,7 @@ def _rope(args: DecoderArgs, seq_len: int, path: str, first: str) -> ModuleInfo:
     """Return the entry of a rotary embedding at `path`. Attention modules share it. `first`: its first path."""
     is_first = path == first
     tied_to = None if is_first else full_name(first, "table")
-    buffer = TensorInfo("table", (seq_len, args.head_width // 2, 2), "float32", True, tied_to=tied_to)
+    buffer = TensorInfo("table", (seq_len, args.rotary_width // 2, 2), "float32", True, tied_to=tied_to)
     classes = (f"{_LAYERS}.RotaryEmbedding",)
     return ModuleInfo(path, classes, True, buffers=(buffer,), same_as=None if is_first else first)
 
