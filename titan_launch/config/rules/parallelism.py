@@ -73,8 +73,8 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if context parallelism meets a sliding window, a soft cap or documents, which ring attention
-    lacks."""
+    """Report a problem if context parallelism meets a sliding window, a soft cap, sinks or documents, which ring
+    attention lacks."""
     args, degree = known_args(config.model), config.parallelism.context_parallel_degree
     if degree == 1:
         return
