@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_launch.config.architectures import ALL_IN_ARGS, known_args, resolve_args
 from titan_launch.config.huggingface.config_json import FolderConfig, read_folder_config, read_json
@@ -66,6 +66,7 @@ class WeightsFolder:
         self.path = Path(path)
         self.config = FolderConfig(HUGGINGFACE, ALL_IN_ARGS, {}, None, {}) if of_any_class else read_folder_config(path)
         self.tensors: dict[str, FileTensor] = {}
+        self._opened: tuple[str, Any] | None = None
         expected = self._names_by_file()
         missing = [name for name in expected if not (self.path / name).is_file()]
         if missing:
@@ -113,9 +114,16 @@ class WeightsFolder:
 
     def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
         """Return a part of a tensor, in the dtype of the file. Only this part is read."""
-        with _library().safe_open(self.path / self.tensors[name].file, framework="pt") as file:
-            part: Tensor = file.get_slice(name)[tuple(map(slice, start, stop))] if stop else file.get_tensor(name)
-            return part.clone()  # not a view of the file, which is closed
+        file = self._open(self.tensors[name].file)
+        part: Tensor = file.get_slice(name)[tuple(map(slice, start, stop))] if stop else file.get_tensor(name)
+        return part.clone()  # not a view of the file, which would stay open
+
+    def _open(self, file: str) -> Any:
+        """Return an open file. The last one stays open: a header takes milliseconds, and each expert may have a tensor
+        of its own."""
+        if self._opened is None or self._opened[0] != file:
+            self._opened = file, _library().safe_open(self.path / file, framework="pt")
+        return self._opened[1]
 
 
 def _library() -> ModuleType:
