@@ -9,7 +9,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -325,10 +325,10 @@ class Counted(WeightsFolder):
 
     num_read = 0
 
-    def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
-        part = super().read(name, start, stop)
-        self.num_read += part.numel()
-        return part
+    def read_each(self, names: Sequence[str], start: Sequence[int], stop: Sequence[int]) -> Iterator[Tensor]:
+        for part in super().read_each(names, start, stop):
+            self.num_read += part.numel()
+            yield part
 
 
 @pytest.mark.parametrize("case", ["Qwen 3, experts", "Mixtral", "GPT-OSS", "GPT-2", "Phi-3"])

@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titan_launch.config.architectures import ALL_IN_ARGS, known_args, resolve_args
 from titan_launch.config.huggingface.config_json import FolderConfig, read_folder_config, read_json
@@ -66,7 +67,6 @@ class WeightsFolder:
         self.path = Path(path)
         self.config = FolderConfig(HUGGINGFACE, ALL_IN_ARGS, {}, None, {}) if of_any_class else read_folder_config(path)
         self.tensors: dict[str, FileTensor] = {}
-        self._opened: tuple[str, Any] | None = None
         expected = self._names_by_file()
         missing = [name for name in expected if not (self.path / name).is_file()]
         if missing:
@@ -114,16 +114,20 @@ class WeightsFolder:
 
     def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
         """Return a part of a tensor, in the dtype of the file. Only this part is read."""
-        file = self._open(self.tensors[name].file)
-        part: Tensor = file.get_slice(name)[tuple(map(slice, start, stop))] if stop else file.get_tensor(name)
-        return part.clone()  # not a view of the file, which would stay open
+        (part,) = self.read_each([name], start, stop)
+        return part
 
-    def _open(self, file: str) -> Any:
-        """Return an open file. The last one stays open: a header takes milliseconds, and each expert may have a tensor
-        of its own."""
-        if self._opened is None or self._opened[0] != file:
-            self._opened = file, _library().safe_open(self.path / file, framework="pt")
-        return self._opened[1]
+    def read_each(self, names: Sequence[str], start: Sequence[int], stop: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the same part of several tensors. A file is opened once for consecutive names, because reading a header
+        takes milliseconds."""
+        for file_name, group in groupby(names, key=lambda name: self.tensors[name].file):
+            with _library().safe_open(self.path / file_name, framework="pt") as file:
+                for name in group:
+                    if stop:
+                        part: Tensor = file.get_slice(name)[tuple(map(slice, start, stop))]
+                    else:
+                        part = file.get_tensor(name)
+                    yield part.clone()  # not a view of the file, which is closed
 
 
 def _library() -> ModuleType:
@@ -171,18 +175,21 @@ class Weights:
         if not lengths:
             return self.folder.read(piece.tensor, (), ())
         if not piece.has_tensor_per_expert:
-            return self._read(piece, piece.tensor, offsets, lengths)
+            (part,) = self._read_each(piece, piece.tensors, offsets, lengths)
+            return part
         whole: Tensor | None = None
-        for index in range(lengths[0]):
-            part = self._read(piece, piece.tensor_of(offsets[0] + index), offsets[1:], lengths[1:])
+        experts = piece.tensors[offsets[0] : offsets[0] + lengths[0]]
+        for index, part in enumerate(self._read_each(piece, experts, offsets[1:], lengths[1:])):
             whole = part.new_empty(tuple(lengths)) if whole is None else whole
             whole[index] = part
         assert whole is not None
         return whole
 
-    def _read(self, piece: Piece, tensor: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Return a part of a parameter that is in one tensor of the file."""
-        on_file, axis = self.folder.tensors[tensor].shape, piece.axis
+    def _read_each(
+        self, piece: Piece, tensors: Sequence[str], offsets: Sequence[int], lengths: Sequence[int]
+    ) -> Iterator[Tensor]:
+        """Yield the same part of tensors of the file, which have one shape, in the layout of this package."""
+        on_file, axis = self.folder.tensors[tensors[0]].shape, piece.axis
         rows = on_file[-1 if piece.is_transposed else axis] // piece.step
         first, last = min(offsets[axis], rows), min(offsets[axis] + lengths[axis], rows)
         unit = piece.rotary_width or 1
@@ -192,18 +199,16 @@ class Weights:
         stop[axis] = max(start[axis], piece.start + piece.step * (whole_last - 1) + 1)
         if piece.is_transposed:
             start[-2:], stop[-2:] = start[:-3:-1], stop[:-3:-1]
-            part = self.folder.read(tensor, start, stop).mT
-        else:
-            part = self.folder.read(tensor, start, stop)
-        part = part[(slice(None),) * axis + (slice(None, None, piece.step),)]
-        if piece.rotary_width:
-            part = interleaved(part, piece.rotary_width)
-        part = part.narrow(axis, first - whole_first, last - first)
-        if last - first < lengths[axis]:
-            padded = part.new_zeros(tuple(lengths))
-            padded.narrow(axis, 0, last - first).copy_(part)
-            return padded
-        return part
+        for read in self.folder.read_each(tensors, start, stop):
+            part = (read.mT if piece.is_transposed else read)[(slice(None),) * axis + (slice(None, None, piece.step),)]
+            if piece.rotary_width:
+                part = interleaved(part, piece.rotary_width)
+            part = part.narrow(axis, first - whole_first, last - first)
+            if last - first < lengths[axis]:
+                padded = part.new_zeros(tuple(lengths))
+                padded.narrow(axis, 0, last - first).copy_(part)
+                part = padded
+            yield part
 
 
 def interleaved(rows: Tensor, width: int) -> Tensor:

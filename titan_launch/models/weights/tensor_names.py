@@ -49,11 +49,7 @@ class Piece:
         """Names of the tensors in the file, in the order of the experts."""
         if not self.has_tensor_per_expert:
             return [self.tensor]
-        return [self.tensor_of(expert) for expert in range(self.num_experts or 0)]
-
-    def tensor_of(self, expert: int) -> str:
-        """Return the name of the tensor of an expert."""
-        return self.tensor.replace("*", str(expert))
+        return [self.tensor.replace("*", str(expert)) for expert in range(self.num_experts or 0)]
 
     @property
     def axis(self) -> int:
