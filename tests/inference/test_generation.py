@@ -55,7 +55,13 @@ def byte_level_tokenizer(folder: Path) -> None:
 
 
 @needs_transformers
-@pytest.mark.parametrize("case", ["Llama 3.1, RoPE scaling", "Qwen 3", "Gemma 2", "Gemma 3", "GPT-2", "DeepSeek-V3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("Llama 3.1, RoPE scaling", "Qwen 3", "Qwen 3, experts", "Mixtral", "GPT-OSS", "DeepSeek-V3"),
+        *("Gemma 2", "Gemma 3", "GPT-2"),
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """The sequences are longer than the sliding windows, and the logits with a cache are those without."""
     from transformers import AutoTokenizer
@@ -80,7 +86,7 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
 @needs_transformers
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("case", ["Llama 3.1, RoPE scaling", "Gemma 2", "GPT-2"])
+@pytest.mark.parametrize("case", ["Llama 3.1, RoPE scaling", "GPT-OSS", "Gemma 2", "GPT-2"])
 def test_a_gpu_generates_what_the_cpu_does(case: str, tmp_path: Path) -> None:
     random_model(case, tmp_path, vocab_size=258, eos_token_id=256)
     byte_level_tokenizer(tmp_path)

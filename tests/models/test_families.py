@@ -36,6 +36,7 @@ class Twin:
 
 
 SCALING = {"factor": 8.0, "original_max_position": 16}
+UNBALANCED = {"balance_loss": 0.0}  # transformers adds its auxiliary loss only on request
 LINEAR = {"kind": "linear", "factor": 8.0}
 WINDOWS = ["sliding_attention", "sliding_attention", "full_attention"]
 GEMMA = {"head_dim": 16, "sliding_window": 8, "full_attention_every": 3, "query_scale": 20.0**-0.5}
@@ -67,10 +68,47 @@ TWINS = {
         "Qwen2ForCausalLM", {"tie_word_embeddings": True, "rope_parameters": rope(1e6)}, {"tie_embeddings": True}
     ),
     "qwen3": Twin("Qwen3ForCausalLM", {"head_dim": 16, "rope_parameters": rope(1e6)}, {"head_dim": 16}),
+    "qwen3_moe": Twin(
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 16,
+            "rope_parameters": rope(1e6),
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+        {"head_dim": 16, "experts": {"num_experts": 6, "hidden_dim": 20, "first_dense_layers": 1, **UNBALANCED}},
+    ),
     "mistral": Twin(
         "MistralForCausalLM",
         {"sliding_window": 8, "rms_norm_eps": 1e-5, "rope_parameters": rope(1e4)},
         {"sliding_window": 8},
+    ),
+    "mixtral": Twin(
+        "MixtralForCausalLM",
+        {"num_local_experts": 6, "rms_norm_eps": 1e-5, "rope_parameters": rope(1e6)},
+        {"experts": {"num_experts": 6, "hidden_dim": 48, **UNBALANCED}},
+    ),
+    "gpt_oss": Twin(
+        "GptOssForCausalLM",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 1.0,
+            "sliding_window": 8,
+            "rope_parameters": rope(
+                150_000.0, rope_type="yarn", factor=32.0, original_max_position_embeddings=16, truncate=False
+            ),
+        },
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_scaling": {"original_max_position": 16},
+            "experts": {"num_experts": 6, "top_k": 3, "hidden_dim": 48, "gate_limit": 1.0, **UNBALANCED},
+        },
     ),
     "gemma2": Twin("Gemma2ForCausalLM", {**GEMMA_CONFIG, "rope_parameters": rope(1e4)}, GEMMA),
     "gemma3": Twin(

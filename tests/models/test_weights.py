@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from titan_launch.config.huggingface.config_json import arguments_of, config_of,
 from titan_launch.config.huggingface.families import FAMILIES
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.core.errors import ConfigError
-from titan_launch.models.weights.folder import INDEX, WeightsFolder
+from titan_launch.models.weights.folder import INDEX, Weights, WeightsFolder
 
 pytest.importorskip("transformers")
 
@@ -128,6 +129,60 @@ PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
         "use_sliding_window": False,
         "tie_word_embeddings": True,
     },
+    ("qwen3_moe", "30B-A3B"): {
+        **sizes(2048, 48, 32, 4, 6144, 151936),
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "max_window_layers": 48,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    },
+    ("mixtral", "8x7B"): {
+        **sizes(4096, 32, 32, 8, 14336, 32000),
+        "model_type": "mixtral",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.02,
+    },
+    ("gpt_oss", "20B"): {
+        **sizes(2880, 24, 64, 8, 2880, 201088),
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "layer_types": 12 * ["sliding_attention", "full_attention"],
+        "num_experts_per_tok": 4,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+    },
     ("mistral", "7B"): {
         **sizes(4096, 32, 32, 8, 14336, 32000),
         "model_type": "mistral",
@@ -222,12 +277,78 @@ PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
 """The keys of published `config.json` files that decide the computation, by model and flavor."""
 
 
+NOTES = {
+    "gpt2": ("dropout is not applied: attn_pdrop = 0.1",),
+    "phi3": ("keys of config.json that Phi3ForCausalLM does not have are not used: attention_bias",),
+}
+
+
 @pytest.mark.parametrize(("name", "flavor"), PUBLISHED)
 def test_a_published_config_is_the_flavor(name: str, flavor: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name, flavor]))
     found = read_folder_config(tmp_path)
     assert found.name == name and differences(name, resolve_args(name, flavor, {}), found) == []
-    assert ("dropout is not applied: attn_pdrop = 0.1" in found.notes) == (name == "gpt2")
+    assert found.notes == NOTES.get(name, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "changes", "message"),
+    [
+        ("qwen3_moe", "30B-A3B", {"mlp_only_layers": [0, 2]}, r"mlp_only_layers = \[0, 2\].* must be the first ones"),
+        ("qwen3_moe", "30B-A3B", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2, which is not supported"),
+        ("qwen3_moe", "30B-A3B", {"num_experts_per_tok": 129}, r"top_k \(129\) must not exceed num_experts"),
+        ("mixtral", "8x7B", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1, which is not supported"),
+        ("gpt_oss", "20B", {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5, which is not supported"),
+        ("gpt_oss", "20B", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantized .*Mxfp4Config\(dequantize"),
+    ],
+)
+def test_experts_that_are_not_supported(name: str, flavor: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(WeightsError, match=message):
+        arguments_of({**PUBLISHED[name, flavor], **changes})
+
+
+def test_auxiliary_losses_are_those_of_the_job(tmp_path: Path) -> None:
+    """They are no difference between a job and a folder, but the choice of experts is."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["mixtral", "8x7B"]))
+    found, losses = read_folder_config(tmp_path), {"balance_loss": 0.5, "z_loss": 0.1}
+    assert differences("mixtral", resolve_args("mixtral", "8x7B", {"experts": losses}), found) == []
+    args = resolve_args("mixtral", "8x7B", {"experts": {**losses, "top_k": 3}})
+    assert differences("mixtral", args, found) == [("experts.top_k", 3, 2)]
+    args = resolve_args("mixtral", "8x7B", {"experts": {"normalize": False}})
+    assert isinstance(args, DecoderArgs)
+    with pytest.raises(WeightsError, match=r"MixtralForCausalLM .* has no counterpart of model.args.experts.normalize"):
+        config_of("mixtral", args, "float32", 64)
+
+
+class Counted(WeightsFolder):
+    """A folder that counts the elements that are read."""
+
+    num_read = 0
+
+    def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
+        part = super().read(name, start, stop)
+        self.num_read += part.numel()
+        return part
+
+
+@pytest.mark.parametrize("case", ["Qwen 3, experts", "Mixtral", "GPT-OSS", "GPT-2", "Phi-3"])
+def test_a_rank_reads_only_its_part(case: str, tmp_path: Path) -> None:
+    """It reads whole heads, and all parameters that alternate in a tensor."""
+    random_model(case, tmp_path)
+    model, found = read_model(tmp_path)
+    folder = Counted(tmp_path)
+    weights, generator = Weights(folder, found.pieces), random.Random(0)
+    for name, parameter in model.named_parameters():
+        for _ in range(3):
+            stops = [generator.randint(1, size) for size in parameter.shape]
+            offsets = [generator.randrange(stop) for stop in stops]
+            lengths = [stop - offset for offset, stop in zip(offsets, stops, strict=True)]
+            folder.num_read = 0
+            part = weights.read(name, offsets, lengths)
+            box = tuple(slice(offset, stop) for offset, stop in zip(offsets, stops, strict=True))
+            assert torch.equal(part, parameter[box]) and part.shape == torch.Size(lengths)
+            if found.pieces[name].rotary_width is None:
+                assert folder.num_read <= part.numel() * found.pieces[name].step
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ class Division:
     name: str
     ranks: int
     parallelism: dict[str, Any] = field(hash=False)
+    has_experts: bool = False
+    """True for a mixture of experts, False for a dense decoder."""
 
     @property
     def has_replicas(self) -> bool:
@@ -55,10 +57,15 @@ def _division(name: str, ranks: int, **parallelism: Any) -> Division:
     return Division(name, ranks, parallelism)
 
 
+def _of_experts(name: str, ranks: int, **parallelism: Any) -> Division:
+    return Division(f"experts: {name}", ranks, parallelism, has_experts=True)
+
+
 TP, CP, PP, REPLICAS = (
     {f"{axis}_degree": 2}
     for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel_replicate")
 )
+EP2, EP4 = ({"expert_parallel_degree": degree} for degree in (2, 4))
 UNBALANCED = {"context_parallel_load_balance": False, "context_parallel_rotate_method": "alltoall"}
 DIVISIONS = (
     _division("FSDP", 2),
@@ -83,6 +90,19 @@ DIVISIONS = (
     _division("replicas x PP, Interleaved1F1B", 4, **REPLICAS, **PP, pipeline_parallel_schedule="Interleaved1F1B"),
     _division("TP x PP, 1F1B", 4, **TP, **PP),
     _division("CP x PP, 1F1B", 4, **CP, **PP),
+    _of_experts("FSDP", 2),
+    _of_experts("EP", 2, **EP2),
+    _of_experts("TP", 2, **TP),
+    _of_experts("TP, no sequence parallelism", 2, **TP, sequence_parallel=False),
+    _of_experts("CP", 2, **CP),
+    _of_experts("EP over CP", 2, **EP2, **CP),
+    _of_experts("EP 4", 4, **EP4),
+    _of_experts("FSDP x EP", 4, **EP2),
+    _of_experts("replicas x EP", 4, **EP2, **REPLICAS),
+    _of_experts("EP 2 x TP", 4, **EP2, **TP),
+    _of_experts("EP 4 over FSDP x CP", 4, **EP4, **CP),
+    _of_experts("EP 2 x PP, 1F1B", 4, **EP2, **PP),
+    _of_experts("EP 2 x PP, ZBVZeroBubble", 4, **EP2, **PP, pipeline_parallel_schedule="ZBVZeroBubble"),
 )
 """The verified divisions. A degree that is not named is 1, and FSDP2 shards over the remaining ranks."""
 
@@ -90,6 +110,25 @@ RULES: dict[str, list[dict[str, Any]]] = {
     "no rules": [],
     "rules": [{"type": "RMSNorm", "param_dtype": "float32"}, {"match": "output", "param_dtype": "float32"}],
 }
+DENSE = {"args": {**TINY_ARGS, "n_layers": 4, "vocab_size": 64}}
+EXPERTS = {
+    "name": "qwen3_moe",
+    "args": {
+        **DENSE["args"],
+        "head_dim": 8,
+        "experts": {
+            "num_experts": 4,
+            "top_k": 2,
+            "hidden_dim": 16,
+            "shared_hidden_dim": 16,
+            "expert_bias": True,
+            "balance_loss": 0.1,
+            "z_loss": 0.01,
+        },
+    },
+}
+"""A mixture of experts in every layer. 4 experts are divided over up to 4 ranks."""
+
 CHECKPOINTING: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
     "full": {"mode": "full"},
@@ -117,7 +156,7 @@ class Case:
         """Return the job as plain data. It computes in fp32, so that results differ only by the order of sums."""
         return tiny_job(
             folder,
-            model={"args": {**TINY_ARGS, "n_layers": 4, "vocab_size": 64}},
+            model=EXPERTS if self.division.has_experts else DENSE,
             data={"vocab_size": 64},
             training={"global_batch_size": 8, "local_batch_size": self.local, "steps": STEPS, "seq_len": 16},
             precision={"rules": RULES[self.rules]},
@@ -133,7 +172,7 @@ class Case:
         )
 
 
-ALONE = Case(Division("one process", 1, {}), "no rules", "immediate", "none")
+ALONE = [Case(Division("one process", 1, {}, experts), "no rules", "immediate", "none") for experts in (False, True)]
 
 
 def cases(divisions: Iterable[Division] = DIVISIONS) -> list[Case]:
@@ -199,12 +238,12 @@ def differences(cases: Sequence[Case], folder: Path, num_steps: int = STEPS) -> 
     The maximum is over steps and ranks. All cases must have the same number of ranks.
     """
     (ranks,) = {case.division.ranks for case in cases}
-    ((alone,),) = run_ranks(train, 1, [ALONE], folder / "alone", num_steps)
+    (alone,) = run_ranks(train, 1, ALONE, folder / "alone", num_steps)
     by_rank = run_ranks(train, ranks, cases, folder / f"{ranks}_ranks", num_steps, timeout=20 + 20 * len(cases))
     return {
         case: (
-            max(_apart(measured, alone, 0) for measured in of_ranks),
-            max(_apart(measured, alone, 1) for measured in of_ranks),
+            max(_apart(measured, alone[case.division.has_experts], 0) for measured in of_ranks),
+            max(_apart(measured, alone[case.division.has_experts], 1) for measured in of_ranks),
         )
         for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True)
     }

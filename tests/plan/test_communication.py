@@ -3,6 +3,8 @@ real collectives."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from titan_launch.plan.communication import (
@@ -65,6 +67,23 @@ def test_traffic_of_each_mesh_axis_is_split_by_nodes() -> None:
     assert sent(Traffic(pipeline=Exchange(1, 1000))) == (0, 1000)  # ranks 0, 32
     assert sent(GATHERED) == (384, 384)  # ranks 0, 4, 8, 12: 2 hops of 4
     assert sent(REDUCED) == (0, 1024)  # ranks 0, 16
+    grid = replace(grid, expert=2)
+    assert sent(Traffic(expert=Exchange(1, 1000))) == (1000, 0)  # ranks 0, 4
+    of_experts = replace(GATHERED, expert_all_gather_bytes=1024)
+    assert sent(of_experts) == (0, 512)  # ranks 0, 8
+    grid = replace(grid, expert=4)
+    assert sent(Traffic(expert=Exchange(1, 1200))) == (400, 800)  # ranks 0, 4, 8, 12: of three others, two are far
+    assert sent(of_experts) == (0, 0)
+
+
+def test_parameters_of_experts_are_not_padded_to_the_shards_if_their_second_dim_divides() -> None:
+    def padded(shape: tuple[int, ...], shards: int, expert_parallel: int = 1) -> int:
+        return padded_numel(TensorInfo("w1", shape, "float32", True, True, is_stacked=True), shards, expert_parallel)
+
+    assert padded((8, 128, 6), 64) == padded((8, 128, 6), 8) == 8 * 128 * 6
+    assert padded((8, 10, 6), 64) == 64 * 60
+    assert padded((8, 128, 6), 16, expert_parallel=4) == 2 * 128 * 6
+    assert padded((8, 10), 3, expert_parallel=2) == 6 * 10
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
 
 
 def layout(
@@ -72,3 +72,11 @@ def test_a_rank_has_a_data_parallel_index_and_a_pipeline_index() -> None:
 def test_a_division_with_a_remainder_is_one_error(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         layout(**arguments)
+
+
+def test_expert_parallelism_divides_the_ranks_that_share_parameters() -> None:
+    shared = layout(32, replicate=2, tensor=2, context=2, batch=16, expert=4)
+    assert (shared.expert, shared.shard, shared.parameter_shards, shared.world_size) == (4, 4, 8, 32)
+    assert smallest_world_size(ParallelismConfig(expert_parallel_degree=6, context_parallel_degree=4)) == 12
+    with pytest.raises(ConfigError, match=r"expert_parallel_degree: must divide data_parallel_shard_degree \(4\)"):
+        layout(4, expert=3)

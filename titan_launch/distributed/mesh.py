@@ -14,6 +14,8 @@ from titan_launch.distributed.torch_private import clear_mesh_caches
 from titan_launch.plan.layout import Layout
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
+EXPERT_SHARD, EXPERT = "expert_shard", "expert"
+"""Axes of the second grid, in place of dp_shard and cp."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,18 @@ class Mesh:
         dp_shard x cp                   ranks over which FSDP2 shards the parameters
         dp_replicate x dp_shard x cp    `data_group`: ranks with different tokens and the same parameters. Targets are
                                         counted, and BatchNorm's statistics are pooled, over this group.
+
+    With expert parallelism, the parameters of experts are on a second grid of the same ranks. It has two other axes in
+    place of dp_shard and cp, whose ranks it divides anew:
+
+        expert_shard  parts of the experts are sharded  all-gathers and reduce-scatters the parameters of experts
+        expert        the experts are divided           exchanges tokens, four times per layer
     """
 
     layout: Layout
     ranks: DeviceMesh
+    expert_ranks: DeviceMesh | None = None
+    """The second grid; None without expert parallelism."""
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
@@ -50,6 +60,28 @@ class Mesh:
             shard = f"{SHARD}_{CONTEXT}"
             sharded = self.ranks[SHARD, CONTEXT]._flatten(shard)
         return self.ranks[REPLICATE, shard] if self.layout.replicate > 1 else sharded
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh | None:
+        """The mesh for `fully_shard` of experts that are divided over ranks; None without expert parallelism."""
+        if self.expert_ranks is None:
+            return None
+        return (
+            self.expert_ranks[REPLICATE, EXPERT_SHARD] if self.layout.replicate > 1 else self.expert_ranks[EXPERT_SHARD]
+        )
+
+    @property
+    def expert(self) -> DeviceMesh | None:
+        """The ranks that divide the experts; None if the degree is 1."""
+        return None if self.expert_ranks is None else self.expert_ranks[EXPERT]
+
+    @property
+    def within_experts(self) -> DeviceMesh | None:
+        """The ranks that hold one copy of the parameters of experts before FSDP2 shards them: (expert, tp), or the one
+        of these axes whose degree exceeds 1. None if both degrees are 1."""
+        if self.expert_ranks is None:
+            return self.tensor
+        return self.expert_ranks[EXPERT, TENSOR] if self.layout.tensor > 1 else self.expert_ranks[EXPERT]
 
     @property
     def tensor(self) -> DeviceMesh | None:
@@ -103,15 +135,16 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Build the mesh of all ranks of the default process group. Collective over all ranks."""
     clear_mesh_caches()
     replace_gloo_all_gather()
-    axes = {
-        PIPELINE: layout.pipeline,
-        REPLICATE: layout.replicate,
-        SHARD: layout.shard,
-        CONTEXT: layout.context,
-        TENSOR: layout.tensor,
-    }
-    axes = {name: degree for name, degree in axes.items() if degree > 1 or name == SHARD}
-    return Mesh(layout, init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)))
+
+    def grid(divided: dict[str, int], kept: str) -> DeviceMesh:
+        axes = {PIPELINE: layout.pipeline, REPLICATE: layout.replicate, **divided, TENSOR: layout.tensor}
+        axes = {name: degree for name, degree in axes.items() if degree > 1 or name == kept}
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    ranks, experts = grid({SHARD: layout.shard, CONTEXT: layout.context}, SHARD), None
+    if layout.expert > 1:
+        experts = grid({EXPERT_SHARD: layout.parameter_shards // layout.expert, EXPERT: layout.expert}, EXPERT_SHARD)
+    return Mesh(layout, ranks, experts)
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta, description: str) -> dist.ProcessGroup:

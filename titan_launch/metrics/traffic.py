@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from titan_launch.distributed.mesh import EXPERT
 from titan_launch.distributed.torch_private import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
     collectives_watched,
     parameter_groups,
+    sharded_parameters,
 )
 from titan_launch.plan.communication import Collectives, Traffic
 
@@ -52,10 +55,21 @@ def count_collectives(model: nn.Module) -> Iterator[TrafficCount]:
     def record(kind: str, output: Tensor, sent: Tensor) -> None:
         count.add(_traffic_of(kind, output, sent))
 
+    def record_of_experts(kind: str, output: Tensor, sent: Tensor) -> None:
+        seen = _traffic_of(kind, output, sent)
+        gathered, scattered = seen.all_gather_bytes, seen.reduce_scatter_bytes
+        count.add(replace(seen, expert_all_gather_bytes=gathered, expert_reduce_scatter_bytes=scattered))
+
     with ExitStack() as stack:
         for group in parameter_groups(model):
-            stack.enter_context(collectives_watched(group, record))
+            is_divided = any(_is_of_experts(parameter) for parameter in sharded_parameters(group))
+            stack.enter_context(collectives_watched(group, record_of_experts if is_divided else record))
         yield count
+
+
+def _is_of_experts(parameter: nn.Parameter) -> bool:
+    """Return True if expert parallelism divides a parameter."""
+    return isinstance(parameter, DTensor) and EXPERT in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _traffic_of(kind: str, output: Tensor, sent: Tensor) -> Traffic:

@@ -31,6 +31,7 @@ from titan_launch.models.factory import (
 )
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.initializers import Initializer, call_reset_parameters
+from titan_launch.models.mixture_of_experts import Experts
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
@@ -56,7 +57,7 @@ def take_inventory(
             same_as=first if (first := first_path.setdefault(id(module), path)) != path else None,
             classes=_class_names(module),
             has_forward=has_forward(module),
-            parameters=_tensors(path, module._parameters.items(), first_owner),
+            parameters=_tensors(path, module._parameters.items(), first_owner, isinstance(module, Experts)),
             buffers=_tensors(path, module._buffers.items(), first_owner),
         )
         for path, module in model.named_modules(remove_duplicate=False)
@@ -71,7 +72,7 @@ def _class_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _tensors(
-    path: str, tensors: Iterable[tuple[str, Tensor | None]], first_owner: dict[int, str]
+    path: str, tensors: Iterable[tuple[str, Tensor | None]], first_owner: dict[int, str], are_stacked: bool = False
 ) -> tuple[TensorInfo, ...]:
     infos = []
     for name, tensor in tensors:
@@ -87,6 +88,7 @@ def _tensors(
                 is_floating=tensor.is_floating_point(),
                 requires_grad=tensor.requires_grad,
                 tied_to=owner if owner != own else None,
+                is_stacked=are_stacked,
             )
         )
     return tuple(infos)

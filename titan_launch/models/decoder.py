@@ -214,6 +214,11 @@ TENSOR_PARALLEL: dict[str, TensorStyle] = {
     "layers.*.feed_forward": "input",
     "layers.*.feed_forward.w[13]": "colwise",
     "layers.*.feed_forward.w2": "rowwise",
+    "layers.*.moe": "mixture",
+    "layers.*.moe.router": "router",
+    "layers.*.moe.experts": "experts",
+    "layers.*.moe.shared_experts.w[13]": "shared_colwise",
+    "layers.*.moe.shared_experts.w2": "shared_rowwise",
     "norm": "sequence",
     "output": "head",
 }

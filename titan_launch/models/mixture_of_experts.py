@@ -68,12 +68,22 @@ def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = Non
     return Choice(experts, weights * args.scale, scores)
 
 
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""A function of rows that are sorted by expert (rows, dim) and of the rows of each expert (experts). It returns the
+results of the experts (rows, dim)."""
+
+
 class Experts(nn.Module):
     """The experts of a layer: feed-forward layers w2(activation(w1 x) * w3 x), whose parameters are stacked."""
+
+    dispatch: Callable[[Compute, Tensor, Tensor], Tensor] | None = None
+    """Function of (compute, rows, counts) that sends rows to the ranks that have their experts, computes there, and
+    returns the results (`parallel.expert_parallel`). None: this rank has all experts."""
 
     def __init__(self, dim: int, args: ExpertArgs, activation: Callable[[Tensor], Tensor]):
         super().__init__()
         num_experts, hidden = args.num_experts, args.hidden_dim
+        self.num_experts = num_experts
         self.activation = activation
         self.gate_limit = args.gate_limit
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
@@ -98,9 +108,10 @@ class Experts(nn.Module):
         `x`: (tokens, dim). `chosen`: numbers of experts (tokens, top_k).
         """
         order = chosen.flatten().argsort(stable=True)
-        counts = count_choices(chosen, self.w1.shape[0])
-        sorted_rows = _Spread.apply(x, order, chosen.shape[1])
-        return _Permuted.apply(self.compute(sorted_rows, counts), order).unflatten(0, chosen.shape)
+        counts = count_choices(chosen, self.num_experts)
+        rows = _Spread.apply(x, order, chosen.shape[1])
+        results = self.compute(rows, counts) if self.dispatch is None else self.dispatch(self.compute, rows, counts)
+        return Permuted.apply(results, order).unflatten(0, chosen.shape)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows that are sorted by expert, (rows, dim), to the same shape. `counts`: rows of each expert."""
@@ -129,7 +140,15 @@ def expert_product(rows: Tensor, counts: Tensor) -> ExpertProduct:
     """Return the product for rows that are sorted by expert: grouped on CUDA in bf16, elsewhere one for each expert."""
     if rows.is_cuda and rows.dtype == torch.bfloat16:
         return grouped_product(counts)
-    return looped_product(counts.tolist())
+    return looped_product(counts_on_host(counts, len(rows)))
+
+
+def counts_on_host(counts: Tensor, num_rows: int) -> list[int]:
+    """Return the rows of each expert as numbers. The host waits for the device.
+
+    On the meta device, where tensors have no values, all rows are of the first expert: shapes of results are the same.
+    """
+    return [num_rows, *[0] * (len(counts) - 1)] if counts.is_meta else counts.tolist()
 
 
 def grouped_product(counts: Tensor) -> ExpertProduct:
@@ -170,7 +189,7 @@ class _Spread(torch.autograd.Function):
         return gradients[0][inverse_of(order)].unflatten(0, (-1, ctx.top_k)).sum(1), None, None
 
 
-class _Permuted(torch.autograd.Function):
+class Permuted(torch.autograd.Function):
     """Rows in the order of the choices, from rows in the order of the experts."""
 
     @staticmethod

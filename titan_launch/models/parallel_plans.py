@@ -16,6 +16,7 @@ from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_location
+from titan_launch.models.mixture_of_experts import Experts, MixtureOfExperts
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.stages import PassThrough
 from titan_launch.plan.types import full_name
@@ -31,11 +32,25 @@ _CLASSES: dict[str, type[nn.Module]] = {
     "colwise": nn.Linear,
     "rowwise": nn.Linear,
     "head": nn.Linear,
+    "mixture": MixtureOfExperts,
+    "experts": Experts,
+    "shared_colwise": nn.Linear,
+    "shared_rowwise": nn.Linear,
 }
 """The class of module that a style requires; other styles allow any module."""
 
-_DIVIDED_AXIS = {"embedding": 0, "colwise": 0, "by_head": 0, "rowwise": 1, "head": 0}
-"""The dimension along which a style shards the weight, and with `by_head` all parameters."""
+_DIVIDED_AXIS = {
+    "embedding": 0,
+    "colwise": 0,
+    "by_head": 0,
+    "rowwise": 1,
+    "head": 0,
+    "experts": 1,
+    "shared_colwise": 0,
+    "shared_rowwise": 1,
+}
+"""The dimension along which a style shards the weight: of experts `w1`, and with `by_head` all
+parameters."""
 
 
 _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
@@ -133,13 +148,15 @@ def _unmatched(model: nn.Module, styles: Mapping[str, TensorStyle]) -> Iterator[
 
 
 def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> Iterator[Problem]:
-    wanted, axis = _CLASSES.get(style), _DIVIDED_AXIS.get(style)
+    wanted = _CLASSES.get(style)
     if wanted is not None and not isinstance(module, wanted):
         reason = f'{path} is a {type(module).__name__}, but its style in tensor_parallel, "{style}", requires an '
         yield Problem(_NAME, f"{reason}nn.{wanted.__name__}")
         return
-    divided = {name: p for name, p in module.named_parameters(recurse=False) if name == "weight" or wanted is None}
-    sizes = {parameter.shape[axis] for parameter in divided.values()} if axis is not None else set()
+    if style not in _DIVIDED_AXIS:
+        return
+    names = {"experts": ["w1"], "by_head": [name for name, _ in module.named_parameters(recurse=False)]}
+    sizes = {module.get_parameter(name).shape[_DIVIDED_AXIS[style]] for name in names.get(style, ["weight"])}
     for size in sorted(size for size in sizes if size % degree):
         reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, which is not a multiple of {degree}'
         yield Problem(
@@ -148,7 +165,8 @@ def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> I
 
 
 def _what_is_divided(style: TensorStyle) -> str:
-    return {"embedding": "rows", "by_head": "rows", "rowwise": "input features"}.get(style, "output features")
+    names = {"embedding": "rows", "by_head": "rows", "rowwise": "input features", "shared_rowwise": "input features"}
+    return {**names, "experts": "hidden features"}.get(style, "output features")
 
 
 def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
@@ -157,7 +175,7 @@ def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[
     owners = (
         path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
     )
-    paths = [path for path in owners if found.get(path) in (None, "input")]
+    paths = [path for path in owners if found.get(path) in (None, "input", "mixture")]
     if paths:
         more = f", and {len(paths) - 1} others, which have" if len(paths) > 1 else ", which has"
         reason = (

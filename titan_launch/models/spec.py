@@ -11,7 +11,21 @@ from torch import nn
 from titan_launch.models.initializers import Initializer
 
 TensorStyle = Literal[
-    "embedding", "positions", "sequence", "input", "colwise", "latent", "heads", "by_head", "rowwise", "head"
+    "embedding",
+    "positions",
+    "sequence",
+    "input",
+    "colwise",
+    "latent",
+    "heads",
+    "by_head",
+    "rowwise",
+    "head",
+    "mixture",
+    "router",
+    "experts",
+    "shared_colwise",
+    "shared_rowwise",
 ]
 """The style by which tensor parallelism divides a module over T ranks. "Stream" means the activations (batch, tokens,
 features) between layers. With sequence parallelism each rank has a part of the tokens, otherwise the whole stream.
@@ -27,6 +41,11 @@ features) between layers. With sequence parallelism each rank has a part of the 
     by_head     1/T of the rows of all parameters, as many for each head    1/T of the heads, latents -> 1/T of heads
     rowwise     1/T of the input features of an nn.Linear           1/T of the features -> stream, summed over ranks
     head        1/T of the output features of an nn.Linear          stream -> 1/T of the classes
+    mixture     nothing; a MixtureOfExperts         stream -> stream, summed over ranks
+    router      all parameters                      all tokens and features -> the same on all ranks
+    experts     1/T of the width of each expert     all tokens and features -> parts of sums over ranks
+    shared_colwise    as colwise, within a mixture  all tokens and features -> 1/T of the features
+    shared_rowwise    as rowwise, within a mixture  1/T of the features -> parts of sums over ranks
 
 Latents are vectors of which each rank computes its own heads. A rank's gradient of a latent is the part of its heads.
 So the gradients of `latent` and `heads` modules are summed over ranks, and that of a latent is not. A module between

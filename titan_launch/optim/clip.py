@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import get_total_norm
 
@@ -28,8 +30,9 @@ def clip_grad_norm(
 ) -> Tensor:
     """Clip gradients in place to a total norm of at most `max_norm`. If `max_norm` is 0, do not change them.
 
-    Return the norm before clipping, over all shards, as a scalar tensor. It is equal on all ranks. DTensors must all be
-    on one mesh. `pipeline`: the ranks of the other pipeline stages, whose gradients are part of the norm.
+    Return the norm before clipping, over all shards, as a scalar tensor. It is equal on all ranks. With expert
+    parallelism, the DTensors are on two meshes of the same ranks. `pipeline`: the ranks of the other pipeline stages,
+    whose gradients are part of the norm.
 
     Collective over the ranks that share the shards, and over `pipeline`. The host does not wait for the device. If the
     norm is not finite, the gradients become NaN, and the caller must skip the step.
@@ -60,7 +63,17 @@ def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not isinstance(gradients[0], DTensor):
         return get_total_norm(gradients)
-    mesh = gradients[0].device_mesh
+    by_mesh: dict[DeviceMesh, list[DTensor]] = {}
+    for gradient in gradients:
+        assert isinstance(gradient, DTensor), "parameters are DTensors, all or none"
+        by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
+    squares = [_square_on_mesh(mesh, of_mesh) for mesh, of_mesh in by_mesh.items()]
+    dtype = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
+    return torch.stack(squares).sum().sqrt().to(dtype)
+
+
+def _square_on_mesh(mesh: DeviceMesh, gradients: Sequence[DTensor]) -> Tensor:
+    """Return the square of the norm of gradients on one mesh, over all ranks of the mesh, in float64."""
     norms = {where: get_total_norm(tensors) for where, tensors in _by_placements(gradients).items()}
     divided = {where: [not placement.is_replicate() for placement in where] for where in norms}
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and any(axes[axis] for axes in divided.values())]
@@ -71,14 +84,13 @@ def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
     square = torch.stack(squares).sum()
     for axis in axes:
         dist.all_reduce(square, group=mesh.get_group(axis))
-    return square.sqrt().to(torch.promote_types(next(iter(norms.values())).dtype, torch.float32))
+    return square
 
 
-def _by_placements(gradients: Sequence[Tensor]) -> Mapping[tuple[Placement, ...], list[Tensor]]:
+def _by_placements(gradients: Sequence[DTensor]) -> Mapping[tuple[Placement, ...], list[Tensor]]:
     """Return this rank's shards of DTensors, grouped by placements."""
     parts: defaultdict[tuple[Placement, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        assert isinstance(gradient, DTensor), "parameters are DTensors, all or none"
         parts[gradient.placements].append(local_tensor(gradient))
     return parts
 

@@ -16,6 +16,7 @@ from titan_launch.parallel.activation_checkpoint import cast_in_second_forward, 
 from titan_launch.parallel.batchnorm import prepare_batch_norms
 from titan_launch.parallel.compile import compile_pieces
 from titan_launch.parallel.expert_balance import prepare_experts
+from titan_launch.parallel.expert_parallel import divide_experts
 from titan_launch.parallel.float8 import convert_to_float8
 from titan_launch.parallel.fsdp import apply_fsdp
 from titan_launch.parallel.tensor_parallel import apply_tensor_parallel
@@ -42,7 +43,8 @@ def parallelize(
 
     1. Cast to storage dtypes, while parameters are plain tensors without memory. FSDP2 keeps the dtypes that it finds.
     2. Convert linear layers to float8. Names and dtypes of parameters stay. Not possible with tensor parallelism.
-    3. Apply tensor parallelism by the model's `styles`. FSDP2 then shards the resulting DTensors further.
+    3. Apply tensor parallelism by the model's `styles`, and expert parallelism. FSDP2 then shards the resulting
+       DTensors further.
     4. Prepare BatchNorm layers, before FSDP2 replaces their class. `statistics_group`: the ranks over which statistics
        are synchronized; None for local statistics. Set the scale of the auxiliary losses of mixtures of experts.
     5. Apply activation checkpointing inside of FSDP2's hooks. The second forward then gets inputs that FSDP2 has cast.
@@ -55,6 +57,7 @@ def parallelize(
     if mesh.tensor is not None:
         assert styles is not None, "check_tensor_plan comes first"
         apply_tensor_parallel(model, styles, mesh.tensor, parallelism, plan.loss_head is not None)
+    divide_experts(model, mesh)
     prepare_batch_norms(model, batchnorm, mesh.layout.num_microbatches, statistics_group)
     prepare_experts(model, mesh.layout, mesh.context)
     if checkpoints_compiled(activation_checkpoint, mesh.layout.tensor):
@@ -63,6 +66,6 @@ def parallelize(
     else:
         checkpoint_activations(model, plan.checkpointed, activation_checkpoint)
         compile_pieces(model, plan, compilation, activation_checkpoint)
-    apply_fsdp(model, plan, mesh.fsdp, offloads)
+    apply_fsdp(model, plan, mesh, offloads)
     if not CAN_SHARE_UNITS:
         cast_in_second_forward(model, plan, plan.checkpointed)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
+from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.torch_private import (
     apply_to_tensors,
     discard_all_reduces,
@@ -18,29 +20,35 @@ from titan_launch.distributed.torch_private import (
     reset_iteration,
     roots,
 )
-from titan_launch.plan.types import ModelPlan, Policy
+from titan_launch.models.mixture_of_experts import Experts
+from titan_launch.plan.types import ModelPlan, Policy, sharded_dim
 from titan_launch.plan.units.order import plan_backward_prefetch
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 
 
-def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bool = False) -> None:
+def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = False) -> None:
     """Wrap a model in place: one `fully_shard` call per unit, in the planned order (inner first, root last).
 
-    The mesh is always passed: FSDP2's default mesh would use the host's accelerator even with `job.device = "cpu"`.
+    A mesh is always passed: FSDP2's default mesh would use the host's accelerator even with `job.device = "cpu"`.
     `offloads`: sharded parameters and gradients stay in host memory, which is pinned if the mesh is on GPUs.
     """
-    policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloads else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=mesh.ranks.device_type == "cuda") if offloads else OffloadPolicy()
     for unit in plan.units:
+        ranks = mesh.expert_fsdp if unit.expert_parallel > 1 else mesh.fsdp
+        assert ranks is not None, "the mesh is that of the plan"
         modules = [model.get_submodule(path) for path in unit.modules]
         is_shared = len(modules) > 1
         casts_outputs = not is_shared and not plan.returns_loss(unit.modules[0])
         fully_shard(
             modules if is_shared else modules[0],
-            mesh=mesh,
+            mesh=ranks,
             mp_policy=mixed_precision_policy(unit.policy if casts_outputs else replace(unit.policy, output_dtype=None)),
             reshard_after_forward=unit.reshard_after_forward,
             offload_policy=policy,
+            shard_placement_fn=_placement_of_experts(modules, mesh.layout.shards_of(unit)),
         )
+        if ranks.size() > 1:
+            _sum_gradients(_fsdp_module(model, unit.modules[0]))
         if not unit.unshard_in_backward:
             _fsdp_module(model, unit.modules[0]).set_unshard_in_backward(False)
         # FSDP2's own cast of outputs is wrong for a unit of several modules, if one of them does not run. FSDP2 then
@@ -49,8 +57,6 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bo
             for path, module in zip(unit.modules, modules, strict=True):
                 if not plan.returns_loss(path):
                     _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
-    if mesh.size() > 1:
-        _sum_gradients(model)
     for path, ahead in plan_backward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
 
@@ -93,16 +99,25 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def _sum_gradients(model: nn.Module) -> None:
-    """Let FSDP2 sum gradients instead of averaging them: the loss is already divided by the step's global target count.
+def _placement_of_experts(modules: Sequence[nn.Module], shards: int) -> Callable[[nn.Parameter], Shard | None] | None:
+    """Return a function that chooses the dim along which FSDP2 shards a parameter; None for modules without experts."""
+    inner = (module for outer in modules for module in outer.modules() if isinstance(module, Experts))
+    stacked = {parameter for module in inner for parameter in module.parameters()}
+    if not stacked:
+        return None
+    return lambda p: Shard(sharded_dim(local_tensor(p).shape, shards, is_stacked=True)) if p in stacked else None
+
+
+def _sum_gradients(unit: FSDPModule) -> None:
+    """Let FSDP2 sum a unit's gradients instead of averaging them: the loss is already divided by the step's global
+    target count.
 
     Plain SUM is forced, because FSDP2 implements factor 1 by PREMUL_SUM, which gloo does not have. The setters do not
     recurse, so they are called for every unit; a missed unit would silently average. Do not call this function for a
     single rank: FSDP2 would copy and divide all gradients without need.
     """
-    for module in fsdp_modules(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
 
 
 def discard_pending(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ mesh, even replicated ones, because PyTorch cannot clip or update plain tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.distributed.mesh import TENSOR
 from titan_launch.models.parallel_plans import style_by_module
 from titan_launch.models.spec import TensorStyle
 
@@ -69,7 +70,7 @@ def _appliers(
         "colwise": apply(ColwiseParallel()),
         "latent": lambda module: _compute_latent(module, mesh),
         "heads": lambda module: _replicate(module, mesh, Partial()),
-        "by_head": lambda module: _distribute(module, mesh, Shard(0), Shard(0)),
+        "by_head": lambda module: divide_locally(module, mesh, {name: [Shard(0)] for name in module._parameters}),
         "rowwise": apply(RowwiseParallel(output_layouts=stream)),
         "head": apply(
             ColwiseParallel(
@@ -78,6 +79,11 @@ def _appliers(
                 use_local_output=not divides_logits,
             )
         ),
+        "mixture": lambda module: _sum_outputs(module, mesh, stream),
+        "router": lambda module: _replicate(module, mesh, Partial()),
+        "experts": lambda module: None,  # `divide_experts` divides them over the expert and the tensor axis at once
+        "shared_colwise": lambda module: divide_locally(module, mesh, {"weight": [Shard(0)], "bias": [Shard(0)]}),
+        "shared_rowwise": lambda module: divide_locally(module, mesh, {"weight": [Shard(1)], "bias": [replicated]}),
     }
 
 
@@ -114,11 +120,31 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
     module.register_forward_pre_hook(gather)
 
 
+def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
+    """All-gather the stream for the first input of a module, and add its outputs, of which each rank computes a part.
+
+    Inside of the module all activations are plain tensors. Their gradients are parts of sums, as the outputs are.
+    """
+
+    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = args
+        whole = DTensor.from_local(x, mesh, [stream], run_check=False).redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()]), *rest
+
+    def add(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return (
+            DTensor.from_local(output, mesh, [Partial()], run_check=False).redistribute(placements=[stream]).to_local()
+        )
+
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(add)
+
+
 def _compute_latent(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a module's own parameters, and take its input from `_gather_input` as a plain tensor. All gradients are
     this rank's parts of sums."""
     _replicate(module, mesh, Partial())
-    module.register_forward_pre_hook(lambda _, args: (_local(args[0], Partial()), *args[1:]))
+    module.register_forward_pre_hook(lambda _, args: (_local(args[0], [Partial()]), *args[1:]))
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None:
@@ -127,38 +153,59 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None
     `gradient`: `Partial` if ranks have different activations, so gradients are summed; `Replicate` if all ranks have
     the same activations.
     """
-    _distribute(module, mesh, Replicate(), gradient)
+    _distribute(module, mesh, {name: [Replicate()] for name in module._parameters})
+    _compute_locally(module, {name: [gradient] for name in module._parameters})
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement, gradient: Placement) -> None:
-    """Make DTensors of a module's own parameters, and let its forward use this rank's part as plain tensors.
+def divide_locally(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Sequence[Placement]]) -> None:
+    """Divide a module's own parameters over ranks, and let its forward use plain tensors: this rank's parts.
 
-    `gradient`: placement of the gradients of these parts.
+    `placements`: for each parameter, its placements on the axes of `mesh`. Along the tensor axis, the results of the
+    ranks are parts of sums. A parameter that is replicated along this axis is a bias of the sum: all ranks but the
+    first compute with zeros in its place, and the gradients of all ranks are added.
     """
+    _distribute(module, mesh, placements)
+    biases = [name for name, _ in module.named_parameters() if any(p.is_replicate() for p in placements[name])]
+    is_first = TENSOR not in (mesh.mesh_dim_names or ()) or mesh[TENSOR].get_local_rank() == 0
+    gradients = {name: [Partial() if p.is_replicate() else p for p in where] for name, where in placements.items()}
+    _compute_locally(module, gradients, () if is_first else biases)
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Sequence[Placement]]) -> None:
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            distributed = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+            distributed = distribute_tensor(parameter.data, mesh, placements[name], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
 
+
+def _compute_locally(
+    module: nn.Module, gradients: Mapping[str, Sequence[Placement]], zeros: Collection[str] = ()
+) -> None:
+    """Let a module's forward use plain tensors in place of its own parameters. `gradients`: placements of the gradients
+    of these tensors. `zeros`: names of parameters that are multiplied by 0."""
+
     def forward(*args: Any, **kwargs: Any) -> Any:  # a `partial` would get a graph per module
-        with _local_parameters(module, gradient):
+        with _local_parameters(module, gradients, zeros):
             return type(module).forward(module, *args, **kwargs)  # at each call, because BatchNorm's class changes
 
     module.forward = forward
 
 
 @contextmanager
-def _local_parameters(module: nn.Module, gradient: Placement) -> Iterator[None]:
+def _local_parameters(
+    module: nn.Module, gradients: Mapping[str, Sequence[Placement]], zeros: Collection[str]
+) -> Iterator[None]:
     parameters = dict(module._parameters)
     try:
-        module._parameters.update({name: _local(p, gradient) for name, p in parameters.items()})
+        local = {name: _local(parameter, gradients[name]) for name, parameter in parameters.items()}
+        module._parameters.update({name: part * 0 if name in zeros else part for name, part in local.items()})
         yield
     finally:
         module._parameters.update(parameters)
 
 
-def _local(tensor: Tensor | None, gradient: Placement) -> Any:
-    return tensor.to_local(grad_placements=[gradient]) if isinstance(tensor, DTensor) else tensor
+def _local(tensor: Tensor | None, gradient: Sequence[Placement]) -> Any:
+    return tensor.to_local(grad_placements=gradient) if isinstance(tensor, DTensor) else tensor
 
 
 _Owner = tuple[nn.Module, str]

@@ -1,7 +1,7 @@
 """Collectives of a rank in one step: number, bytes and links. No torch.
 
-FSDP2's collectives follow from the units and are computed here. Collectives of tensor, context and pipeline parallelism
-are counted in a trace.
+FSDP2's collectives follow from the units and are computed here, and the all-to-alls of expert parallelism from the
+number of choices. Collectives of tensor, context and pipeline parallelism are counted in a trace.
 
 The numbers are exact if every unit runs in every forward, as in the models of this package, and if every trained
 parameter gets a gradient. Only collectives of units are counted here. BatchNorm statistics, target
@@ -10,7 +10,8 @@ counts, gradient clipping and metrics have small collectives that are not counte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.types import ModelPlan, TensorInfo, Unit, parameters_by_unit
+from titan_launch.plan.types import ModelPlan, TensorInfo, Unit, parameters_by_unit, sharded_dim
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Communication of one rank along the tensor, context or pipeline axis."""
+    """Communication of one rank along the tensor, context, pipeline or expert axis."""
 
     calls: int = 0
 
@@ -88,6 +89,15 @@ class Traffic:
     pipeline: Exchange = field(default_factory=Exchange)
     """Pipeline parallelism: activations to the next stage, gradients to the previous stage."""
 
+    expert: Exchange = field(default_factory=Exchange)
+    """Expert parallelism: all-to-alls of tokens and results, and their gradients, if all experts are chosen equally."""
+
+    expert_all_gather_bytes: int = 0
+    """Part of `all_gather_bytes` of units with `expert_parallel` above 1, whose collectives are among fewer ranks."""
+
+    expert_reduce_scatter_bytes: int = 0
+    """Part of `reduce_scatter_bytes` of these units."""
+
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
             self.collectives + other.collectives,
@@ -97,6 +107,9 @@ class Traffic:
             self.tensor + other.tensor,
             self.context + other.context,
             self.pipeline + other.pipeline,
+            self.expert + other.expert,
+            self.expert_all_gather_bytes + other.expert_all_gather_bytes,
+            self.expert_reduce_scatter_bytes + other.expert_reduce_scatter_bytes,
         )
 
 
@@ -120,7 +133,7 @@ def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     """
     if not unit.num_parameters:
         return Collectives()
-    is_sharded, is_replicated = layout.parameter_shards > 1, layout.replicate > 1
+    is_sharded, is_replicated = layout.shards_of(unit) > 1, layout.replicate > 1
     return Collectives(
         all_gathers=unit.num_gathers * is_sharded,
         reduce_scatters=int(unit.is_trained and is_sharded),
@@ -153,25 +166,50 @@ def traffic_of_step(plan: ModelPlan, layout: Layout, accumulation: GradientAccum
     )
 
 
-def padded_numel(parameter: TensorInfo, shard: int) -> int:
-    """Return the elements of a parameter after FSDP2 has padded its first dim to a multiple of the shard degree."""
-    rows = parameter.shape[0]
-    return parameter.numel // rows * (-(-rows // shard) * shard) if parameter.numel else 0
+def padded_numel(parameter: TensorInfo, shard: int, expert_parallel: int = 1) -> int:
+    """Return the elements of a parameter after FSDP2 has padded its first dim to a multiple of the shard degree.
+
+    FSDP2 does not pad some parameters of experts (see `sharded_dim`). `expert_parallel`: number of ranks over which
+    expert parallelism has divided the parameter; the result is for the part of one of them.
+    """
+    if not parameter.numel:
+        return 0
+    rows, numel = parameter.shape[0] // expert_parallel, parameter.numel // expert_parallel
+    if sharded_dim((rows, *parameter.shape[1:]), shard, parameter.is_stacked):
+        return numel
+    return numel // rows * (-(-rows // shard) * shard)
 
 
 def _traffic_of_unit(
     unit: Unit, parameters: Sequence[TensorInfo], layout: Layout, accumulation: GradientAccumulationConfig
 ) -> Traffic:
-    calls = _times(collectives_of_unit(unit, layout), layout, accumulation)
-    padded = sum(padded_numel(p, layout.parameter_shards) for p in parameters)
-    trained = sum(padded_numel(p, layout.parameter_shards) for p in parameters if p.requires_grad)
+    calls, shards = _times(collectives_of_unit(unit, layout), layout, accumulation), layout.shards_of(unit)
+    padded = sum(padded_numel(p, shards, unit.expert_parallel) for p in parameters)
+    trained = sum(padded_numel(p, shards, unit.expert_parallel) for p in parameters if p.requires_grad)
     gradients = trained * DTYPE_BYTES[unit.reduce_dtype]
+    gathered = calls.all_gathers * padded * DTYPE_BYTES[unit.compute_dtype]
+    scattered, is_divided = calls.reduce_scatters * gradients, unit.expert_parallel > 1
     return Traffic(
         calls,
-        all_gather_bytes=calls.all_gathers * padded * DTYPE_BYTES[unit.compute_dtype],
-        reduce_scatter_bytes=calls.reduce_scatters * gradients,
-        all_reduce_bytes=calls.all_reduces * gradients // layout.parameter_shards,
+        all_gather_bytes=gathered,
+        reduce_scatter_bytes=scattered,
+        all_reduce_bytes=calls.all_reduces * gradients // shards,
+        expert_all_gather_bytes=gathered * is_divided,
+        expert_reduce_scatter_bytes=scattered * is_divided,
     )
+
+
+def expert_exchange(num_experts: int, choices: int, row_bytes: int, layout: Layout, forwards: int = 1) -> Exchange:
+    """Return the all-to-alls of one layer of experts in one microbatch, if all experts are chosen equally often.
+
+    `choices`: choices of a rank's tokens, tokens x top_k. `row_bytes`: bytes of a token, in the compute dtype of the
+    experts. `forwards`: 2 with full activation checkpointing. A forward sends the numbers of choices (int64), the
+    tokens, and the results back. A backward sends the gradients of the results and of the tokens.
+    """
+    if layout.expert == 1:
+        return Exchange()
+    sent = forwards * 8 * num_experts + (2 * forwards + 2) * choices * row_bytes
+    return Exchange(3 * forwards + 2, sent * (layout.expert - 1) // layout.expert)
 
 
 def _times(microbatch: Collectives, layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
@@ -213,7 +251,8 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
     If k of the n hops lead to another node, k/n of the bytes of each rank count as sent to other nodes. The reason is
     that NCCL builds one ring per rank of a node, and each ring leaves the node at another rank. If the groups of an
     axis have different numbers of such hops, the largest number counts. Traffic between pipeline stages is divided into
-    own-node and other-node bytes by the same rule.
+    own-node and other-node bytes by the same rule. In the all-to-alls of expert parallelism, each rank sends as much to
+    every other rank; the rank with the most other ranks on other nodes counts.
     """
     shard_stride = layout.tensor
     replica_stride = layout.tensor * layout.parameter_shards
@@ -222,16 +261,23 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
         return _Ring(size, _most_crossings(layout.world_size, stride, size, gpus_per_node))
 
     shards = ring(shard_stride, layout.parameter_shards)
+    expert_shards = ring(shard_stride * layout.expert, layout.parameter_shards // layout.expert)
     between = ring(replica_stride, layout.replicate)
+    of_experts = traffic.expert_all_gather_bytes + traffic.expert_reduce_scatter_bytes
+    of_others = traffic.all_gather_bytes + traffic.reduce_scatter_bytes - of_experts
     sent = (
-        ((traffic.all_gather_bytes + traffic.reduce_scatter_bytes) * shards.sent, shards),
+        (of_others * shards.sent, shards),
+        (of_experts * expert_shards.sent, expert_shards),
         (2 * traffic.all_reduce_bytes * between.sent, between),
         (Fraction(traffic.tensor.sent_bytes), ring(1, layout.tensor)),
         (Fraction(traffic.context.sent_bytes), ring(shard_stride, layout.context)),
         (Fraction(traffic.pipeline.sent_bytes), ring(layout.ranks_per_stage, layout.pipeline)),
     )
     across = sum(num_bytes * ring.across for num_bytes, ring in sent)
-    total = sum(num_bytes for num_bytes, _ in sent)
+    total = traffic.expert.sent_bytes + sum(num_bytes for num_bytes, _ in sent)
+    if layout.expert > 1:
+        far = _most_on_other_nodes(layout.world_size, layout.tensor, layout.expert, gpus_per_node)
+        across += Fraction(traffic.expert.sent_bytes * far, layout.expert - 1)
     return LinkTraffic(within=float(total - across), across=float(across))
 
 
@@ -254,9 +300,20 @@ class _Ring:
 def _most_crossings(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:
     """Return the largest number of hops between nodes over all groups. A group is a ring of `size` ranks, `stride`
     apart."""
-    starts = (rank for rank in range(world_size) if rank // stride % size == 0)
-    groups = (range(start, start + stride * size, stride) for start in starts)
+    groups = _groups(world_size, stride, size)
     return max(_crossings([rank // gpus_per_node for rank in group]) for group in groups)
+
+
+def _most_on_other_nodes(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:
+    """Return the largest number of ranks of a rank's group that are on other nodes than the rank."""
+    nodes = (Counter(rank // gpus_per_node for rank in group) for group in _groups(world_size, stride, size))
+    return max(size - min(on_node.values()) for on_node in nodes)
+
+
+def _groups(world_size: int, stride: int, size: int) -> Iterator[range]:
+    """Yield the groups of an axis: `size` ranks each, `stride` apart."""
+    starts = (rank for rank in range(world_size) if rank // stride % size == 0)
+    return (range(start, start + stride * size, stride) for start in starts)
 
 
 def _crossings(nodes: Sequence[int]) -> int:

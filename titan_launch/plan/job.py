@@ -121,7 +121,8 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
     """
     checkpointed = checkpointed_modules(inventory, config.activation_checkpoint)
     resharding = plan_resharding(config.parallelism, config.gradient_accumulation)
-    plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS)
+    expert_parallel = config.parallelism.expert_parallel_degree
+    plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS, expert_parallel)
     plan = replace(
         plan,
         checkpointed=checkpointed,

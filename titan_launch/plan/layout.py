@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.parallelism import misfit_of_microbatches
+from titan_launch.config.rules.parallelism import misfit_of_expert_ranks, misfit_of_microbatches
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import KeyPath, config_error, nearest_multiples
+from titan_launch.plan.types import Unit
 
 _SHARD = "data_parallel_shard_degree"
+_EXPERT = "expert_parallel_degree"
 _DEGREES = (
     "pipeline_parallel_degree",
     "data_parallel_replicate_degree",
@@ -53,6 +55,10 @@ class Layout:
     pipeline: int = 1
     """Number of ranks over which the layers are divided."""
 
+    expert: int = 1
+    """Number of ranks over which the experts of every layer are divided. It is no axis of its own: it divides the ranks
+    of the shard and context axes, (shard x context) = (expert shards x expert), the expert ranks innermost."""
+
     @property
     def data_parallel(self) -> int:
         """Number of ranks with different data."""
@@ -62,6 +68,11 @@ class Layout:
     def parameter_shards(self) -> int:
         """Number of ranks over which FSDP2 shards a parameter."""
         return self.shard * self.context
+
+    def shards_of(self, unit: Unit) -> int:
+        """Return the number of ranks over which FSDP2 shards the parameters of a unit. Units of experts that expert
+        parallelism has divided have fewer."""
+        return self.parameter_shards // unit.expert_parallel
 
     @property
     def model_parallel(self) -> int:
@@ -119,6 +130,10 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
             batch,
             also=(("training", "local_batch_size"), *map(_key, _DEGREES)),
         )
+    expert = parallelism.expert_parallel_degree
+    misfit = misfit_of_expert_ranks(expert, shard, parallelism.context_parallel_degree)
+    if misfit is not None:
+        raise config_error(_key(_EXPERT), misfit, expert, also=tuple(map(_key, _DEGREES)))
     misfit = misfit_of_microbatches(parallelism, batch // per_round, per_round)
     if misfit is not None:
         raise config_error(("training", "global_batch_size"), misfit, batch, also=tuple(map(_key, _DEGREES)))
@@ -130,12 +145,17 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
         context=parallelism.context_parallel_degree,
         tensor=parallelism.tensor_parallel_degree,
         pipeline=parallelism.pipeline_parallel_degree,
+        expert=expert,
     )
 
 
 def smallest_world_size(parallelism: ParallelismConfig) -> int:
     """Return the smallest number of ranks that has the configured degrees."""
-    return prod(max(1, getattr(parallelism, name)) for name in _DEGREES)
+    degrees = {name: max(1, getattr(parallelism, name)) for name in _DEGREES}
+    if parallelism.data_parallel_shard_degree == -1:
+        context = parallelism.context_parallel_degree
+        degrees[_SHARD] = lcm(context, parallelism.expert_parallel_degree) // context
+    return prod(degrees.values())
 
 
 def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:

@@ -359,4 +359,7 @@ def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: G
         tensor=times(seen.tensor),
         context=times(seen.context),
         pipeline=times(seen.pipeline),
+        expert=times(seen.expert),
+        expert_all_gather_bytes=round(seen.expert_all_gather_bytes * gathers),
+        expert_reduce_scatter_bytes=round(seen.expert_reduce_scatter_bytes * scatters),
     )

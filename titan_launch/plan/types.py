@@ -26,10 +26,17 @@ class TensorInfo:
     tied_to: str | None = None
     """Full name of the first occurrence of a shared (tied) parameter; None for the first occurrence itself."""
 
+    is_stacked: bool = False
+    """True for a parameter of `Experts`: its first dim counts the experts of a layer."""
+
     @property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+
+EXPERTS = "titan_launch.models.mixture_of_experts.Experts"
+"""Full name of the class of modules whose parameters are stacked: the first dim counts the experts."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,11 @@ class ModuleInfo:
     def class_name(self) -> str:
         """Name of the class without its package and Python module: `Linear`."""
         return self.classes[0].rpartition(".")[2]
+
+    @property
+    def has_experts(self) -> bool:
+        """True if the module is the `Experts` of a layer."""
+        return EXPERTS in self.classes
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,16 @@ class Inventory:
     def num_parameters(self) -> int:
         """Elements of all parameters; tied parameters count once."""
         return sum(p.numel for m in self.modules for p in m.parameters if p.tied_to is None)
+
+
+def sharded_dim(shape: Sequence[int], shards: int, is_stacked: bool) -> int:
+    """Return the dim along which FSDP2 shards a parameter: 0, or 1 for some parameters of experts.
+
+    `shape`: shape of the part of the parameter that expert and tensor parallelism leave to a rank. FSDP2 pads dim 0 to
+    a multiple of the shards. So 8 experts over 64 shards would take the memory of 64. If the shards do not divide the
+    experts of the part, but divide dim 1, that dim is sharded instead, and nothing is padded.
+    """
+    return int(is_stacked and shape[0] % shards != 0 and shape[1] % shards == 0)
 
 
 def is_within(path: str, ancestor: str) -> bool:
@@ -160,7 +182,8 @@ class Unit:
 
     storage_dtype: str
     reason: str
-    """Reason for the unit: `precision.rules.0`, `block`, `head`, `embedding`, `root`, or `BatchNorm default`."""
+    """Reason for the unit: `precision.rules.0`, `block`, `experts`, `head`, `embedding`, `root`, or `BatchNorm
+    default`."""
 
     key: KeyPath | None = None
     """Key of the precision rule that made the unit; None if no rule of the job made it."""
@@ -173,6 +196,10 @@ class Unit:
 
     unshard_in_backward: bool = True
     """True if backward all-gathers the parameters again after a reshard. False: backward does not read them."""
+
+    expert_parallel: int = 1
+    """Number of ranks over which expert parallelism has divided the parameters, before FSDP2 shards each part over
+    `Layout.shards_of` ranks. Above 1, the unit is the `Experts` of one layer, and has no other parameters."""
 
     @property
     def num_gathers(self) -> int:

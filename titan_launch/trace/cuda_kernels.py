@@ -12,6 +12,8 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
   fp32.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
   inputs, its output, and an fp32 logarithm for each query. Its table of blocks is not counted.
+- Products of experts: CUDA runs one grouped product in bf16, which saves rows and stacked matrices. Other dtypes and a
+  CPU run one product for each expert. A trace has no counts of rows, so it divides the rows equally among the experts.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -35,8 +38,10 @@ from torch.autograd.function import once_differentiable
 
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wrapped
-from titan_launch.models import attention, layers
+from titan_launch.models import attention, layers, mixture_of_experts
+from titan_launch.models.mixture_of_experts import ExpertProduct, grouped_product, looped_product
 from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.memory.analytic.experts import equal_parts
 
 _aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -61,6 +66,7 @@ def kernels_replaced(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
             stack.enter_context(replaced(attention, "takes_equal_heads_only", lambda q: q.dtype == torch.float32))
         if backend == "math":
             stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention_of_all_scores))
+        stack.enter_context(replaced(mixture_of_experts, "expert_product", partial(_expert_product, kernels)))
         yield
 
 
@@ -186,6 +192,13 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
 
 def _flex_attention_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> attention.Attended:
     return attention.Attended(*_FlexAttention.apply(q, k, v))
+
+
+def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor) -> ExpertProduct:
+    """Replace `mixture_of_experts.expert_product`. The values of `counts` are not read."""
+    if kernels == "cuda" and rows.dtype == torch.bfloat16:
+        return grouped_product(counts)
+    return looped_product(equal_parts(rows.shape[0], counts.shape[0]))
 
 
 def _first(outputs: tuple[Tensor, ...]) -> Tensor:

@@ -120,7 +120,8 @@ def _ancestors(path: str) -> Iterator[str]:
 
 @contextmanager
 def count_exchanges(mesh: Mesh, count: TrafficCount) -> Iterator[None]:
-    """Add to `count` the traffic of this rank along the tensor, context and pipeline axes, until the end of the block.
+    """Add to `count` the traffic of this rank along the tensor, context, pipeline and expert axes, until the end of the
+    block.
 
     The bytes are those of ring algorithms (see `plan.communication`). Collectives over other groups do not count.
     """
@@ -159,7 +160,7 @@ class _Exchanges(TorchDispatchMode):
 
     def __init__(self, mesh: Mesh, count: TrafficCount):
         super().__init__()
-        axes = {"tensor": mesh.tensor, "context": mesh.context, "pipeline": mesh.pipeline}
+        axes = {"tensor": mesh.tensor, "context": mesh.context, "pipeline": mesh.pipeline, "expert": mesh.expert}
         self._axes: dict[str, tuple[str, int]] = {
             axis.get_group().group_name: (name, axis.size()) for name, axis in axes.items() if axis
         }

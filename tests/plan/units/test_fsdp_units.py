@@ -12,7 +12,7 @@ from torch import nn
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError
-from titan_launch.models.build import take_inventory
+from titan_launch.models.build import build_model, take_inventory
 from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import describe_units, format_units
@@ -472,3 +472,47 @@ def test_parameters_are_not_resharded_if_they_are_not_sharded() -> None:
     assert resharding("always", 1, 1) == "always"
     assert resharding("default", 1, 1, training={"enable_cpu_offload": True}) == "default"
     assert resharding("default", 1, 1, activation_checkpoint={"mode": "auto"}) == "default"
+
+
+def inventory_of_experts(config: JobConfig) -> Inventory:
+    built = build_model(config.model, seq_len=16)
+    return take_inventory(built.module, built.blocks, built.head, built.embeddings)
+
+
+EXPERTS = [f"layers.{index}.moe.experts" for index in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype", "reasons"),
+    [
+        ([], "bfloat16", ["experts"] * 2),
+        ([{"match": "layers.*.moe.experts", "param_dtype": "float32"}], "float32", ["precision.rules.0"] * 2),
+        ([{"match": "layers.*", "param_dtype": "float32"}], "float32", ["precision.rules.0"] * 2),
+        ([{"match": "layers.*.moe", "param_dtype": "float32"}], "float32", ["precision.rules.0"] * 2),
+    ],
+)
+def test_experts_that_are_divided_over_ranks_are_units(rules: list[Any], dtype: str, reasons: list[str]) -> None:
+    model = {"name": "qwen3_moe", "args": {"n_layers": 2}}
+    config = JobConfig.model_validate({"model": model, "precision": {"rules": rules}})
+    inventory = inventory_of_experts(config)
+    together = plan_model(inventory, config.precision, RESHARDING)
+    assert all(unit.expert_parallel == 1 and unit.reason != "experts" for unit in together.units)
+    plan = plan_model(inventory, config.precision, RESHARDING, expert_parallel=4)
+    units = [unit for unit in plan.units if unit.expert_parallel > 1]
+    assert [unit.modules for unit in units] == [(path,) for path in EXPERTS]
+    assert [(unit.expert_parallel, unit.compute_dtype) for unit in units] == [(4, dtype)] * 2
+    assert [unit.reason for unit in units] == reasons
+    assert [unit.reshard_after_forward for unit in units] == [True, False]
+    assert sum(unit.num_parameters for unit in plan.units) == inventory.num_parameters
+    table = format_units(plan, replace(ALONE, shard=8, expert=4))
+    assert f"{units[0].num_parameters:,} (over 4 ranks x 2 shards)" in table
+
+
+def test_expert_parallelism_needs_experts_that_divide() -> None:
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel_degree: divides experts over ranks, but the model has no experts"
+    ):
+        plan_model(inventory_of(), PrecisionConfig(), RESHARDING, expert_parallel=2)
+    config = JobConfig.model_validate({"model": {"name": "qwen3_moe"}})
+    with pytest.raises(ConfigError, match=r"must divide layers.0.moe.experts \(8\)"):
+        plan_model(inventory_of_experts(config), PrecisionConfig(), RESHARDING, expert_parallel=3)

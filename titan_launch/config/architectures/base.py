@@ -73,6 +73,10 @@ class ModelArgs(Section):
         """Return the arguments, with their values, that the tensor-parallel degree must divide."""
         return {}
 
+    def num_experts(self) -> int | None:
+        """Return the number of experts in a layer; None for a model without experts."""
+        return None
+
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting in `[model.args]` that selects a BatchNorm with statistics over tokens, such as `norm =
         "batchnorm"`. Return None if the model has no such BatchNorm."""

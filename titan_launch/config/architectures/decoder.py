@@ -394,9 +394,20 @@ class DecoderArgs(ModelArgs):
         return "tie_embeddings" if self.tie_embeddings else None
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """Return the numbers of heads, the width of the feed-forward layer, and the vocabulary size, by argument."""
-        names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
-        return {name: int(getattr(self, name)) for name in names}
+        """Return the numbers of heads, the widths of feed-forward layers and experts, and the vocabulary size, by
+        argument."""
+        sizes = {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads}
+        if self.num_expert_layers < self.n_layers:
+            sizes["hidden_dim"] = self.hidden_dim
+        if self.experts is not None:
+            sizes["experts.hidden_dim"] = self.experts.hidden_dim
+            if self.experts.shared_hidden_dim is not None:
+                sizes["experts.shared_hidden_dim"] = self.experts.shared_hidden_dim
+        return {**sizes, "vocab_size": self.vocab_size}
+
+    def num_experts(self) -> int | None:
+        """Return the number of experts in a layer; None for a model without experts."""
+        return None if self.experts is None else self.experts.num_experts
 
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
@@ -476,11 +487,14 @@ def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_o
     """Return the FLOPs per token that activation checkpointing of one block adds, counted as in `flops_per_token`.
 
     If blocks differ in their sliding windows or in experts, this is their mean. The second forward stops after the last
-    tensor that backward needs: the input of `w2`, or its output with `post_norms` or experts. It repeats all other
-    products: 2 (N_block - D F) + 2 (Q + V) T. `selective_ac_option = "op"` saves plain causal attention, and every
-    second matrix product. Of wq, wk, wv, wo, w1, w3, w2, in this order, the second forward then repeats wk, wo and w3.
-    Without a gate there is no w3, and w2 is repeated if `post_norms` needs its output. Of latent attention's wq_a,
-    wq_b, wkv_a, wkv_b, wo, w1, w3, w2 it repeats wq_b, wkv_b and w1.
+    tensor that backward needs: the input of `w2` of a layer that computes every token, its output with `post_norms`, or
+    the outputs of the experts. It repeats all other products: 2 (N_block - D F) + 2 (Q + V) T.
+
+    `selective_ac_option = "op"` saves plain causal attention, and every second matrix product. Of wq, wk, wv, wo, w1,
+    w3, w2, in this order, the second forward then repeats wk, wo and w3. Without a gate there is no w3, and w2 is
+    repeated if `post_norms` needs its output. Of latent attention's wq_a, wq_b, wkv_a, wkv_b, wo, w1, w3, w2 it repeats
+    wq_b, wkv_b and w1. With experts, the router and the shared experts follow wo in this order, and the grouped
+    products of the experts, which are not saved, are all repeated.
     """
     attention = 2 * (args.query_width + args.attended_width)
     if not saves_costly_ops:
@@ -490,9 +504,8 @@ def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_o
     repeated = [
         keys for layer, keys in enumerate(_keys_by_layer(args, seq_len)) if is_explicit or args.is_cut(layer, seq_len)
     ]
-    num_fed = (2 if args.gated else 1) + (1 if args.post_norms else 0)
-    in_order = [*_attention_products(args), *num_fed * [args.dim * args.hidden_dim]]
-    return 2 * sum(in_order[1::2]) + attention * sum(repeated) // args.n_layers
+    products = sum(_unsaved_weights(args, layer) for layer in range(args.n_layers)) // args.n_layers
+    return 2 * products + attention * sum(repeated) // args.n_layers
 
 
 def _keys_by_layer(args: DecoderArgs, seq_len: int) -> list[int]:
@@ -513,15 +526,35 @@ def _dense_weights(args: DecoderArgs, hidden_dim: int) -> int:
 
 def _block_weights(args: DecoderArgs, layer: int) -> int:
     """Return the number of weights in the matrices of a block that are multiplied with a token."""
-    experts = args.experts
+    every_token, experts = (
+        sum(_attention_products(args)) + _dense_weights(args, _dense_width(args, layer)),
+        args.experts,
+    )
     if experts is None or not args.has_experts(layer):
-        return sum(_attention_products(args)) + _dense_weights(args, args.hidden_dim)
-    router, shared = args.dim * experts.num_experts, _dense_weights(args, experts.shared_hidden_dim or 0)
-    return sum(_attention_products(args)) + router + 3 * args.dim * experts.top_k * experts.hidden_dim + shared
+        return every_token
+    return every_token + args.dim * experts.num_experts + 3 * args.dim * experts.top_k * experts.hidden_dim
 
 
 def _repeated_weights(args: DecoderArgs, layer: int) -> int:
-    """Return those of `_block_weights` that a second forward multiplies: without `w2` of a dense layer, whose output no
-    backward needs unless it is normalized. The weights of experts need the outputs of the experts."""
-    is_needed = args.post_norms or args.has_experts(layer)
-    return _block_weights(args, layer) - (0 if is_needed else args.dim * args.hidden_dim)
+    """Return those of `_block_weights` that a second forward multiplies: without `w2` of a layer that computes every
+    token, whose output no backward needs unless it is normalized."""
+    return _block_weights(args, layer) - (0 if args.post_norms else args.dim * _dense_width(args, layer))
+
+
+def _unsaved_weights(args: DecoderArgs, layer: int) -> int:
+    """Return those of `_repeated_weights` whose products `selective_ac_option = "op"` does not save."""
+    experts = args.experts if args.has_experts(layer) else None
+    num_fed = (2 if args.gated else 1) + (1 if args.post_norms else 0)
+    routed = [] if experts is None else [args.dim * experts.num_experts]
+    in_order = [*_attention_products(args), *routed]
+    if width := _dense_width(args, layer):
+        in_order += num_fed * [args.dim * width]
+    grouped = 0 if experts is None else 3 * args.dim * experts.top_k * experts.hidden_dim
+    return sum(in_order[1::2]) + grouped
+
+
+def _dense_width(args: DecoderArgs, layer: int) -> int:
+    """Return the width of the feed-forward layer that computes every token; 0 if a layer has only routed experts."""
+    if args.experts is None or not args.has_experts(layer):
+        return args.hidden_dim
+    return args.experts.shared_hidden_dim or 0

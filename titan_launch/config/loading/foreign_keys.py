@@ -8,7 +8,6 @@ import re
 from titan_launch.core.errors import KeyPath
 
 _NO_LORA = "LoRA is not supported; all parameters are trained, except those with requires_grad = False in your model"
-_NO_EXPERTS = "expert parallelism is not supported; remove this key"
 _NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first module of every stage but the first'
 _TOKENIZER = 'use "tokenizer.path" with tokenizer.kind = "huggingface"'
 _DATASET = 'use "data.path", with "data.kind" = "huggingface" for a data set of the Hugging Face Hub'
@@ -62,8 +61,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "lr_scheduler.name": "lr_scheduler.kind",
     "parallelism.disable_loss_parallel": 'use "parallelism.loss_parallel", with the opposite value',
     "parallelism.enable_async_tensor_parallel": "asynchronous tensor parallelism is not supported; remove this key",
-    "parallelism.expert_parallel_degree": _NO_EXPERTS,
-    "parallelism.expert_tensor_parallel_degree": _NO_EXPERTS,
+    "parallelism.expert_tensor_parallel_degree": '"parallelism.tensor_parallel_degree" also divides experts',
     "parallelism.context_parallel_load_balancer": 'use "parallelism.context_parallel_load_balance", a bool',
     "parallelism.module_fqns_per_model_part": _NO_STAGE_LAYERS,
     "parallelism.pipeline_parallel_layers_per_stage": _NO_STAGE_LAYERS,

@@ -1,4 +1,4 @@
-"""Rules across sections for tensor, context and pipeline parallelism."""
+"""Rules across sections for tensor, context, expert and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from titan_launch.core.errors import KeyPath, Problem, format_key, nearest_multi
 _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
 _CONTEXT: KeyPath = ("parallelism", "context_parallel_degree")
+_EXPERT: KeyPath = ("parallelism", "expert_parallel_degree")
+_SHARD: KeyPath = ("parallelism", "data_parallel_shard_degree")
 _BALANCE: KeyPath = ("parallelism", "context_parallel_load_balance")
 _SEQ_LEN: KeyPath = ("training", "seq_len")
 _MODEL: tuple[KeyPath, ...] = (("model", "name"), ("model", "flavor"), ("model", "args"))
@@ -154,6 +156,46 @@ def ring_attention_is_on_gpus(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_CONTEXT, reason, degree, also=(("job", "device"),))
 
 
+def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the expert-parallel degree meets a model without experts, or does not divide the number of
+    experts, or the number of ranks that share parameters. (With `data_parallel_shard_degree = -1`, `plan_layout` checks
+    the number of ranks.)"""
+    parallelism, args = config.parallelism, known_args(config.model)
+    degree, shard = parallelism.expert_parallel_degree, parallelism.data_parallel_shard_degree
+    if degree == 1:
+        return
+    if args is not None:
+        number = args.num_experts()
+        reason = NO_EXPERTS if number is None else misfit_of_experts(degree, number, "the experts of a layer")
+        if reason is not None:
+            yield Problem(_EXPERT, reason, degree, also=_MODEL)
+    if shard != -1:
+        reason = misfit_of_expert_ranks(degree, shard, parallelism.context_parallel_degree)
+        if reason is not None:
+            yield Problem(_EXPERT, reason, degree, also=(_SHARD, _CONTEXT))
+
+
+NO_EXPERTS = "divides experts over ranks, but the model has no experts; set 1"
+
+
+def misfit_of_experts(degree: int, num_experts: int, experts: str) -> str | None:
+    """Return the reason why a degree does not divide a number of experts; None if it does. `experts`: their name."""
+    if num_experts % degree == 0:
+        return None
+    return f"must divide {experts} ({num_experts}), since each rank holds whole experts; set {_divisors(num_experts)}"
+
+
+def misfit_of_expert_ranks(degree: int, shard: int, context: int) -> str | None:
+    """Return the reason why a degree does not divide the ranks over which FSDP2 shards parameters; None if it does."""
+    ranks = shard * context
+    if ranks % degree == 0:
+        return None
+    product = f"data_parallel_shard_degree ({shard})"
+    if context > 1:
+        product = f"{ranks} = {product} x context_parallel_degree ({context})"
+    return f"must divide {product}, whose ranks share the experts; nearest: {_nearest_divisors(degree, ranks)}"
+
+
 PARALLELISM_RULES = (
     options_have_a_degree,
     matrices_can_be_divided,
@@ -163,13 +205,21 @@ PARALLELISM_RULES = (
     sequences_can_be_divided,
     batch_norm_sees_whole_sequences,
     ring_attention_is_on_gpus,
+    experts_can_be_divided,
 )
-"""Rules for tensor and context parallelism."""
+"""Rules for tensor, context and expert parallelism."""
 
 
 def _divisors(number: int) -> str:
     found = [str(each) for each in range(1, number + 1) if number % each == 0]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+def _nearest_divisors(number: int, of: int) -> str:
+    """Return the divisors of `of` next below and next above `number`: `2 or 4`."""
+    divisors = [each for each in range(1, of + 1) if of % each == 0]
+    below, above = (each for each in divisors if each < number), (each for each in divisors if each > number)
+    return " or ".join(map(str, (max(below), *list(above)[:1])))
 
 
 _PIPELINE: KeyPath = ("parallelism", "pipeline_parallel_degree")

@@ -18,7 +18,8 @@ def _positive_or_rest(degree: int) -> int:
 
 
 class ParallelismConfig(Section):
-    """Degrees of data, tensor, context and pipeline parallelism. Their product is the number of ranks."""
+    """Degrees of data, tensor, context and pipeline parallelism. Their product is the number of ranks. The degree of
+    expert parallelism is not a factor of the product."""
 
     data_parallel_replicate_degree: Degree = 1
     """Number of replicas of the model. If it is above 1, parameters are sharded only within a replica (HSDP)."""
@@ -58,6 +59,11 @@ class ParallelismConfig(Section):
     """With context parallelism: collective that exchanges keys and values. `allgather`: one all-gather before
     attention. `alltoall`: the keys and values pass from rank to rank in several all-to-alls, each during the attention
     over the keys and values received before. `alltoall` takes less memory."""
+
+    expert_parallel_degree: Degree = 1
+    """Number of ranks that share the experts of every layer (expert parallelism). Each rank holds whole experts, and
+    receives the tokens that choose them. These ranks are neighbours among the ranks of `data_parallel_shard_degree` and
+    `context_parallel_degree`, whose product the degree must divide. FSDP2 shards the experts over the quotient."""
 
     pipeline_parallel_degree: Degree = 1
     """Number of ranks that share the layers (pipeline parallelism). Each rank holds some of the layers, and

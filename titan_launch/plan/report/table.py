@@ -90,6 +90,12 @@ _COLUMNS = (
         True,
     ),
     _Column(
+        "expert parallel (GiB)",
+        "calls per step for expert parallelism, and GiB that one rank sends in them if all experts are chosen equally",
+        lambda row: _calls(row.traffic.expert.calls, row.traffic.expert.sent_bytes),
+        True,
+    ),
+    _Column(
         "pipeline (GiB)",
         "calls per step between pipeline stages, and GiB that one rank sends in them",
         lambda row: _calls(row.traffic.pipeline.calls, row.traffic.pipeline.sent_bytes),

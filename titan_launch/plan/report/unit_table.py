@@ -43,6 +43,8 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocato
         "modules": list(unit.modules),
         "classes": list(dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)),
         "parameters": unit.num_parameters,
+        "expert_parallel": unit.expert_parallel,
+        "shards": layout.shards_of(unit),
         "storage_dtype": unit.storage_dtype,
         "compute_dtype": unit.compute_dtype,
         "casts_inputs": unit.policy.input_dtype is not None,
@@ -81,7 +83,7 @@ _COLUMNS = (
     ("unit", lambda row: row["name"]),
     ("modules", lambda row: str(len(row["modules"]))),
     ("class", lambda row: ", ".join(row["classes"])),
-    ("parameters", lambda row: f"{row['parameters']:,}"),
+    ("parameters", lambda row: _parameters(row)),
     ("storage dtype", lambda row: row["storage_dtype"]),
     ("compute dtype", lambda row: row["compute_dtype"] + ("" if row["casts_inputs"] else " (inputs not cast)")),
     ("reduce dtype", lambda row: row["reduce_dtype"]),
@@ -92,6 +94,12 @@ _COLUMNS = (
     ("made by", lambda row: row["reason"] + (f" ({row['location']})" if row["location"] else "")),
 )  # fmt: skip
 """Titles and cells of the unit table."""
+
+
+def _parameters(row: dict[str, Any]) -> str:
+    """Return the number of parameters, and for experts the ranks that share them: `4,096 (over 4 ranks x 2 shards)`."""
+    divided = row["expert_parallel"]
+    return f"{row['parameters']:,}" + (f" (over {divided} ranks x {row['shards']} shards)" if divided > 1 else "")
 
 
 def _resharding(row: dict[str, Any]) -> str:
@@ -230,8 +238,14 @@ def summary_of_batch(layout: Layout) -> list[Line]:
     )
     return [
         ("ranks", " = ".join(filter(None, (str(layout.world_size), " x ".join(division))))),
+        *([("experts", _experts(layout))] if layout.expert > 1 else []),
         ("global batch", f"{_count(layout.global_batch_size, 'sample')} = {batch}"),
     ]
+
+
+def _experts(layout: Layout) -> str:
+    shards = layout.parameter_shards // layout.expert
+    return f"each layer's over {layout.expert} ranks; each part sharded over {_count(shards, 'rank')}"
 
 
 def _count(number: int, name: str, plural: str | None = None) -> str:

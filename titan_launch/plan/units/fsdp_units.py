@@ -1,7 +1,8 @@
 """The FSDP2 units of a model, from its precision rules. No torch: the trainer and the planner read the same table.
 
 FSDP2 applies one policy to one `fully_shard` call, and casts inputs and outputs at the boundaries of its modules. So a
-module with its own policy needs its own unit, wrapped before its parent. By default all modules of a rule share **one**
+module with its own policy needs its own unit, wrapped before its parent, and so do experts that are divided over ranks
+(expert parallelism). By default all modules of a rule share **one**
 unit, which does not reshard after forward: it adds 2 collectives per microbatch. One unit per module would add 3
 collectives per module.
 """
@@ -14,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
 from titan_launch.config.sections.precision import PrecisionConfig
-from titan_launch.core.errors import ConfigError, Problem
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
 from titan_launch.plan.types import (
     Inventory,
     ModelPlan,
@@ -45,20 +47,27 @@ rank."""
 
 
 def plan_model(
-    inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, share_units: bool = True
+    inventory: Inventory,
+    precision: PrecisionConfig,
+    resharding: Resharding,
+    share_units: bool = True,
+    expert_parallel: int = 1,
 ) -> ModelPlan:
     """Return the units of a model, and the dtypes of its buffers.
 
     `share_units`: True if modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. Otherwise
-    each module has its own unit.
+    each module has its own unit. `expert_parallel`: number of ranks over which experts are divided.
 
-    Raises ConfigError for three kinds of problems: a rule that matches nothing or only modules without tensors,
-    combinations of dtypes that kernels do not support, and tied parameters that would be in two units.
+    Raises ConfigError for four kinds of problems: a rule that matches nothing or only modules without tensors,
+    combinations of dtypes that kernels do not support, tied parameters that would be in two units, and experts that
+    cannot be divided.
     """
+    check_experts(inventory, expert_parallel)
     assignments = assign_rules(inventory, precision)
     check_rules(inventory, precision, assignments)
     assignments = with_batch_norm_default(inventory, precision, assignments)
-    units = in_wrapping_order(_UnitPlanner(inventory, precision, resharding, assignments).units(share_units))
+    planner = _UnitPlanner(inventory, precision, resharding, assignments, expert_parallel)
+    units = in_wrapping_order(planner.units(share_units))
     check_tied_parameters(inventory, units, assignments)
     return ModelPlan(inventory, units, _buffer_dtypes(inventory, assignments))
 
@@ -76,18 +85,29 @@ class _UnitPlanner:
     """Builder of the units of one model. Its result is not in wrapping order."""
 
     def __init__(
-        self, inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, assignments: RuleAssignments
+        self,
+        inventory: Inventory,
+        precision: PrecisionConfig,
+        resharding: Resharding,
+        assignments: RuleAssignments,
+        expert_parallel: int,
     ):
         self.inventory = inventory
         self.precision = precision
         self.resharding = resharding
         self.assignments = assignments
         self.default = Policy(precision.param_dtype, precision.reduce_dtype)
+        self.expert_parallel = expert_parallel
+        divided = inventory.modules if expert_parallel > 1 else ()
+        self.experts = [module.path for module in divided if module.has_experts and module.same_as is None]
+        """Paths of the modules that expert parallelism divides. Each is a unit, because FSDP2 shards its parameters
+        over other ranks than those of its block."""
 
     def units(self, share: bool) -> list[Unit]:
         drafts = [
             *self._rule_units(share),
             *self._embedding_units(),
+            *self._expert_units(),
             *self._block_units(),
             *self._head_unit(),
             self._root_unit(),
@@ -114,7 +134,8 @@ class _UnitPlanner:
         """
         groups: dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]] = {}
         for path, assignment in self.assignments.own.items():
-            if path not in self.inventory.blocks and self._needs_unit(path, assignment):
+            has_own_unit = path in self.inventory.blocks or path in self.experts
+            if not has_own_unit and self._needs_unit(path, assignment):
                 policy = self._policy(path, assignment)
                 groups.setdefault((assignment.reason, policy), (assignment, []))[1].append(path)
         return [
@@ -178,14 +199,19 @@ class _UnitPlanner:
         return bool(names & tied) or self._is_tied([path])
 
     def _block_units(self) -> list[Unit]:
-        units = []
-        for path in self.inventory.blocks:
-            assignment = self.assignments.governing(path)
-            if assignment is None:
-                units.append(self._unit(path, [path], self._reshard_near([path]), "block"))
-            else:
-                units.append(self._ruled_unit(path, [path], assignment, self._policy(path, assignment)))
-        return units
+        return [self._own_unit(path, "block") for path in self.inventory.blocks if path not in self.experts]
+
+    def _expert_units(self) -> list[Unit]:
+        """Return a unit for each module that expert parallelism divides, also if a rule matches several of them."""
+        return [replace(self._own_unit(path, "experts"), expert_parallel=self.expert_parallel) for path in self.experts]
+
+    def _own_unit(self, path: str, reason: str) -> Unit:
+        """Return a unit of one module, with the policy of the rule that governs the module. `reason`: reason of the
+        unit if no rule does."""
+        assignment = self.assignments.governing(path)
+        if assignment is None:
+            return self._unit(path, [path], self._reshard_near([path]), reason)
+        return self._ruled_unit(path, [path], assignment, self._policy(path, assignment))
 
     def _head_unit(self) -> list[Unit]:
         """Return a unit of the modules that run last. Backward reduces their gradients first, early in backward.
@@ -246,6 +272,21 @@ class _UnitPlanner:
         if self.inventory.head and path == self.inventory.head[-1]:
             return None
         return self.assignments.compute_dtype(parent(path))
+
+
+_EXPERT_DEGREE: KeyPath = ("parallelism", "expert_parallel_degree")
+
+
+def check_experts(inventory: Inventory, expert_parallel: int) -> None:
+    """Raise ConfigError if the model has no experts to divide over `expert_parallel` ranks, or a number of experts that
+    the degree does not divide."""
+    if expert_parallel == 1:
+        return
+    modules = [module for module in inventory.modules if module.has_experts]
+    misfits = (misfit_of_experts(expert_parallel, m.parameters[0].shape[0], m.path) for m in modules)
+    reason = next(filter(None, misfits), None) if modules else NO_EXPERTS
+    if reason is not None:
+        raise config_error(_EXPERT_DEGREE, reason, expert_parallel, also=(("model", "name"), ("model", "args")))
 
 
 def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], assignments: RuleAssignments) -> None:

@@ -28,6 +28,15 @@ def test_table_of_a_whole_model_with_tied_embeddings() -> None:
     _check("llama3", "debug", {"tie_embeddings": True})
 
 
+DEEPSEEK = {"score": "sigmoid", "selection_bias_rate": 0.001, "shared_hidden_dim": 64, "first_dense_layers": 1}
+GPT_OSS = {"router_bias": True, "expert_bias": True, "gate_limit": 7.0}
+
+
+@pytest.mark.parametrize("experts", [DEEPSEEK, GPT_OSS], ids=["DeepSeek", "GPT-OSS"])
+def test_table_of_a_mixture_of_experts(experts: dict[str, Any]) -> None:
+    _check("qwen3_moe", "debug", {"experts": {"num_experts": 4, "top_k": 2, "hidden_dim": 16, **experts}})
+
+
 def _check(family: str, flavor: str, overrides: dict[str, Any]) -> None:
     config = ModelConfig(name=family, flavor=flavor, args=overrides)
     built = build_model(config, seq_len=24)

@@ -11,14 +11,16 @@ from dataclasses import replace
 from functools import partial
 
 from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.architectures.latent_attention import LatentAttentionArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.core.globs import matches
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.memory.analytic import ops
+from titan_launch.plan.memory.analytic.experts import AnalyticExperts
 from titan_launch.plan.memory.analytic.replay import AnalyticModel, Compute, ReplayContext
 from titan_launch.plan.memory.analytic.tensors import Tensor
-from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
+from titan_launch.plan.types import EXPERTS, Inventory, ModuleInfo, TensorInfo, full_name
 
 
 class AnalyticDecoder:
@@ -34,6 +36,7 @@ class AnalyticDecoder:
         self.statistics_ranks = context.statistics_ranks
         self.loss_chunks = context.loss_chunks
         self.has_documents = context.has_documents
+        self.experts = None if args.experts is None else AnalyticExperts(args.experts, args.dim, context)
 
     def forward(self, tokens: Tensor, blocks: Iterable[str]) -> Tensor:
         """Return the logits of `tokens`, or the loss in chunks. Only the blocks with the paths `blocks` run."""
@@ -60,7 +63,7 @@ class AnalyticDecoder:
     def _output(self, x: Tensor) -> Tensor:
         def capped(x: Tensor) -> Tensor:
             autograd, logits = self.autograd, self._product("output", x)
-            return ops.scale(autograd, ops.tanh(autograd, ops.scale(autograd, logits)))
+            return ops.scale(autograd, ops.saving_result(autograd, ops.scale(autograd, logits)))
 
         if self.loss_chunks > 1:
             return self.call("output", self._loss, x)
@@ -77,7 +80,8 @@ class AnalyticDecoder:
             return self._attention(f"{path}.attention", positions, self._norm(f"{path}.attention_norm", x))
 
         def fed(x: Tensor) -> Tensor:
-            return self._feed_forward(f"{path}.feed_forward", self._norm(f"{path}.ffn_norm", x))
+            layer = self._mixture if self.args.has_experts(_index(path)) else self._feed_forward
+            return layer(path, self._norm(f"{path}.ffn_norm", x))
 
         def forward(x: Tensor) -> Tensor:
             x = ops.add(self.autograd, x, self._post_norm(f"{path}.attention_post_norm", attended(x)))
@@ -95,7 +99,7 @@ class AnalyticDecoder:
                 q, k = self._norm(f"{path}.q_norm", q), self._norm(f"{path}.k_norm", k)
             if args.positions == "rope":
                 q, k = self.call("rope", rotate, q), self.call("rope", rotate, k)
-            return self._linear(f"{path}.wo", self._attend(int(path.split(".")[1]), positions, q, k, v))
+            return self._linear(f"{path}.wo", self._attend(_index(path), positions, q, k, v))
 
         return self.call(path, forward, x)
 
@@ -110,7 +114,17 @@ class AnalyticDecoder:
     def _rotate(self, positions: Tensor | None, x: Tensor) -> Tensor:
         return ops.rotate(self.autograd, x, 0 if positions is None else positions.numel * self.args.head_width)
 
-    def _feed_forward(self, path: str, x: Tensor) -> Tensor:
+    def _mixture(self, block: str, x: Tensor) -> Tensor:
+        path, experts = f"{block}.moe", self.experts
+        assert experts is not None
+        has_shared = experts.args.shared_hidden_dim is not None
+        shared = partial(self._gated, f"{path}.shared_experts") if has_shared else None
+        return self.call(path, partial(experts.forward, path, self._linear, shared), x)
+
+    def _feed_forward(self, block: str, x: Tensor) -> Tensor:
+        return self._gated(f"{block}.feed_forward", x)
+
+    def _gated(self, path: str, x: Tensor) -> Tensor:
         def hidden(x: Tensor) -> Tensor:
             return ops.activation(self.autograd, self._linear(f"{path}.w1", x))
 
@@ -126,9 +140,10 @@ class AnalyticDecoder:
 
     def _product(self, path: str, x: Tensor) -> Tensor:
         args, name = self.args, path.rpartition(".")[2]
-        width_in = {"w2": args.hidden_dim, "wo": args.query_width}.get(name, args.dim)
+        weight = self.weight(f"{path}.weight")
+        width_in = weight.numel // args.dim if name in ("w2", "wo") else args.dim
         bias = self.weight(f"{path}.bias") if _has_bias(args, name) else None
-        return ops.linear(self.autograd, x, self.weight(f"{path}.weight"), width_in, bias)
+        return ops.linear(self.autograd, x, weight, width_in, bias)
 
     def _post_norm(self, path: str, x: Tensor) -> Tensor:
         return self._norm(path, x) if self.args.post_norms else x
@@ -160,7 +175,7 @@ def decoder_inventory(args: DecoderArgs, seq_len: int) -> Inventory:
 
 
 def _modules(args: DecoderArgs, seq_len: int) -> Iterator[ModuleInfo]:
-    dim, hidden, has_local_rope = args.dim, args.hidden_dim, args.local_rope_theta is not None
+    dim, has_local_rope = args.dim, args.local_rope_theta is not None
     yield ModuleInfo("", ("titan_launch.models.decoder.Decoder",), True)
     if args.positions == "rope":
         yield _rope(args, seq_len, "rope", "rope")
@@ -183,11 +198,10 @@ def _modules(args: DecoderArgs, seq_len: int) -> Iterator[ModuleInfo]:
         if args.post_norms:
             yield _norm(args, f"{block}.attention_post_norm", dim)
         yield _norm(args, f"{block}.ffn_norm", dim)
-        yield ModuleInfo(f"{block}.feed_forward", (f"{_LAYERS}.FeedForward",), True)
-        yield _linear(args, f"{block}.feed_forward.w1", hidden, dim)
-        yield _linear(args, f"{block}.feed_forward.w2", dim, hidden)
-        if args.gated:
-            yield _linear(args, f"{block}.feed_forward.w3", hidden, dim)
+        if args.experts is None or not args.has_experts(index):
+            yield from _feed_forward(args, f"{block}.feed_forward", args.hidden_dim)
+        else:
+            yield from _mixture(args, args.experts, f"{block}.moe")
         if args.post_norms:
             yield _norm(args, f"{block}.ffn_post_norm", dim)
     yield _norm(args, "norm", dim)
@@ -206,6 +220,38 @@ def _attention(args: DecoderArgs, path: str) -> Iterator[ModuleInfo]:
     yield _linear(args, f"{path}.wo", args.dim, args.query_width)
     for name in ("q_norm", "k_norm") if args.qk_norm else ():
         yield _norm(args, f"{path}.{name}", args.head_width)
+    if args.attention_sinks:
+        yield ModuleInfo(f"{path}.sinks", (f"{_LAYERS}.AttentionSinks",), True, (_parameter("weight", args.n_heads),))
+
+
+def _feed_forward(args: DecoderArgs, path: str, hidden: int) -> Iterator[ModuleInfo]:
+    yield ModuleInfo(path, (f"{_LAYERS}.FeedForward",), True)
+    yield _linear(args, f"{path}.w1", hidden, args.dim)
+    yield _linear(args, f"{path}.w2", args.dim, hidden)
+    if args.gated:
+        yield _linear(args, f"{path}.w3", hidden, args.dim)
+
+
+def _mixture(args: DecoderArgs, experts: ExpertArgs, path: str) -> Iterator[ModuleInfo]:
+    number, dim, hidden = experts.num_experts, args.dim, experts.hidden_dim
+    buffers = {"selection_bias": number, "load": number, "auxiliary_losses": 2}
+    if experts.selection_bias_rate is None:
+        del buffers["selection_bias"]
+    infos = (TensorInfo(name, (size,), "float32", True) for name, size in buffers.items())
+    yield ModuleInfo(path, ("titan_launch.models.mixture_of_experts.MixtureOfExperts",), True, buffers=tuple(infos))
+    yield _linear(args, f"{path}.router", number, dim)
+    shapes: dict[str, tuple[int, ...]] = {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)}
+    if experts.expert_bias:
+        shapes |= {"b1": (hidden,), "b2": (dim,), "b3": (hidden,)}
+    parameters = (replace(_parameter(name, number, *shape), is_stacked=True) for name, shape in shapes.items())
+    yield ModuleInfo(f"{path}.experts", (EXPERTS,), True, tuple(parameters))
+    if experts.shared_hidden_dim is not None:
+        yield from _feed_forward(args, f"{path}.shared_experts", experts.shared_hidden_dim)
+
+
+def _index(path: str) -> int:
+    """Return the index of the block that a module lies in."""
+    return int(path.split(".")[1])
 
 
 def _latent_attention(args: DecoderArgs, latent: LatentAttentionArgs, path: str) -> Iterator[ModuleInfo]:
@@ -247,6 +293,8 @@ def _has_bias(args: DecoderArgs, name: str) -> bool:
         return args.qkv_bias
     if name.endswith(("_a", "_b")):
         return False
+    if name == "router":
+        return args.experts is not None and args.experts.router_bias
     return args.attention_output_bias if name == "wo" else name != "output" and args.feed_forward_bias
 
 
@@ -289,15 +337,16 @@ def unknown_part(config: JobConfig, args: DecoderArgs, kernels: Kernels) -> str 
     """Return the part of a job that the replay does not support; None if it supports the whole job.
 
     Activation checkpointing of a rotary embedding is not supported, because layers share this module. Attention with a
-    soft cap is not supported on a CPU, where it is many operations. Latent attention, mixtures of experts, and chunks
-    of logits that a rule may cast, are not supported.
+    soft cap or sinks is not supported on a CPU, where it is many operations. Latent attention, and chunks of logits
+    that a rule may cast, are not supported.
     """
-    for name in ("latent_attention", "experts"):
-        if getattr(args, name) is not None:
-            return f"model.args.{name}"
+    if args.latent_attention is not None:
+        return "model.args.latent_attention"
     paths = ("rope", "local_rope", "layers.0.attention.rope")
     if any(matches(glob, path) for glob in config.activation_checkpoint.modules for path in paths):
         return "activation_checkpoint.modules with the rotary embedding, which layers share"
+    if args.attention_sinks and kernels == "cpu":
+        return "model.args.attention_sinks = true on a CPU"
     if args.attention_soft_cap is not None and kernels == "cpu":
         return f"model.args.attention_soft_cap = {args.attention_soft_cap} on a CPU"
     if config.loss.chunks > 1 and any(rule.output_dtype is not None for rule in config.precision.rules):

@@ -38,7 +38,8 @@ def unknown_part(config: JobConfig, kernels: Kernels) -> str | None:
     unknown = model.unknown_part(config, _args(config), kernels)
     if unknown is not None:
         return unknown
-    for name in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
+    for axis in ("pipeline", "tensor", "context", "expert"):
+        name = f"{axis}_parallel_degree"
         degree = getattr(config.parallelism, name)
         if degree > 1:
             return f"parallelism.{name} = {degree}"

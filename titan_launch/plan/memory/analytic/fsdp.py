@@ -20,7 +20,7 @@ from titan_launch.plan.memory.analytic.autograd import Autograd
 from titan_launch.plan.memory.analytic.ops import cast
 from titan_launch.plan.memory.analytic.tensors import Leaf, Tensor
 from titan_launch.plan.memory.ledger import Category
-from titan_launch.plan.types import TensorInfo, Unit
+from titan_launch.plan.types import TensorInfo, Unit, sharded_dim
 
 
 class State(Enum):
@@ -63,13 +63,19 @@ class Context:
 
 
 class Parameter:
-    """A parameter of a unit: sharded on dim 0, and unsharded after an all-gather."""
+    """A parameter of a unit: sharded, and unsharded after an all-gather. With expert parallelism, this rank's part of a
+    parameter of experts."""
 
     def __init__(self, unit: ShardedUnit, info: TensorInfo, index: int):
-        self.numel = info.numel
-        self.padded = padded_numel(info, unit.context.layout.shard)
+        parts, shape = unit.unit.expert_parallel, info.shape
+        self.numel = info.numel // parts
+        self.padded = padded_numel(info, unit.shards, parts)
+        local_shape = (shape[0] // parts, *shape[1:]) if shape else shape
+        self.is_sharded_inside = unit.shards > 1 and sharded_dim(local_shape, unit.shards, info.is_stacked) > 0
+        """True if FSDP2 shards another dim than the first one. It then copies the parameter and its gradient once
+        more."""
         self.unsharded = Tensor(
-            None, info.numel, unit.unit.compute_dtype, self._leaf(unit, index) if info.requires_grad else None
+            None, self.numel, unit.unit.compute_dtype, self._leaf(unit, index) if info.requires_grad else None
         )
         """The tensor that operations take. The unit counts its memory."""
 
@@ -84,6 +90,7 @@ class ShardedUnit:
         self.context = context
         self.unit = unit
         self.autograd = context.autograd
+        self.shards = context.layout.shards_of(unit)
         self.parameters = [Parameter(self, info, index) for index, info in enumerate(parameters)]
         self.padded = sum(parameter.padded for parameter in self.parameters)
         self.prefetch: list[ShardedUnit] = []
@@ -109,7 +116,7 @@ class ShardedUnit:
             return
         if not self.unit.unshard_in_backward and self.group_state is State.PRE_BACKWARD:
             return
-        world, dtype = self.context.layout.shard, self.unit.compute_dtype
+        world, dtype = self.shards, self.unit.compute_dtype
         if world == 1:
             self._pending = Tensor(None, 0, dtype)
             return
@@ -119,7 +126,7 @@ class ShardedUnit:
 
     def _shards_to_send(self) -> list[Tensor]:
         """Return the temporary inputs of an all-gather: casts of the shards, or copies of shards in host memory."""
-        world, stored, sent = self.context.layout.shard, self.unit.storage_dtype, self.unit.compute_dtype
+        world, stored, sent = self.shards, self.unit.storage_dtype, self.unit.compute_dtype
         if not self.context.offloads:
             is_cast = sent != stored
             return [self.autograd.new(self.padded // world, sent, Category.ALL_GATHER)] if is_cast else []
@@ -135,7 +142,7 @@ class ShardedUnit:
         """Copy the all-gathered buffer into the parameters."""
         if self._pending is None:
             return
-        is_forward, world = self.group_state is State.FORWARD, self.context.layout.shard
+        is_forward, world = self.group_state is State.FORWARD, self.shards
         # Before torch 2.15, a local variable in FSDP2 keeps this buffer alive during the copy.
         before = self.context.all_gather if is_forward and not FREES_EARLIER else None
         if is_forward:
@@ -143,11 +150,20 @@ class ShardedUnit:
         if world == 1:
             self._cast_one_by_one()
         else:
-            self._count_unsharded(self.padded)
+            self._copy_out()
         if is_forward and world > 1:
             self.context.all_gather = self._pending
         self._pending = None
         del before
+
+    def _copy_out(self) -> None:
+        copies = []
+        for parameter in self.parameters:
+            self._count_unsharded(parameter.padded)
+            if parameter.is_sharded_inside:
+                copies.append(
+                    self.autograd.new(parameter.padded, self.unit.compute_dtype, Category.UNSHARDED_PARAMETERS)
+                )
 
     def _cast_one_by_one(self) -> None:
         """Copy every parameter from its cast, one after the other. With one shard there is no all-gather."""
@@ -316,12 +332,17 @@ class ShardedUnit:
 
     def _reduce(self, gradients: list[Tensor], parameters: Sequence[Parameter]) -> None:
         """Replay FSDP2's `foreach_reduce`: reduce-scatter, all-reduce, and cast to the storage dtype."""
-        world, is_hsdp = self.context.layout.shard, self.context.layout.replicate > 1
+        world, is_hsdp = self.shards, self.context.layout.replicate > 1
         new, dtype = self.autograd.new, self.unit.reduce_dtype
         padded = sum(parameter.padded for parameter in parameters)
-        reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
         # Before torch 2.15, a loop variable in FSDP2 keeps the last gradient alive until the function ends.
         last = gradients[-1] if world > 1 and not FREES_EARLIER else None
+        chunked = None  # a local variable in FSDP2 keeps the last gradient that is copied alive
+        for index, parameter in enumerate(parameters):
+            if parameter.is_sharded_inside:
+                chunked = gradients[index]
+                gradients[index] = new(chunked.numel, chunked.dtype, Category.REDUCE_SCATTER)
+        reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)
         if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # FSDP2 divides by 1
@@ -344,7 +365,7 @@ class ShardedUnit:
             output.storage.relabel(Category.GRADIENTS)
             self._sharded_gradient = output
         self._partial_reduce_output = None
-        del last
+        del last, chunked
 
     def finalize_backward(self) -> None:
         """Drop the buffers of pending collectives at the end of backward."""

@@ -26,7 +26,7 @@ def cast(autograd: Autograd, x: Tensor, dtype: str) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(numel, before, _BACKWARD),)
 
-    return _record(autograd, autograd.new(numel, dtype), (x,), backward)
+    return record(autograd, autograd.new(numel, dtype), (x,), backward)
 
 
 def view(autograd: Autograd, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int, i
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(weight.numel, weight.dtype, _GRADIENT),)
 
-    return _record(autograd, autograd.new(num_tokens * width, weight.dtype), (weight,), backward, saved)
+    return record(autograd, autograd.new(num_tokens * width, weight.dtype), (weight,), backward, saved)
 
 
 def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, bias: Tensor | None = None) -> Tensor:
@@ -70,12 +70,12 @@ def add_rows(autograd: Autograd, x: Tensor, rows: Tensor) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return gradient[0], autograd.new(num_rows, dtype, _BACKWARD)
 
-    return _record(autograd, autograd.new(x.numel, x.dtype), (x, rows), backward)
+    return record(autograd, autograd.new(x.numel, x.dtype), (x, rows), backward)
 
 
 def add_number(autograd: Autograd, x: Tensor) -> Tensor:
     """Add a number to each element. The gradient is that of the result."""
-    return _record(autograd, autograd.new(x.numel, x.dtype), (x,), lambda gradient, saved: (gradient.pop(),))
+    return record(autograd, autograd.new(x.numel, x.dtype), (x,), lambda gradient, saved: (gradient.pop(),))
 
 
 def scale(autograd: Autograd, x: Tensor) -> Tensor:
@@ -85,18 +85,18 @@ def scale(autograd: Autograd, x: Tensor) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(numel, dtype, _BACKWARD),)
 
-    return _record(autograd, autograd.new(numel, dtype), (x,), backward)
+    return record(autograd, autograd.new(numel, dtype), (x,), backward)
 
 
-def tanh(autograd: Autograd, x: Tensor) -> Tensor:
-    """Compute tanh(x), and save the result."""
+def saving_result(autograd: Autograd, x: Tensor) -> Tensor:
+    """Compute tanh, sigmoid, softmax or log-softmax. They save their results."""
     numel, dtype, output = x.numel, x.dtype, autograd.new(x.numel, x.dtype)
     saved = autograd.save(output)
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(numel, dtype, _BACKWARD),)
 
-    return _record(autograd, output, (x,), backward, saved)
+    return record(autograd, output, (x,), backward, saved)
 
 
 def add(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def add(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return gradient[0], gradient.pop()
 
-    return _record(autograd, autograd.new(a.numel, a.dtype), (a, b), backward)
+    return record(autograd, autograd.new(a.numel, a.dtype), (a, b), backward)
 
 
 def multiply(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def multiply(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return autograd.new(numel, dtype, _BACKWARD), autograd.new(numel, dtype, _BACKWARD)
 
-    return _record(autograd, autograd.new(numel, dtype), (a, b), backward, saved)
+    return record(autograd, autograd.new(numel, dtype), (a, b), backward, saved)
 
 
 def activation(autograd: Autograd, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def activation(autograd: Autograd, x: Tensor) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(numel, dtype, _BACKWARD),)
 
-    return _record(autograd, autograd.new(numel, dtype), (x,), backward, saved)
+    return record(autograd, autograd.new(numel, dtype), (x,), backward, saved)
 
 
 def rotate(autograd: Autograd, x: Tensor, angles: int = 0) -> Tensor:
@@ -150,7 +150,7 @@ def rotate(autograd: Autograd, x: Tensor, angles: int = 0) -> Tensor:
         del wide, conjugate
         return (rotated if dtype == "float32" else new(numel, dtype, _BACKWARD),)
 
-    return _record(autograd, output, (x,), backward, *((saved,) if angles else ()))
+    return record(autograd, output, (x,), backward, *((saved,) if angles else ()))
 
 
 def attention(
@@ -217,7 +217,7 @@ def _repeat(autograd: Autograd, x: Tensor, numel: int) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(before, dtype, _BACKWARD),)
 
-    return _record(autograd, autograd.new(numel, dtype), (x,), backward)
+    return record(autograd, autograd.new(numel, dtype), (x,), backward)
 
 
 def rms_norm(autograd: Autograd, x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
@@ -314,7 +314,7 @@ def _mean_square(autograd: Autograd, x: Tensor, num_rows: int) -> Tensor:
         del spread, power, doubled  # temporaries of one C++ expression
         return (product,)
 
-    return _record(autograd, result, (x,), backward, saved)
+    return record(autograd, result, (x,), backward, saved)
 
 
 def _scale_rows(autograd: Autograd, x: Tensor, factor: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ def _scale_rows(autograd: Autograd, x: Tensor, factor: Tensor) -> Tensor:
         del products
         return for_x, for_factor
 
-    return _record(autograd, autograd.new(numel, "float32"), (x, factor), backward, saved)
+    return record(autograd, autograd.new(numel, "float32"), (x, factor), backward, saved)
 
 
 def _scale_columns(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
@@ -343,13 +343,13 @@ def _scale_columns(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
         del products
         return for_x, for_weight
 
-    return _record(autograd, autograd.new(numel, "float32"), (x, weight), backward, saved)
+    return record(autograd, autograd.new(numel, "float32"), (x, weight), backward, saved)
 
 
 def cross_entropy(autograd: Autograd, logits: Tensor) -> Tensor:
     """Return the scalar loss of whole logits."""
     wide = cast(autograd, logits, "float32")
-    return _negative_log_likelihood(autograd, _log_softmax(autograd, wide))
+    return _negative_log_likelihood(autograd, saving_result(autograd, wide))
 
 
 def chunked_loss(
@@ -408,17 +408,6 @@ def chunked_loss(
     return autograd.record(Tensor(None, 1, "float32"), (x, weight), backward, saved)
 
 
-def _log_softmax(autograd: Autograd, logits: Tensor) -> Tensor:
-    numel = logits.numel
-    output = autograd.new(numel, "float32")
-    saved = autograd.save(output)
-
-    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        return (autograd.new(numel, "float32", _BACKWARD),)
-
-    return autograd.record(output, (logits,), backward, saved)
-
-
 def _negative_log_likelihood(autograd: Autograd, logarithms: Tensor) -> Tensor:
     saved, numel = autograd.save(logarithms), logarithms.numel
 
@@ -428,7 +417,7 @@ def _negative_log_likelihood(autograd: Autograd, logarithms: Tensor) -> Tensor:
     return autograd.record(Tensor(None, 1, "float32"), (logarithms,), backward, saved)
 
 
-def _record(autograd: Autograd, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
+def record(autograd: Autograd, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
     """Record an operation if any of its inputs takes a gradient. Return the output."""
     if all(x.node is None for x in inputs):
         return output

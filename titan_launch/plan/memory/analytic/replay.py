@@ -112,9 +112,10 @@ def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> lis
             undecayed[name] |= is_undecayed(parameter.name, num_axes, classes)
             inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, plan.inventory.head)
             if parameter.requires_grad:
-                num_elements = padded_numel(parameter, layout.parameter_shards) // layout.parameter_shards
-                dtype = plan.unit_of[module.path].storage_dtype
-                shards.setdefault(name, ShardSize(parameter.shape, num_elements, dtype))
+                unit = plan.unit_of[module.path]
+                ranks = layout.shards_of(unit)
+                num_elements = padded_numel(parameter, ranks, unit.expert_parallel) // ranks
+                shards.setdefault(name, ShardSize(parameter.shape, num_elements, unit.storage_dtype))
     groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
     for name, shard in shards.items():
         index = first_match(config.param_groups, paths[name])
@@ -207,7 +208,7 @@ class Replay:
     def _allocate_state(self) -> None:
         """Allocate the memory that exists before the step: parameter shards, optimizer state and buffers."""
         for unit in self._context.units:
-            size = unit.padded // self._layout.shard * DTYPE_BYTES[unit.unit.storage_dtype]
+            size = unit.padded // unit.shards * DTYPE_BYTES[unit.unit.storage_dtype]
             self._ledger.allocate(size, Category.PARAMETERS)
         self._ledger.allocate(state_bytes(self._config.optimizer, self._groups), Category.OPTIMIZER)
         self._ledger.allocate(ema_bytes(self._config.ema, self._groups), Category.EMA)

@@ -1,0 +1,125 @@
+"""Expert parallelism (arXiv:2006.16668): the experts of a layer are divided over ranks, and tokens are sent to them.
+
+    rows of a rank, sorted by expert -> all-to-all -> rows of the rank's experts from all ranks -> sorted by expert
+        -> products -> back to the order of arrival -> all-to-all -> results, in the order of the first rows
+
+The parameters of experts become DTensors. On the expert axis of the mesh each rank holds whole experts. On the tensor
+axis each rank holds a part of every expert's width, so its results are parts of sums. FSDP2 shards what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from titan_launch.distributed.mesh import EXPERT, Mesh
+from titan_launch.models.mixture_of_experts import Experts, Permuted, inverse_of
+from titan_launch.parallel.tensor_parallel import divide_locally
+
+_WIDTH_DIM = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
+"""The dim along which tensor parallelism divides a parameter of experts. It replicates `b2`."""
+
+
+def divide_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Divide the parameters of all `Experts` of a model on the meta device over ranks, in place.
+
+    `mesh.within_experts` has the ranks. Without expert and tensor parallelism, nothing changes. Nothing is allocated or
+    communicated.
+    """
+    ranks = mesh.within_experts
+    if ranks is None:
+        return
+    for module in model.modules():
+        if isinstance(module, Experts):
+            divide_locally(module, ranks, {name: _placements(name, ranks) for name in module._parameters})
+            if mesh.expert is not None:
+                module.dispatch = Dispatch(mesh.expert)
+
+
+def _placements(name: str, ranks: DeviceMesh) -> list[Placement]:
+    width: Placement = Shard(_WIDTH_DIM[name]) if name in _WIDTH_DIM else Replicate()
+    return [Shard(0) if axis == EXPERT else width for axis in ranks.mesh_dim_names or ()]
+
+
+class Dispatch:
+    """The exchange of tokens between the ranks that divide the experts of a layer.
+
+    A forward has three all-to-alls: numbers of rows, rows, and results. A backward has two. The host waits for the
+    device once in a forward, because it must know the numbers of rows (and once more on CUDA in float32, where experts
+    are computed one after another).
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        """`mesh`: the expert axis."""
+        self._ranks = mesh.size()
+        self._group = mesh.get_group().group_name
+
+    def __call__(self, compute: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the results for rows that are sorted by expert: the same shape and order. Collective.
+
+        `rows`: (rows, dim). `counts`: rows of each of all experts (experts). `compute(rows, counts)` computes rows that
+        are sorted by the experts of this rank.
+        """
+        there = exchanged_counts(counts, self._ranks, self._group)
+        sent, received = split_sizes(counts, there, len(rows))
+        arrived = _Exchanged.apply(rows, received, sent, self._group)
+        order = order_by_expert(there, len(arrived))
+        results = compute(Permuted.apply(arrived, inverse_of(order)), there.sum(0))
+        return _Exchanged.apply(Permuted.apply(results, order), sent, received, self._group)
+
+
+def exchanged_counts(counts: Tensor, ranks: int, group: str) -> Tensor:
+    """Return the rows that each rank sends to each expert of this rank: int64 (ranks, experts of a rank). Collective.
+
+    `counts`: rows that this rank sends to each of all experts (experts).
+    """
+    even = [len(counts) // ranks] * ranks
+    return _all_to_all(counts, even, even, group).view(ranks, -1)
+
+
+def split_sizes(counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+    """Return the numbers of rows that this rank sends to each rank and receives from each rank. The host waits.
+
+    `counts`: rows that this rank sends to each expert. `there`: result of `exchanged_counts`. `num_rows`: rows that
+    this rank sends to all experts.
+    """
+    sent, received = torch.stack([counts.view_as(there).sum(1), there.sum(1)]).tolist()
+    return sent, received
+
+
+def order_by_expert(there: Tensor, num_rows: int) -> Tensor:
+    """Return the order of received rows by expert, then by the rank that sent the row, then by token: int64 (rows).
+
+    `there`: result of `exchanged_counts`. `num_rows`: its sum, so that the host need not wait.
+    """
+    experts = torch.arange(there.numel(), device=there.device) % there.shape[1]
+    return experts.repeat_interleave(there.flatten(), output_size=num_rows).argsort(stable=True)
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows after an all-to-all. The backward sends gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+        ctx.sizes = sent, received, group
+        return _all_to_all(rows, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradients[0], *ctx.sizes), None, None, None
+
+
+def _all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    """Send `sent[i]` rows to the i-th rank, and return `received[i]` rows from it, in the order of ranks.
+
+    The collective is functional: selective activation checkpointing saves its result.
+    """
+    functional = torch.ops._c10d_functional
+    exchanged: Tensor = functional.all_to_all_single(rows.contiguous(), received, sent, group)
+    waited: Tensor = functional.wait_tensor(exchanged)
+    return waited

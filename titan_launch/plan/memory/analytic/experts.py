@@ -1,0 +1,392 @@
+"""A mixture of experts without values: the memory that its forward and backward allocate. No torch.
+
+This module copies the local variables of `titan_launch.models.mixture_of_experts`, because they determine which tensors
+stay alive. The rows of a rank are divided equally among the experts, as in a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.memory.analytic import ops
+from titan_launch.plan.memory.analytic.autograd import Autograd
+from titan_launch.plan.memory.analytic.replay import Compute, ReplayContext
+from titan_launch.plan.memory.analytic.tensors import Backward, Tensor
+from titan_launch.plan.memory.ledger import Category
+
+_BACKWARD, _GRADIENT = Category.BACKWARD, Category.UNSHARDED_GRADIENTS
+
+
+def equal_parts(total: int, parts: int) -> list[int]:
+    """Return `parts` numbers with the sum `total`, which differ by at most 1. The larger ones come first."""
+    quotient, remainder = divmod(total, parts)
+    return [quotient + (index < remainder) for index in range(parts)]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    experts: Tensor
+    weights: Tensor
+    scores: Tensor
+
+
+class AnalyticExperts:
+    """`MixtureOfExperts` on one rank."""
+
+    def __init__(self, args: ExpertArgs, dim: int, context: ReplayContext):
+        self.args = args
+        self.dim = dim
+        self.seq_len = context.seq_len
+        self.autograd = context.autograd
+        self.kernels = context.kernels
+        self.weight = context.weight
+        self.call = context.call
+
+    def forward(self, path: str, linear: Callable[[str, Tensor], Tensor], shared: Compute | None, x: Tensor) -> Tensor:
+        """Return the output of the layer at `path`. `linear` runs the linear layer at a path; `shared` runs the shared
+        experts."""
+        autograd = self.autograd
+        logits = linear(f"{path}.router", x)
+        choice = self._choose(logits)
+        experts = f"{path}.experts"
+        outputs = self.call(experts, lambda x: self._experts(experts, x), ops.view(autograd, x))
+        combined = ops.cast(autograd, self._combine(ops.view(autograd, outputs), choice.weights), x.dtype)
+        counted = self._count(choice.experts)
+        del counted
+        combined = self._with_losses(combined, logits, choice)
+        return combined if shared is None else ops.add(autograd, combined, shared(x))
+
+    def _choose(self, logits: Tensor) -> _Choice:
+        autograd, args, new = self.autograd, self.args, self.autograd.new
+        logits = ops.cast(autograd, logits, "float32")
+        scores = ops.saving_result(autograd, logits)
+        num_tokens = scores.numel // args.num_experts
+        ranked = new(scores.numel if args.selection_bias_rate is not None else 0, "float32")
+        if args.num_groups > 1:
+            groups = num_tokens * args.num_groups
+            is_open = [new(groups, "bool"), new(groups, "bool")]
+            masked = new(scores.numel, "float32")
+            del is_open[1:]
+        best, experts = new(num_tokens * args.top_k, "float32"), new(num_tokens * args.top_k, "int64")
+        del best
+        weights = _gather(autograd, scores, experts)
+        if args.normalize:
+            weights = _divide_by_sum(autograd, weights, num_tokens)
+        weights = ops.scale(autograd, weights)
+        if args.num_groups > 1:
+            del masked, is_open
+        del ranked
+        return _Choice(experts, weights, scores)
+
+    def _count(self, experts: Tensor) -> Tensor:
+        counts = self.autograd.new(self.args.num_experts, "int64")
+        ones = self.autograd.new(experts.numel, "int64")
+        del ones
+        return counts
+
+    def _experts(self, path: str, x: Tensor) -> Tensor:
+        autograd, top_k = self.autograd, self.args.top_k
+        num_rows = x.numel // self.dim * top_k
+        values, order = autograd.new(num_rows, "int64"), autograd.new(num_rows, "int64")
+        del values
+        counts = self._count(order)
+        rows = _spread(autograd, x, order, top_k)
+        result = _permuted(autograd, self._compute(path, rows, num_rows), order)
+        del counts
+        return ops.view(autograd, result)
+
+    def _compute(self, path: str, rows: Tensor, num_rows: int) -> Tensor:
+        autograd, args = self.autograd, self.args
+        product = _Product(autograd, self.kernels, equal_parts(num_rows, args.num_experts))
+        weights = {name: self.weight(f"{path}.w{name}") for name in "123"}
+        biases = {name: self.weight(f"{path}.b{name}") if args.expert_bias else None for name in "123"}
+        gate, up = (product(rows, weights[name], biases[name], args.hidden_dim) for name in "13")
+        if args.gate_limit is None:
+            hidden = ops.multiply(autograd, ops.activation(autograd, gate), up)
+        else:
+            gate, up = _clamp(autograd, gate, 1), _clamp(autograd, up, 2)
+            gated = ops.multiply(autograd, gate, ops.saving_result(autograd, ops.scale(autograd, gate)))
+            hidden = ops.multiply(autograd, gated, ops.add_number(autograd, up))
+            del gated
+        return product(hidden, weights["2"], biases["2"], self.dim)
+
+    def _combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        autograd, top_k = self.autograd, self.args.top_k
+        of_outputs, of_weights = _Parts(autograd, outputs), _Parts(autograd, weights)
+        first, *others = [_weighted(autograd, outputs, weights, of_outputs, of_weights, top_k) for _ in range(top_k)]
+        total = first
+        for other in others:
+            total = ops.add(autograd, total, other)
+        return total
+
+    def _with_losses(self, output: Tensor, logits: Tensor, choice: _Choice) -> Tensor:
+        autograd, num_experts = self.autograd, self.args.num_experts
+        if self.args.balance_loss:
+            num_sequences = choice.experts.numel // (self.args.top_k * self.seq_len)
+            loss = _balance_loss(autograd, choice, num_experts, num_sequences)
+            output = _with_loss(autograd, output, loss)
+        if self.args.z_loss:
+            wide = ops.cast(autograd, logits, "float32")
+            output = _with_loss(autograd, output, _z_loss(autograd, wide, num_experts))
+        return output
+
+
+class _Parts:
+    """The parts of a tensor along a dimension (`unbind`, `split`), as an input of operations.
+
+    Backward joins their gradients, when all of them exist, into the gradient of the tensor.
+    """
+
+    def __init__(self, autograd: Autograd, x: Tensor, category: Category = _BACKWARD):
+        gradients: list[Tensor] = []
+        numel, dtype = x.numel, x.dtype
+
+        def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            joined = autograd.new(numel, dtype, category)
+            gradients.clear()
+            return (joined,)
+
+        self.dtype = dtype
+        self._gradients = gradients
+        self.whole = ops.record(autograd, Tensor(None, 0, dtype), (x,), backward)
+        """Stands for all parts as an input. It does not keep the memory of `x` alive."""
+
+    def take(self, gradient: Tensor) -> Tensor:
+        """Take the gradient of a part. Return a gradient without memory of its own, for `whole`."""
+        self._gradients.append(gradient)
+        return Tensor(None, 0, self.dtype)
+
+
+def _gather(autograd: Autograd, scores: Tensor, experts: Tensor) -> Tensor:
+    saved, numel = autograd.save(scores, experts), scores.numel
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        zeros = autograd.new(numel, "float32", _BACKWARD)
+        result = autograd.new(numel, "float32", _BACKWARD)
+        del zeros
+        return (result,)
+
+    return ops.record(autograd, autograd.new(experts.numel, "float32"), (scores,), backward, saved)
+
+
+def _divide_by_sum(autograd: Autograd, x: Tensor, num_rows: int) -> Tensor:
+    """Divide each row by its sum, to which a number is added."""
+    before_addition, total = autograd.new(num_rows, "float32"), autograd.new(num_rows, "float32")
+    del before_addition
+    saved = autograd.save(x, total)
+    return ops.record(autograd, autograd.new(x.numel, "float32"), (x,), _divided_by_sum(autograd, x.numel), saved)
+
+
+def _divided_by_sum(autograd: Autograd, numel: int) -> Backward:
+    """Return the backward of rows that are divided by their sums."""
+
+    def new() -> Tensor:
+        return autograd.new(numel, "float32", _BACKWARD)
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        temporaries = [new(), new(), new()]
+        of_divisor = new()
+        temporaries.clear()
+        of_dividend = new()
+        gradient.clear()
+        of_sum = autograd.new(saved[1].numel, "float32", _BACKWARD)
+        del of_divisor
+        total = new()
+        del of_dividend, of_sum
+        return (total,)
+
+    return backward
+
+
+def _spread(autograd: Autograd, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """Return the rows of the tokens, one for each of their choices (`_Spread`)."""
+    numel, dtype = x.numel, x.dtype
+    tokens = autograd.new(order.numel, "int64")
+    output = autograd.new(numel * top_k, dtype)
+    del tokens
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        inverse = _inverse(autograd, saved[0], _BACKWARD)
+        rows = autograd.new(numel * top_k, dtype, _BACKWARD)
+        del inverse
+        total = autograd.new(numel, dtype, _BACKWARD)
+        del rows
+        return (total,)
+
+    return ops.record(autograd, output, (x,), backward, autograd.save(order))
+
+
+def _permuted(autograd: Autograd, rows: Tensor, order: Tensor) -> Tensor:
+    """Return the rows in the order of the choices (`_Permuted`)."""
+    numel, dtype = rows.numel, rows.dtype
+    inverse = _inverse(autograd, order, Category.ACTIVATIONS)
+    output = autograd.new(numel, dtype)
+    del inverse
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(numel, dtype, _BACKWARD),)
+
+    return ops.record(autograd, output, (rows,), backward, autograd.save(order))
+
+
+def _inverse(autograd: Autograd, order: Tensor, category: Category) -> Tensor:
+    places = autograd.new(order.numel, "int64", category)
+    inverse = autograd.new(order.numel, "int64", category)
+    del places
+    return inverse
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The rows of the experts, and the kernels that multiply them."""
+
+    autograd: Autograd
+    kernels: Kernels
+    counts: Sequence[int]
+    """Rows of each expert."""
+
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, width_out: int) -> Tensor:
+        """Multiply each row by the matrix of its expert, and add a bias."""
+        if self.kernels == "cuda" and rows.dtype == "bfloat16":
+            result = self._grouped(rows, weight, width_out)
+            return result if bias is None else self._add_bias(result, bias)
+        return self._looped(rows, weight, bias, width_out)
+
+    def _grouped(self, rows: Tensor, weight: Tensor, width_out: int) -> Tensor:
+        autograd, weight = self.autograd, ops.view(self.autograd, weight)
+        numel, dtype = rows.numel, rows.dtype
+
+        def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            for_weight = autograd.new(weight.numel, weight.dtype, _GRADIENT)
+            return autograd.new(numel, dtype, _BACKWARD), for_weight
+
+        saved = autograd.save(rows)
+        return ops.record(autograd, autograd.new(sum(self.counts) * width_out, dtype), (rows, weight), backward, saved)
+
+    def _add_bias(self, result: Tensor, bias: Tensor) -> Tensor:
+        """Add the bias of its expert to each row."""
+        autograd = self.autograd
+        index = autograd.new(sum(self.counts), "int64")
+
+        def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            zeros = autograd.new(bias.numel, bias.dtype, _GRADIENT)
+            for_bias = autograd.new(bias.numel, bias.dtype, _GRADIENT)
+            del zeros
+            return (for_bias,)
+
+        saved = autograd.save(index)
+        of_rows = ops.record(autograd, autograd.new(result.numel, bias.dtype), (bias,), backward, saved)
+        return ops.add(autograd, result, of_rows)
+
+    def _looped(self, rows: Tensor, weight: Tensor, bias: Tensor | None, width_out: int) -> Tensor:
+        """Run one product for each expert, and join the results."""
+        autograd, dtype, num_experts = self.autograd, rows.dtype, len(self.counts)
+        width_in = weight.numel // (num_experts * width_out)
+        inputs = {"rows": rows, **({} if bias is None else {"bias": bias}), "weight": weight}
+        parts = {name: _Parts(autograd, x, _BACKWARD if name == "rows" else _GRADIENT) for name, x in inputs.items()}
+
+        def product(count: int) -> Tensor:
+            output: Tensor = autograd.run_costly("mm", lambda: autograd.new(count * width_out, dtype))
+            return output
+
+        def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            found: list[Tensor] = []
+            for count in reversed(self.counts):
+                sizes = {"rows": count * width_in, "bias": width_out, "weight": width_in * width_out}
+                found = [
+                    parts[name].take(autograd.new(sizes[name], parts[name].dtype, _BACKWARD))
+                    for name in reversed(parts)
+                ]
+            return found
+
+        saved = autograd.save(rows)
+        results = [product(count) for count in self.counts]
+        joined = autograd.new(sum(self.counts) * width_out, dtype)
+        del results
+        return ops.record(autograd, joined, [part.whole for part in reversed(parts.values())], backward, saved)
+
+
+def _clamp(autograd: Autograd, x: Tensor, num_limits: int) -> Tensor:
+    """Limit a tensor on one or on both sides."""
+    saved, numel, dtype = autograd.save(x), x.numel, x.dtype
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        is_inside = [autograd.new(numel, "bool", _BACKWARD) for _ in range(num_limits)]
+        result = autograd.new(numel, dtype, _BACKWARD)
+        del is_inside
+        return (result,)
+
+    return ops.record(autograd, autograd.new(numel, dtype), (x,), backward, saved)
+
+
+def _weighted(
+    autograd: Autograd, outputs: Tensor, weights: Tensor, of_outputs: _Parts, of_weights: _Parts, top_k: int
+) -> Tensor:
+    """Multiply the output of one of each token's experts by its weight."""
+    numel, num_tokens = outputs.numel // top_k, weights.numel // top_k
+    saved = autograd.save(outputs, weights)
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        products = autograd.new(numel, "float32", _BACKWARD)
+        for_outputs = autograd.new(numel, "float32", _BACKWARD)
+        gradient.clear()
+        if of_outputs.dtype != "float32":
+            for_outputs = autograd.new(numel, of_outputs.dtype, _BACKWARD)
+        for_weights = autograd.new(num_tokens, "float32", _BACKWARD)
+        del products
+        return of_weights.take(for_weights), of_outputs.take(for_outputs)
+
+    output = autograd.new(numel, "float32")
+    return ops.record(autograd, output, (of_weights.whole, of_outputs.whole), backward, saved)
+
+
+def _balance_loss(autograd: Autograd, choice: _Choice, num_experts: int, num_sequences: int) -> Tensor:
+    """Return the sum of the balance losses (`balance_losses`)."""
+    scores, small = choice.scores, num_sequences * num_experts
+    numel, num_tokens = scores.numel, scores.numel // num_experts
+    counts, ones = autograd.new(small, "float32"), autograd.new(choice.experts.numel, "float32")
+    del ones
+    total = autograd.new(num_tokens, "float32")
+    of_division = autograd.save(scores, total)
+    shares = autograd.new(numel, "float32")
+    quotients = [autograd.new(small, "float32") for _ in range(3)]
+    of_product = autograd.save(quotients[0])
+    quotients.append(autograd.new(small, "float32"))
+    del quotients, shares, counts, total
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        of_shares = [autograd.new(small, "float32", _BACKWARD) for _ in range(2)]
+        return _divided_by_sum(autograd, numel)(of_shares, saved)
+
+    return ops.record(autograd, Tensor(None, 1, "float32"), (scores,), backward, of_division, of_product)
+
+
+def _z_loss(autograd: Autograd, logits: Tensor, num_experts: int) -> Tensor:
+    """Return the sum of the z-losses (`z_losses`). `logits`: fp32."""
+    numel, num_tokens = logits.numel, logits.numel // num_experts
+    of_logits = autograd.save(logits)
+    sums = autograd.new(num_tokens, "float32")
+    of_sums = autograd.save(sums)
+    squares = autograd.new(num_tokens, "float32")
+    del squares
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        of_sums = autograd.new(num_tokens, "float32", _BACKWARD)
+        temporaries = [autograd.new(numel, "float32", _BACKWARD) for _ in range(2)]
+        result = autograd.new(numel, "float32", _BACKWARD)
+        del temporaries, of_sums
+        return (result,)
+
+    return ops.record(autograd, Tensor(None, 1, "float32"), (logits,), backward, of_logits, of_sums)
+
+
+def _with_loss(autograd: Autograd, output: Tensor, loss: Tensor) -> Tensor:
+    """Return the output unchanged. In backward, the loss takes the gradient 1 (`_WithLoss`)."""
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return gradient.pop(), Tensor(None, 1, "float32")
+
+    return ops.record(autograd, Tensor(output.storage, output.numel, output.dtype), (output, loss), backward)
