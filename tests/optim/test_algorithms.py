@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
 from tests.tensors import Operations
+from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.sections.training import MuonConfig, OptimizerConfig
+from titan_launch.models.mixture_of_experts import Experts
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.muon import orthogonalized
 from titan_launch.optim.registry import MixedOptimizer, build_optimizer, step_unless
@@ -141,6 +143,25 @@ def test_muon_equals_pytorchs_muon(adjust_lr_fn: str, nesterov: bool) -> None:
         reference.step()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_muon_updates_stacked_experts_as_separate_matrices() -> None:
+    experts = Experts(6, ExpertArgs(num_experts=3, top_k=1, hidden_dim=8), nn.functional.silu)
+    names = ("w1", "w2", "w3")
+    matrices = [[nn.Linear(*reversed(part.shape), bias=False) for part in getattr(experts, name)] for name in names]
+    separate = nn.ModuleDict({name: nn.ModuleList(of_name) for name, of_name in zip(names, matrices, strict=True)})
+    config = OptimizerConfig.model_validate({"name": "Muon", "lr": 0.1})
+    optimizers = [build_optimizer(model, config, head=("none",)) for model in (experts, separate)]
+    for step in range(2):
+        set_gradients(experts, step)
+        for stack, of_name in zip(experts.parameters(), matrices, strict=True):
+            for linear, value, gradient in zip(of_name, stack, stack.grad, strict=True):
+                linear.weight.data = value.detach().clone() if step == 0 else linear.weight.data
+                linear.weight.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for stack, of_name in zip(experts.parameters(), matrices, strict=True):
+        assert torch.equal(stack, torch.stack([linear.weight for linear in of_name]))
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop", "mixed"])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.optimizers import GroupSettings
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.errors import ConfigError, Problem
-from titan_launch.optim.groups import check_param_groups, group_parameters
+from titan_launch.models.mixture_of_experts import Experts
+from titan_launch.optim.groups import check_param_groups, check_stacks, group_parameters
+from titan_launch.plan.layout import Layout
 
 
 class ScaleNorm(nn.Module):
@@ -145,3 +149,39 @@ def test_groups_without_effect_are_errors() -> None:
     )
     (problem,) = _problems(Model(), "frozen.*")
     assert problem.reason.startswith("matches no trainable parameter")
+
+
+def test_stacked_parameters_of_experts_are_matrices_and_their_biases_vectors() -> None:
+    model = nn.ModuleDict({"experts": stacked_experts(8), "output": nn.Linear(6, 7)})
+    named = _named(model, name="Muon")
+    assert named["default, Muon, weight decay 0.1"] == ["experts.w1", "experts.w2", "experts.w3"]
+    assert {"experts.b1", "experts.b2", "experts.b3"} < {*named["default, weight decay 0"]}
+    config = OptimizerConfig.model_validate({"name": "Muon", "param_groups": [{"match": "**.b1", "algorithm": "Muon"}]})
+    with pytest.raises(ConfigError, match="Muon is for matrices"):
+        check_param_groups(model, config, ("output",))
+
+
+def stacked_experts(num_experts: int) -> Experts:
+    args = ExpertArgs(num_experts=num_experts, top_k=1, hidden_dim=8, expert_bias=True)
+    return Experts(6, args, nn.functional.silu)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ({"shard": 4}, None),
+        ({"shard": 16, "expert": 2}, "8 FSDP2 shards do not divide the 4 experts"),
+        ({"shard": 7}, None),  # padded to 14 experts, which stay whole
+        ({"shard": 4, "tensor": 2}, "tensor_parallel_degree = 2 divides each expert"),
+    ],
+)
+def test_muon_needs_whole_matrices_of_experts(layout: dict[str, int], reason: str | None) -> None:
+    model = nn.ModuleDict({"experts": stacked_experts(8), "output": nn.Linear(6, 7)})
+    grid = Layout(**{"replicate": 1, "local_batch_size": 1, "num_microbatches": 1, **layout})
+    config = OptimizerConfig(name="Muon")
+    with nullcontext() if reason is None else pytest.raises(ConfigError, match=reason):
+        check_stacks(model, config, ("output",), grid)
+    other = OptimizerConfig.model_validate(
+        {"name": "Muon", "param_groups": [{"match": "**.experts.*", "algorithm": "AdamW"}]}
+    )
+    check_stacks(model, other, ("output",), grid)

@@ -51,6 +51,17 @@ def jobs(replicate: int) -> Iterator[JobConfig]:
                 yield job(
                     mode, unsharded, norm, [{"type": kind, "param_dtype": "float32"}], next(checkpointing), replicate
                 )
+    if this_rank().world_size > 1:
+        yield expert_job(replicate)
+
+
+def expert_job(replicate: int) -> JobConfig:
+    """Return a job with expert parallelism."""
+    plain = job("deferred", False, "rmsnorm", [], {"mode": "full"}, replicate)
+    args = {**TINY_ARGS, "head_dim": 8, "experts": {"num_experts": 4, "top_k": 2, "hidden_dim": 16}}
+    model = plain.model.model_copy(update={"name": "qwen3_moe", "args": args})
+    parallelism = plain.parallelism.model_copy(update={"expert_parallel_degree": 2})
+    return plain.model_copy(update={"model": model, "parallelism": parallelism})
 
 
 def job(
@@ -95,7 +106,8 @@ class Trained:
         )
 
     def state(self) -> dict[str, Tensor]:
-        return full_state(self.model)
+        """Return parameters and running statistics, without the sums that a step resets."""
+        return {name: t for name, t in full_state(self.model).items() if not name.endswith((".load", "losses"))}
 
 
 def microbatches(step: int, count: int = 3) -> list[Batch]:
@@ -129,7 +141,8 @@ def failing(model: nn.Module, microbatch: int, where: str) -> Iterator[None]:
     def fail(grad: Tensor) -> None:
         raise Abandoned
 
-    inner, first = block.get_submodule("feed_forward.w2"), model.get_submodule("layers.0")
+    inner = next(module for name, module in block.named_modules() if name in ("feed_forward.w2", "moe.router"))
+    first = model.get_submodule("layers.0")
     handles = [model.register_forward_pre_hook(count), inner.register_forward_pre_hook(enter)]
     handles.append(first.register_forward_hook(leave))
     try:

@@ -28,6 +28,7 @@ ARGS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, **WINDOW},
     "gemma3": {"head_dim": 16, **WINDOW, "tie_embeddings": False},
     "gpt2": {"n_kv_heads": 4, "max_positions": 20, "tie_embeddings": False},
+    "gpt_oss": {"head_dim": 16, **WINDOW, "experts": {"num_experts": 4, "top_k": 2, "hidden_dim": 20}},
     "deepseek_v3": {
         "n_kv_heads": 4,
         "latent_attention": {**LATENT, "q_lora_rank": 24},
@@ -37,6 +38,9 @@ ARGS: dict[str, dict[str, Any]] = {
     "llama3, latents of keys": {"n_kv_heads": 4, "latent_attention": LATENT, "norm": "layernorm"},
 }
 """Arguments by case: a family, and what the arguments change."""
+
+OF_RANK = (".rows", ".table", ".load", ".auxiliary_losses")
+"""Buffers of a rank: rows of positions are divided with the sequence, and each rank counts the load of its samples."""
 
 CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
@@ -50,6 +54,10 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("gpt2", SEQUENCES_WHOLE),
         ("gpt2", CONTEXT),
         ("gpt2", PIPELINE),
+        ("gpt_oss", {}),
+        ("gpt_oss", TWO),
+        ("gpt_oss", SEQUENCES_WHOLE),
+        ("gpt_oss", PIPELINE),
         ("deepseek_v3", TWO),
         ("deepseek_v3", CONTEXT),
         ("deepseek_v3", PIPELINE),
@@ -81,9 +89,7 @@ def test_families_train_like_one_process(tmp_path: Path) -> None:
     for ranks, cases in CASES.items():
         for by_case in run_ranks(train, ranks, cases, tmp_path / str(ranks)):
             for (case, parallelism), trained in zip(cases, by_case, strict=True):
-                # A pipeline stage has some of the parameters. Rows of positions are divided with the sequence, and
-                # each rank counts its own tokens' choices and its own parts of auxiliary losses.
-                parts = (".rows", ".table", ".load", ".auxiliary_losses")
-                own = {name: value for name, value in trained.items() if not name.endswith(parts)}
+                # A pipeline stage has some of the parameters.
+                own = {name: value for name, value in trained.items() if not name.endswith(OF_RANK)}
                 assert_close(f"{case} {parallelism}", own, {name: expected[case][name] for name in own}, 1e-5)
                 assert torch.all(trained["train/grad_norm"] > 0.1)

@@ -23,6 +23,7 @@ FP32_NORMS = {"rules": [{"match": ["layers.*.*_norm", "norm"], "param_dtype": "f
 SGD = {"name": "SGD", "weight_decay": 1e-4}
 FULL, SELECTIVE = {"mode": "full"}, {"mode": "selective"}
 WINDOW = {"sliding_window": 8}
+GPT_OSS: dict[str, Any] = {**WINDOW, "head_dim": 16, "experts": {"hidden_dim": 24, "balance_loss": 0.0}}
 
 
 def accumulation(mode: str, unsharded: bool = False) -> dict[str, Any]:
@@ -150,6 +151,9 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
     "gemma3 on a CPU": ((1, 2), 2, "cpu", {**WINDOW, "full_attention_every": 3}, {"precision": FP32_NORMS}),
     "gpt2": ((1, 4), 2, "cuda", {"max_positions": 40}, {"activation_checkpoint": SELECTIVE}),
     "gpt2 on a CPU": ((1, 3), 2, "cpu", {"n_kv_heads": 4}, {"activation_checkpoint": FULL, "precision": FP32_NORMS}),
+    "gpt_oss": ((1, 4), 2, "cuda", GPT_OSS, {}),
+    "gpt_oss, checkpointed": ((1, 2), 2, "cuda", {**GPT_OSS, "n_layers": 4}, {"activation_checkpoint": SELECTIVE}),
+    "gpt_oss in fp32": ((1, 2), 2, "cuda", GPT_OSS, {"precision": {"param_dtype": "float32"}}),
     "phi3": ((2, 2), 3, "cuda", WINDOW, {"precision": {"param_dtype": "float32"}}),
     "packed": ((1, 2), 2, "cpu", {}, {"precision": FP32_NORMS}),
     "mistral, packed": ((1, 2), 2, "cuda", WINDOW, {"activation_checkpoint": SELECTIVE}),

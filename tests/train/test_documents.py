@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3": {"n_layers": 4},  # two stages on each of two ranks
     "gpt2": {"n_kv_heads": 4, "tie_embeddings": False},  # learned positions
     "gemma2": {"sliding_window": 4, "attention_soft_cap": 5.0},
+    "gpt_oss": {"sliding_window": 4, "experts": {"hidden_dim": 20, "balance_loss": 0.0}},
 }
 TP, PP, REPLICAS = (
     {"parallelism": {f"{axis}_degree": 2}}
@@ -51,6 +52,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "window and soft cap": ("gemma2", 1, {}),
     "FSDP": ("gemma2", 2, DEFERRED),
     "replicas": ("llama3", 2, REPLICAS),
+    "experts, TP": ("gpt_oss", 2, TP),
     "TP": ("llama3", 2, TP),
     "TP, learned positions": ("gpt2", 2, {**TP, "activation_checkpoint": {"mode": "full"}}),
     "PP": ("gpt2", 2, PP),

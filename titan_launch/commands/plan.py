@@ -20,6 +20,7 @@ from titan_launch.core.process import run_and_exit
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
 from titan_launch.plan.communication import Traffic
+from titan_launch.plan.experts import active_parameters, describe_load
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice, is_auto, plan_job, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
@@ -56,6 +57,7 @@ KEY_OPTIONS = (
     ("--intra-bandwidth", "planner.intra_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of its host")),
     ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),
     ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {_DEFAULTS.gpus_per_node})"),
+    ("--expert-load", "planner.expert_load", "X", "rows of the busiest rank of experts over the mean (default: 1)"),
     ("--mfu", "planner.mfu", "X", f"fraction of the peak FLOP/s that a step reaches (default: {_DEFAULTS.mfu})"),
 )
 """Options that set a key of the job, as (option, key, metavar, help text)."""
@@ -235,7 +237,13 @@ def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
         format_comparison(comparison, verbose, best),
         format_legend(comparison, verbose, meaning),
         format_lines(summary_of_job(config, planned.plan, planned.layout)),
-        format_assumptions(planned.hardware, planned.subject.flops, planned.subject.engine_name, config),
+        format_assumptions(
+            planned.hardware,
+            planned.subject.flops,
+            planned.subject.engine_name,
+            config,
+            describe_load(config, planned.plan, planned.layout),
+        ),
     ]
     if verbose:
         parts += [format_plan(config, planned.plan, planned.layout, locate_key), format_categories(comparison)]
@@ -284,6 +292,9 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
     return {
         "model": model_name(config),
         "parameters": planned.plan.inventory.num_parameters,
+        "active_parameters": active_parameters(config, planned.plan),
+        "flops_per_sample": planned.subject.flops.per_sample,
+        "expert_load": describe_load(config, planned.plan, planned.layout),
         "layout": asdict(planned.layout),
         "kernels": config.kernels.model_dump(),
         "float8": list(planned.plan.float8),

@@ -113,8 +113,8 @@ class Algorithm:
     `optimizer.weight_decay` applies only to algorithms with the same kind of weight decay as `optimizer.name`."""
 
     for_others: str | None = None
-    """Name of the algorithm for all other parameters, if this algorithm updates only matrices within the model (Muon).
-    None: this algorithm updates all parameters."""
+    """Name of the algorithm for all other parameters, if this algorithm updates only matrices within the model (Muon),
+    also the stacked matrices of experts. None: this algorithm updates all parameters."""
 
     lr_factor: Callable[[OptimizerConfig], float] = lambda config: 1.0
     """Returns this algorithm's factor of the learning rate."""
@@ -218,8 +218,21 @@ def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: i
 
 
 def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    matrices = sorted((shard for group in groups for shard in group.shards), key=_numel, reverse=True)
-    return max(_muon_batch(matrices[i : i + ranks], config, ranks) for i in range(0, len(matrices), ranks))
+    shards = [shard for group in groups for shard in group.shards]
+    matrices = sorted((shard for shard in shards if len(shard.shape) == 2), key=_numel, reverse=True)
+    stacks = (_muon_stack(shard, config) for shard in shards if len(shard.shape) == 3)
+    batches = (_muon_batch(matrices[i : i + ranks], config, ranks) for i in range(0, len(matrices), ranks))
+    return max((*stacks, *batches))
+
+
+def _muon_stack(shard: ShardSize, config: OptimizerConfig) -> int:
+    """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.muon` updates the matrices of
+    this rank's experts, one after another."""
+    _, rows, columns = shard.shape
+    directions, whole, gram = 2 * shard.num_elements, 2 * rows * columns, 2 * min(rows, columns) ** 2
+    copy = shard.parameter_copy(config)
+    parameters = copy + shard.draw(config) if copy else 0
+    return max(_muon_direction(shard, config), directions + whole + 2 * gram, directions + parameters)
 
 
 def _muon_batch(batch: Sequence[ShardSize], config: OptimizerConfig, ranks: int) -> int:

@@ -10,7 +10,7 @@ forward and in backward, so the sums have a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ class Experts(nn.Module):
         counts = count_choices(chosen, self.num_experts)
         rows = _Spread.apply(x, order, chosen.shape[1])
         results = self.compute(rows, counts) if self.dispatch is None else self.dispatch(self.compute, rows, counts)
-        return Permuted.apply(results, order).unflatten(0, chosen.shape)
+        return Permuted.apply(results, order, chosen.shape)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows that are sorted by expert, (rows, dim), to the same shape. `counts`: rows of each expert."""
@@ -190,17 +190,17 @@ class _Spread(torch.autograd.Function):
 
 
 class Permuted(torch.autograd.Function):
-    """Rows in the order of the choices, from rows in the order of the experts."""
+    """Rows in the order of the choices, from rows in the order of the experts: (rows, dim) to (*shape, dim)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, shape: Sequence[int]) -> Tensor:
         ctx.save_for_backward(order)
-        return rows[inverse_of(order)]
+        return rows[inverse_of(order).view(shape)]  # a view of the result would make FSDP2 warn
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
-        return gradients[0][order], None
+        return gradients[0].flatten(0, -2)[order], None, None
 
 
 def inverse_of(order: Tensor) -> Tensor:

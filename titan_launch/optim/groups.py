@@ -10,6 +10,7 @@ from torch import nn
 from titan_launch.config.optimizers import ALGORITHMS, GroupSettings
 from titan_launch.config.sections.training import OptimizerConfig, ParamGroup
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean
+from titan_launch.plan.layout import Layout
 from titan_launch.plan.param_groups import (
     first_match,
     group_name,
@@ -18,6 +19,7 @@ from titan_launch.plan.param_groups import (
     matches_any,
     settings_of,
 )
+from titan_launch.plan.types import EXPERTS, parent, sharded_dim
 
 
 class Group(NamedTuple):
@@ -55,12 +57,13 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
     paths = trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
     problems = list(_unused(config.param_groups, paths.values(), set(decisions.values())))
+    stacked = _stacked(model)
     for parameter, index in decisions.items():
         if index is None:
             continue
         algorithm = config.param_groups[index].algorithm
         for_others = None if algorithm is None else ALGORITHMS[algorithm].for_others
-        if for_others is not None and parameter.ndim != 2:
+        if for_others is not None and parameter.ndim - (parameter in stacked) != 2:
             reason = (
                 f"{algorithm} is for matrices, but {paths[parameter][0]} has {parameter.ndim} axes; "
                 f'match only matrices, or set "{for_others}"'
@@ -106,8 +109,56 @@ def _undecayed(model: nn.Module) -> set[nn.Parameter]:
         parameter
         for module in model.modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and is_undecayed(name, parameter.ndim, [cls.__name__ for cls in type(module).__mro__])
+        if parameter is not None and is_undecayed(name, _num_axes(parameter, module), _class_names(module))
     }
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    return [cls.__name__ for cls in type(module).__mro__]
+
+
+def _num_axes(parameter: nn.Parameter, module: nn.Module) -> int:
+    """Return the number of axes of a parameter; for a stacked parameter of experts, that of one expert's part."""
+    return parameter.ndim - _has_experts(module)
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any(f"{cls.__module__}.{cls.__qualname__}" == EXPERTS for cls in type(module).__mro__)
+
+
+def _stacked(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of experts, whose first axis counts the experts."""
+    return {p for module in model.modules() if _has_experts(module) for p in module.parameters(recurse=False)}
+
+
+def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str], layout: Layout) -> None:
+    """Raise ConfigError if an algorithm for matrices (Muon) would update experts whose matrices are divided.
+
+    Tensor parallelism divides them, and so does FSDP2 if its ranks do not divide the experts (see `sharded_dim`).
+    `model`: the whole model, before it is divided.
+    """
+    stacked, shards = _stacked(model), layout.parameter_shards // layout.expert
+    for group in group_parameters(model, config, head):
+        if ALGORITHMS[group.settings.algorithm].for_others is None:
+            continue
+        for path, parameter in group.parameters.items():
+            if parameter not in stacked:
+                continue
+            experts, others = parameter.shape[0] // layout.expert, parameter.shape[1:]
+            if layout.tensor > 1:
+                divided = f"parallelism.tensor_parallel_degree = {layout.tensor} divides each expert of {path}"
+            elif sharded_dim((experts, *others), shards, is_stacked=True):
+                divided = f"{shards} FSDP2 shards do not divide the {experts} experts of {path}, so each is sharded"
+            else:
+                continue
+            algorithm, other = group.settings.algorithm, ALGORITHMS[group.settings.algorithm].for_others
+            glob = f'match = "**.{parent(path).rpartition(".")[2]}.*"'
+            reason = (
+                f"{algorithm} needs whole matrices of experts, but {divided}; change the degrees of [parallelism], or "
+                f'add a group for experts: [[optimizer.param_groups]] {glob}, algorithm = "{other}"'
+            )
+            also: tuple[KeyPath, ...] = (("parallelism", "expert_parallel_degree"), ("optimizer", "param_groups"))
+            raise ConfigError([Problem(("optimizer", "name"), reason, config.name, also=also)])
 
 
 def _inner_matrices(model: nn.Module, head: Collection[str]) -> set[nn.Parameter]:
@@ -116,10 +167,9 @@ def _inner_matrices(model: nn.Module, head: Collection[str]) -> set[nn.Parameter
     found: set[nn.Parameter] = set()
     others: set[nn.Parameter] = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        classes = [cls.__name__ for cls in type(module).__mro__]
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                is_inner = is_inner_matrix(name, parameter.ndim, classes, path, head)
+                is_inner = is_inner_matrix(name, _num_axes(parameter, module), _class_names(module), path, head)
                 (found if is_inner else others).add(parameter)
     return found - others
 

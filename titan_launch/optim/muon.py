@@ -1,4 +1,8 @@
-"""Muon (K. Jordan, 2024; arXiv:2502.16982) for sharded matrices. In each step, one rank gathers each full matrix."""
+"""Muon (K. Jordan, 2024; arXiv:2502.16982) for sharded matrices. In each step, one rank gathers each full matrix.
+
+The stacked parameters of experts have three axes: the first counts the experts. Each of their matrices is updated by
+the rank that holds it, without communication.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_launch.config.sections.training import MuonConfig, OptimizerConfig
 from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
@@ -34,8 +39,19 @@ def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: 
     does not wait for the device.
     """
     matrices = [Matrix(shard, group.lr, group.weight_decay) for group in groups for shard in group.shards]
-    for division, batch in _batches(matrices):
+    for stack in (matrix for matrix in matrices if matrix.shard.full.ndim == 3):
+        _update_stack(stack, config.muon, applied)
+    for division, batch in _batches([matrix for matrix in matrices if matrix.shard.full.ndim == 2]):
         _update(division, batch, config.muon, applied)
+
+
+def _update_stack(stack: Matrix, config: MuonConfig, applied: Tensor) -> None:
+    """Update the matrices of this rank's experts. `check_stacks` ensures that this rank holds whole matrices."""
+    directions = _direction(stack.shard, config, applied)
+    device = stack.shard.full.device_mesh.device_type if isinstance(stack.shard.full, DTensor) else directions.device
+    for matrix in directions:
+        matrix.copy_(orthogonalized(matrix.to(device), config.ns_steps).mul_(applied))
+    _apply(stack, directions, config, applied)
 
 
 def _update(division: MatrixGather, batch: Sequence[Matrix], config: MuonConfig, applied: Tensor) -> None:
@@ -103,7 +119,7 @@ def _direction(shard: LocalShard, config: MuonConfig, applied: Tensor) -> Tensor
 
 def _apply(matrix: Matrix, update: Tensor, config: MuonConfig, applied: Tensor) -> None:
     shard = matrix.shard
-    rows, columns = shard.full.shape
+    rows, columns = shard.full.shape[-2:]
     (parameter,) = masters([shard])
     parameter.mul_(1 - matrix.lr * matrix.weight_decay * applied)
     parameter.add_(update.to(parameter.device), alpha=-matrix.lr * scale_of_update(config, rows, columns))

@@ -69,8 +69,8 @@ class Dispatch:
         sent, received = split_sizes(counts, there, len(rows))
         arrived = _Exchanged.apply(rows, received, sent, self._group)
         order = order_by_expert(there, len(arrived))
-        results = compute(Permuted.apply(arrived, inverse_of(order)), there.sum(0))
-        return _Exchanged.apply(Permuted.apply(results, order), sent, received, self._group)
+        results = compute(Permuted.apply(arrived, inverse_of(order), order.shape), there.sum(0))
+        return _Exchanged.apply(Permuted.apply(results, order, order.shape), sent, received, self._group)
 
 
 def exchanged_counts(counts: Tensor, ranks: int, group: str) -> Tensor:

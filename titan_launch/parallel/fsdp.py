@@ -22,7 +22,7 @@ from titan_launch.distributed.torch_private import (
 )
 from titan_launch.models.mixture_of_experts import Experts
 from titan_launch.plan.types import ModelPlan, Policy, sharded_dim
-from titan_launch.plan.units.order import plan_backward_prefetch
+from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 
 
@@ -59,6 +59,8 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
                     _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
     for path, ahead in plan_backward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
+    for path, ahead in plan_forward_prefetch(plan).items():
+        _fsdp_module(model, path).set_modules_to_forward_prefetch([_fsdp_module(model, name) for name in ahead])
 
 
 def cast_at_boundaries(module: nn.Module, policy: Policy) -> None:

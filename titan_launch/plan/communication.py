@@ -1,7 +1,7 @@
 """Collectives of a rank in one step: number, bytes and links. No torch.
 
-FSDP2's collectives follow from the units and are computed here, and the all-to-alls of expert parallelism from the
-number of choices. Collectives of tensor, context and pipeline parallelism are counted in a trace.
+FSDP2's collectives follow from the units and are computed here; those of expert parallelism in `plan.experts`.
+Collectives of tensor, context and pipeline parallelism are counted in a trace.
 
 The numbers are exact if every unit runs in every forward, as in the models of this package, and if every trained
 parameter gets a gradient. Only collectives of units are counted here. BatchNorm statistics, target
@@ -90,7 +90,7 @@ class Traffic:
     """Pipeline parallelism: activations to the next stage, gradients to the previous stage."""
 
     expert: Exchange = field(default_factory=Exchange)
-    """Expert parallelism: all-to-alls of tokens and results, and their gradients, if all experts are chosen equally."""
+    """Expert parallelism: all-to-alls of tokens and results, and their gradients (`plan.experts`)."""
 
     expert_all_gather_bytes: int = 0
     """Part of `all_gather_bytes` of units with `expert_parallel` above 1, whose collectives are among fewer ranks."""
@@ -199,19 +199,6 @@ def _traffic_of_unit(
     )
 
 
-def expert_exchange(num_experts: int, choices: int, row_bytes: int, layout: Layout, forwards: int = 1) -> Exchange:
-    """Return the all-to-alls of one layer of experts in one microbatch, if all experts are chosen equally often.
-
-    `choices`: choices of a rank's tokens, tokens x top_k. `row_bytes`: bytes of a token, in the compute dtype of the
-    experts. `forwards`: 2 with full activation checkpointing. A forward sends the numbers of choices (int64), the
-    tokens, and the results back. A backward sends the gradients of the results and of the tokens.
-    """
-    if layout.expert == 1:
-        return Exchange()
-    sent = forwards * 8 * num_experts + (2 * forwards + 2) * choices * row_bytes
-    return Exchange(3 * forwards + 2, sent * (layout.expert - 1) // layout.expert)
-
-
 def _times(microbatch: Collectives, layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
     """Return the collectives of a step. `microbatch`: the collectives of one microbatch."""
     if accumulation.mode == "auto":
@@ -234,6 +221,12 @@ class LinkTraffic:
 
     across: float
     """Bytes to ranks on other nodes."""
+
+    experts_within: float = 0.0
+    """Part of `within` that expert parallelism sends."""
+
+    experts_across: float = 0.0
+    """Part of `across` that expert parallelism sends."""
 
     @property
     def total(self) -> float:
@@ -274,11 +267,15 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
         (Fraction(traffic.pipeline.sent_bytes), ring(layout.ranks_per_stage, layout.pipeline)),
     )
     across = sum(num_bytes * ring.across for num_bytes, ring in sent)
-    total = traffic.expert.sent_bytes + sum(num_bytes for num_bytes, _ in sent)
+    within = sum(num_bytes for num_bytes, _ in sent) - across
+    experts_across = Fraction(0)
     if layout.expert > 1:
         far = _most_on_other_nodes(layout.world_size, layout.tensor, layout.expert, gpus_per_node)
-        across += Fraction(traffic.expert.sent_bytes * far, layout.expert - 1)
-    return LinkTraffic(within=float(total - across), across=float(across))
+        experts_across = Fraction(traffic.expert.sent_bytes * far, layout.expert - 1)
+    experts_within = traffic.expert.sent_bytes - experts_across
+    return LinkTraffic(
+        float(within + experts_within), float(across + experts_across), float(experts_within), float(experts_across)
+    )
 
 
 @dataclass(frozen=True)

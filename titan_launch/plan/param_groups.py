@@ -28,7 +28,8 @@ def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
     """Return True if a parameter has no weight decay by default: a vector, a bias, or a parameter of a norm or an
     embedding.
 
-    `name`: name of the parameter within the `nn.Module` that owns it (`weight`). `classes`: names of the class and the
+    `name`: name of the parameter within the `nn.Module` that owns it (`weight`). `num_axes`: its number of axes, for
+    stacked parameters of experts that of one expert's part. `classes`: names of the class and the
     base classes of that `nn.Module`, without packages (`LayerNorm`).
     """
     is_norm_or_embedding = any("Norm" in cls or cls in _EMBEDDINGS for cls in classes)
@@ -38,7 +39,8 @@ def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
 def is_inner_matrix(name: str, num_axes: int, classes: Iterable[str], path: str, head: Iterable[str]) -> bool:
     """Return True if Muon updates a parameter by default: a matrix that belongs to no norm, embedding or output layer.
 
-    `path`: path of the `nn.Module` that owns the parameter. `head`: paths of the modules that run last.
+    `num_axes`: as for `is_undecayed`. `path`: path of the `nn.Module` that owns the parameter. `head`: paths of the
+    modules that run last.
     """
     in_head = any(is_within(path, module) for module in head)
     return num_axes == 2 and not is_undecayed(name, num_axes, classes) and not in_head

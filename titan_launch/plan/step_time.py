@@ -102,6 +102,13 @@ class ModelFlops:
     seq_len: int = 0
 
     @property
+    def of_experts(self) -> float:
+        """Part of the FLOPs of a sample that chosen experts compute; 0 if it is unknown."""
+        if self.args is None or not self.per_sample:
+            return 0.0
+        return self.args.expert_flops_per_sample(self.seq_len) / self.per_sample
+
+    @property
     def is_exact(self) -> bool:
         """True if the FLOPs that activation checkpointing adds are counted exactly.
 

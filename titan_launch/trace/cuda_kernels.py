@@ -13,7 +13,8 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
   inputs, its output, and an fp32 logarithm for each query. Its table of blocks is not counted.
 - Products of experts: CUDA runs one grouped product in bf16, which saves rows and stacked matrices. Other dtypes and a
-  CPU run one product for each expert. A trace has no counts of rows, so it divides the rows equally among the experts.
+  CPU run one product for each expert. A trace has no counts of rows, so it divides the rows of a rank equally among its
+  experts. With expert parallelism, the rank receives `planner.expert_load` times as many rows as the mean rank.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
@@ -40,19 +41,20 @@ from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wrapped
 from titan_launch.models import attention, layers, mixture_of_experts
 from titan_launch.models.mixture_of_experts import ExpertProduct, grouped_product, looped_product
+from titan_launch.parallel import expert_parallel
+from titan_launch.plan.experts import equal_parts, received_rows
 from titan_launch.plan.hardware import Kernels
-from titan_launch.plan.memory.analytic.experts import equal_parts
 
 _aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def kernels_replaced(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
+def kernels_replaced(kernels: Kernels, backend: str = "auto", expert_load: float = 1.0) -> Iterator[None]:
     """Let CPU operations save the tensors for backward that they would save on a device of the family `kernels`, until
     the end of the block.
 
-    `backend`: value of `kernels.attention` in the job.
+    `backend`: value of `kernels.attention` in the job. `expert_load`: value of `planner.expert_load`.
     """
     with ExitStack() as stack:
         if kernels == "cuda":
@@ -67,6 +69,7 @@ def kernels_replaced(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
         if backend == "math":
             stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention_of_all_scores))
         stack.enter_context(replaced(mixture_of_experts, "expert_product", partial(_expert_product, kernels)))
+        stack.enter_context(replaced(expert_parallel, "split_sizes", partial(_split_sizes, expert_load)))
         yield
 
 
@@ -199,6 +202,12 @@ def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor) -> ExpertPro
     if kernels == "cuda" and rows.dtype == torch.bfloat16:
         return grouped_product(counts)
     return looped_product(equal_parts(rows.shape[0], counts.shape[0]))
+
+
+def _split_sizes(expert_load: float, counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+    """Replace `expert_parallel.split_sizes`. The values of `counts` and `there` are not read."""
+    ranks = there.shape[0]
+    return equal_parts(num_rows, ranks), equal_parts(received_rows(num_rows, ranks, expert_load), ranks)
 
 
 def _first(outputs: tuple[Tensor, ...]) -> Tensor:

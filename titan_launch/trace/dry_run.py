@@ -15,7 +15,7 @@ from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.models.build import build_model
 from titan_launch.optim.clip import clip_grad_norm
-from titan_launch.optim.groups import check_param_groups
+from titan_launch.optim.groups import check_param_groups, check_stacks
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.communication import link_traffic_of_step
@@ -39,6 +39,7 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     """
     built = build_model(config.model, config.training.seq_len)
     check_param_groups(built.module, config.optimizer, built.head)
+    check_stacks(built.module, config.optimizer, built.head, layout)
     plan = plan_precision(config, built)
     with ExitStack() as stack:
         model, _ = assemble_without_values(config, built, plan, layout, hardware.kernels, rank, stack)

@@ -152,7 +152,7 @@ _IN_PLACE = {
 }
 """(functional collective, index of the input argument) for each operation of a process group."""
 
-_SENDS_NOTHING = ("recv_", "barrier", "wait_tensor", "_wrap_tensor_autograd")
+_SENDS_NOTHING = ("recv_", "barrier", "_wrap_tensor_autograd")
 
 
 class _Exchanges(TorchDispatchMode):
@@ -170,7 +170,10 @@ class _Exchanges(TorchDispatchMode):
         if DTensor in types:  # DTensor dispatches again with local tensors
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._see(func.overloadpacket.__name__, args)
+            name = func.overloadpacket.__name__
+            if name == "wait_tensor":  # returns its input in a run, but a copy in a `FakeTensorMode`
+                return args[0]
+            self._see(name, args)
         return func(*args, **(kwargs or {}))
 
     def _see(self, operation: str, args: Sequence[Any]) -> None:
@@ -178,6 +181,8 @@ class _Exchanges(TorchDispatchMode):
             return
         axis, size = self._axes[group]
         name, index = _IN_PLACE.get(operation, (operation, 0))
+        if axis == "expert" and name != "all_to_all_single":  # of FSDP2, whose ranks may be the same
+            return
         sent = _num_bytes(args[index]) * _SENT_SHARE[name](size)
         counted: dict[str, Any] = {axis: Exchange(1, round(sent))}
         self._count.add(Traffic(**counted))

@@ -165,7 +165,7 @@ def assemble_without_values(
     batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
     model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-    stack.enter_context(kernels_replaced(kernels, config.kernels.attention))
+    stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load))
     if on_host(config.training, kernels):
         stack.enter_context(copies_from_host())
     attention_device = torch.device("meta" if kernels == "cuda" else "cpu")  # PyTorch has no ring attention for CPUs

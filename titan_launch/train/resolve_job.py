@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel
-from titan_launch.optim.groups import check_param_groups
+from titan_launch.optim.groups import check_param_groups, check_stacks
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
@@ -56,6 +56,7 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJo
     config = with_unsharded_parameters(job, layout)
     built = build_on_all_ranks(config, ranks)
     check_param_groups(built.module, config.optimizer, built.head)
+    check_stacks(built.module, config.optimizer, built.head, layout)
     check_profiling(config.comm, ranks.device)
     hardware = hardware_of_run(config, ranks)
     config, reason = resolve_auto_modes(config, layout, built, hardware, config.job.run_folder, attempt, ranks)

@@ -12,9 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
+from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.metrics.memory import track
+from titan_launch.models.mixture_of_experts import Experts
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint, state_bytes, temporary_bytes
@@ -41,15 +43,17 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 
 
 def measure(
-    settings: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+    settings: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...], stacked: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return temporary and state bytes of a step that is not the first: measured, and planned.
+    """Return temporary and state bytes of a step that is not the first: measured, and planned. `stacked`: width of
+    experts.
 
     The measured number is the minimum of several steps: gloo's thread may briefly hold a tensor that it has sent.
     """
     config = OptimizerConfig.model_validate(settings)
     layers = nn.Linear(128, 320), nn.Linear(320, 192, bias=False), nn.Linear(192, 256), nn.Linear(256, 256)
-    model = nn.Sequential(*layers, nn.Linear(256, 96)).to(dtype)
+    experts = Experts(64, ExpertArgs(num_experts=6, top_k=1, hidden_dim=stacked, expert_bias=True), nn.functional.silu)
+    model = nn.Sequential(*layers, nn.Linear(256, 96), experts).to(dtype)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -78,7 +82,11 @@ def shard_size(parameter: nn.Parameter) -> ShardSize:
 
 
 def measure_all() -> dict[str, Any]:
-    return {f"{name} {shape}": measure(*case, shape) for name, case in CASES.items() for shape in ((2,), (2, 1))}
+    return {
+        f"{name} {shape}": measure(*case, shape, hidden_dim)
+        for name, case in CASES.items()
+        for shape, hidden_dim in (((2,), 8), ((2, 1), 256))  # experts are the smallest and the largest parameters
+    }
 
 
 def test_planned_bytes_are_the_measured_ones() -> None:

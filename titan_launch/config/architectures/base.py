@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any, ClassVar
 
 from titan_launch.config.sections.base import Section
@@ -28,13 +29,18 @@ class ModelArgs(Section):
         yield from ()
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Yield arguments that other arguments leave without effect, as (argument, reason and remedy)."""
+        """Yield arguments that other arguments leave without effect, as (argument, reason and remedy). An argument in a
+        table has a name such as `experts.num_groups`."""
         yield from ()
 
     def effective(self) -> dict[str, Any]:
         """Return the arguments with their effective values in place of unset ones, without those that have no effect.
         Two models with equal effective arguments compute the same."""
-        return self.model_dump(mode="json", exclude={name for name, _ in self.unused()})
+        table = self.model_dump(mode="json")
+        for name in {name for name, _ in self.unused()}:
+            *tables, last = name.split(".")
+            reduce(dict.__getitem__, tables, table).pop(last)
+        return table
 
     def longest_sequence(self) -> tuple[str, int] | None:
         """Return the argument that limits the length of sequences, and the limit; None if there is no limit."""
@@ -76,6 +82,18 @@ class ModelArgs(Section):
     def num_experts(self) -> int | None:
         """Return the number of experts in a layer; None for a model without experts."""
         return None
+
+    def experts_per_token(self) -> int | None:
+        """Return the number of experts that compute a token in a layer; None for a model without experts."""
+        return None
+
+    def num_active_parameters(self) -> int | None:
+        """Return the number of parameters that compute a token; None for a model without experts, where all do."""
+        return None
+
+    def expert_flops_per_sample(self, seq_len: int) -> int:
+        """Return the part of `flops_per_sample` of the experts that tokens choose; 0 for a model without experts."""
+        return 0
 
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting in `[model.args]` that selects a BatchNorm with statistics over tokens, such as `norm =

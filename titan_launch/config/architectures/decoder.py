@@ -212,7 +212,8 @@ class DecoderArgs(ModelArgs):
     """Gate the feed-forward layer: `w2(activation(w1 x) * w3 x)`. `false`: `w2(activation(w1 x))`, without `w3`."""
 
     experts: ExpertArgs | None = None
-    """Mixture of experts in place of the feed-forward layers. Unset: all layers are dense."""
+    """Mixture of experts in place of the feed-forward layers. Keys that a job sets replace those of the flavor. Unset:
+    all layers are dense, unless the flavor has experts."""
 
     tie_embeddings: bool = False
     """Share one weight between the embedding and the output layer."""
@@ -341,6 +342,8 @@ class DecoderArgs(ModelArgs):
             for name in self.rope_scaling.unused():
                 kind = f'kind = "{self.rope_scaling.kind}"'
                 yield "rope_scaling", f"has {name}, which has no effect with {kind}; remove {name}"
+        for name, reason in () if self.experts is None else self.experts.unused():
+            yield f"experts.{name}", reason
 
     def effective(self) -> dict[str, Any]:
         """Return the arguments with their effective values in place of unset ones, without those that have no
@@ -408,6 +411,20 @@ class DecoderArgs(ModelArgs):
     def num_experts(self) -> int | None:
         """Return the number of experts in a layer; None for a model without experts."""
         return None if self.experts is None else self.experts.num_experts
+
+    def experts_per_token(self) -> int | None:
+        """Return the number of experts that compute a token in a layer; None for a model without experts."""
+        return None if self.experts is None else self.experts.top_k
+
+    def num_active_parameters(self) -> int | None:
+        """Return the number of parameters that compute a token; None for a model without experts, where all do."""
+        return None if self.experts is None else num_active_parameters(self)
+
+    def expert_flops_per_sample(self, seq_len: int) -> int:
+        """Return the part of `flops_per_sample` of the experts that tokens choose; 0 for a model without experts."""
+        if self.experts is None:
+            return 0
+        return 6 * seq_len * self.num_expert_layers * 3 * self.dim * self.experts.top_k * self.experts.hidden_dim
 
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other

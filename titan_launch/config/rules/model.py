@@ -84,7 +84,7 @@ def model_args_have_an_effect(config: JobConfig) -> Iterator[Problem]:
     """Yield arguments that the job sets, but that other arguments leave without effect."""
     args = known_args(config.model)
     for name, reason in args.unused() if args is not None else ():
-        if name in config.model.args:
+        if _value_at(config.model.args, tuple(name.split("."))) is not None:
             yield args_problem(config, (name,), reason)
 
 

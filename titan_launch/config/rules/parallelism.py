@@ -73,8 +73,8 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if context parallelism meets a sliding window, a soft cap or documents, which ring attention
-    lacks."""
+    """Report a problem if context parallelism meets a sliding window, a soft cap, sinks or documents, which ring
+    attention lacks."""
     args, degree = known_args(config.model), config.parallelism.context_parallel_degree
     if degree == 1:
         return
@@ -175,6 +175,13 @@ def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
             yield Problem(_EXPERT, reason, degree, also=(_SHARD, _CONTEXT))
 
 
+def load_of_experts_has_a_degree(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if `planner.expert_load` has no effect."""
+    for name, value in config.planner.changed("expert_load") if config.parallelism.expert_parallel_degree == 1 else ():
+        reason = "has no effect with parallelism.expert_parallel_degree = 1; set a degree above 1, or remove this key"
+        yield Problem(("planner", name), reason, value, also=(_EXPERT,))
+
+
 NO_EXPERTS = "divides experts over ranks, but the model has no experts; set 1"
 
 
@@ -206,6 +213,7 @@ PARALLELISM_RULES = (
     batch_norm_sees_whole_sequences,
     ring_attention_is_on_gpus,
     experts_can_be_divided,
+    load_of_experts_has_a_degree,
 )
 """Rules for tensor, context and expert parallelism."""
 

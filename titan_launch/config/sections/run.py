@@ -164,6 +164,11 @@ class PlannerConfig(Section):
     that of the device. FLOPs of activation checkpointing count, as in HFU; `throughput/mfu_percent` does not count
     them. TorchTitan's published runs of Llama 3 8B on H100 reach 0.37, and 0.42 compiled."""
 
+    expert_load: Annotated[float, Field(ge=1)] = 1.0
+    """Assumed imbalance with expert parallelism: the rows that the rank with the most rows receives for its experts,
+    divided by the mean of the ranks. 1 is a uniform load. At most `parallelism.expert_parallel_degree` counts: then one
+    rank computes all rows. Memory, traffic and time are those of this rank."""
+
     overhead_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory outside of tensors, in GiB: the CUDA context, NCCL, cuBLAS. Default: 2 on a GPU; on a CPU 0.5 for the
     process, or 0 if `memory_gib` is set."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.communication import LinkTraffic, Traffic, link_traffic_of_step, traffic_of_step
+from titan_launch.plan.experts import exchange_of_step
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import Choice, is_configured_choice, plan_units, possible_choices
 from titan_launch.plan.layout import Layout
@@ -101,13 +102,16 @@ def compare(
         traffic = counted(choice) if counted is not None else None
         if traffic is None or not layout.divides_model:
             keep_params_unsharded = bool(choice.accumulation.keep_params_unsharded)
-            planned = traffic_of_step(plan(keep_params_unsharded), layout, choice.accumulation)
+            of_units = traffic_of_step(plan(keep_params_unsharded), layout, choice.accumulation)
+            of_experts = exchange_of_step(config, plan(keep_params_unsharded), layout, choice.activation_checkpoint)
+            planned = replace(of_units, expert=of_experts)
             traffic = traffic or planned
             if replace(traffic, context=planned.context) != planned and _COUNTED not in notes:
                 notes.append(_COUNTED)
         per_sample = flops.total_per_sample(choice.activation_checkpoint)
+        busiest = 1 + (min(config.planner.expert_load, layout.expert) - 1) * flops.of_experts
         per_sample = None if per_sample is None else per_sample + of_loss_head
-        rows.append(_predict(choice, is_own, footprint, traffic, layout, per_sample, hardware, bubble))
+        rows.append(_predict(choice, is_own, footprint, traffic, layout, per_sample, busiest, hardware, bubble))
     return Comparison(config, tuple(rows), tuple(notes))
 
 
@@ -134,10 +138,12 @@ def _predict(
     traffic: Traffic,
     layout: Layout,
     per_sample: int | None,
+    busiest: float,
     hardware: Hardware,
     bubble: float,
 ) -> Row:
-    """Return the row of a choice. `per_sample`: FLOPs of one sample."""
+    """Return the row of a choice. `per_sample`: FLOPs of one sample. `busiest`: FLOPs of the busiest rank of experts,
+    over the mean."""
     link_traffic = link_traffic_of_step(traffic, layout, hardware.gpus_per_node)
     per_rank = None if per_sample is None else per_sample * layout.samples_per_rank // layout.model_parallel
     reserved = estimate_reserved(footprint, hardware)
@@ -147,7 +153,7 @@ def _predict(
         traffic=traffic,
         link_traffic=link_traffic,
         flops_per_rank=per_rank,
-        time=estimate_step_time(per_rank, link_traffic, hardware, bubble),
+        time=estimate_step_time(None if per_rank is None else per_rank * busiest, link_traffic, hardware, bubble),
         reserved_bytes=reserved,
         verdict=judge(footprint, reserved, hardware),
         is_own=is_own,

@@ -91,8 +91,14 @@ _COLUMNS = (
     ),
     _Column(
         "expert parallel (GiB)",
-        "calls per step for expert parallelism, and GiB that one rank sends in them if all experts are chosen equally",
+        "calls per step for expert parallelism, and GiB that one rank sends in them",
         lambda row: _calls(row.traffic.expert.calls, row.traffic.expert.sent_bytes),
+        True,
+    ),
+    _Column(
+        "of it across nodes",
+        "GiB of expert parallelism that one rank sends to other nodes per step",
+        lambda row: f"~{format_gib(row.link_traffic.experts_across)}" if row.link_traffic.experts_across else "",
         True,
     ),
     _Column(
@@ -203,8 +209,13 @@ def format_categories(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def format_assumptions(hardware: Hardware, flops: ModelFlops, engine: str, config: JobConfig) -> str:
-    """Return the assumptions of all predictions, their accuracy, and the predictions that are missing."""
+def format_assumptions(
+    hardware: Hardware, flops: ModelFlops, engine: str, config: JobConfig, expert_load: str | None = None
+) -> str:
+    """Return the assumptions of all predictions, their accuracy, and the predictions that are missing.
+
+    `expert_load`: result of `plan.experts.describe_load`.
+    """
     needed = "sum of the CUDA streams' peaks" if hardware.kernels == "cuda" else "active memory"
     peak = f"{hardware.peak_tflops:g} TFLOP/s peak x {hardware.mfu:g} (mfu)" if hardware.peak_tflops else "unknown peak"
     lines = [
@@ -216,6 +227,7 @@ def format_assumptions(hardware: Hardware, flops: ModelFlops, engine: str, confi
         ),
         ("computation", peak),
         ("links", _links(hardware)),
+        *([("expert load", expert_load)] if expert_load else []),
         ("memory engine", f"{engine}, {hardware.kernels} kernels of torch {planned_release()}"),
         *accuracy(flops, config),
         *(("unknown", text) for text in _unknowns(hardware, flops)),
@@ -293,6 +305,8 @@ def _describe(row: Row, is_chosen: bool) -> dict[str, Any]:
         "link_traffic_bytes_per_rank": {
             "within_node": round(row.link_traffic.within),
             "across_nodes": round(row.link_traffic.across),
+            "experts_within_node": round(row.link_traffic.experts_within),
+            "experts_across_nodes": round(row.link_traffic.experts_across),
         },
         "flops_per_rank": row.flops_per_rank,
         "compute_seconds_estimated": row.time.compute,

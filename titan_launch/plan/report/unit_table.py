@@ -20,6 +20,7 @@ from titan_launch.plan.communication import (
     collectives_of_step,
     collectives_of_unit,
 )
+from titan_launch.plan.experts import active_parameters
 from titan_launch.plan.job import accumulation_label, activation_checkpoint_label
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import describe_float8
@@ -183,7 +184,7 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
     compiled = f"{config.compile.backend}, {len(plan.compiled)} modules" if config.compile.enable else ""
     kernels = ", ".join(f"{name} = {toml_value(value)}" for name, value in config.kernels.changed())
     lines = [
-        ("model", f"{model_name(config)}, {plan.inventory.num_parameters:,} parameters"),
+        ("model", f"{model_name(config)}, {_parameters_of_model(config, plan)}"),
         ("blocks", _blocks(plan.inventory)),
         *summary_of_batch(layout),
         ("precision", _precision(config, plan)),
@@ -197,6 +198,12 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
         ("steps", f"{config.training.steps:,}"),
     ]
     return [(name, value) for name, value in lines if value]
+
+
+def _parameters_of_model(config: JobConfig, plan: ModelPlan) -> str:
+    """Return the number of parameters, and with experts the number of those that compute a token."""
+    total, active = plan.inventory.num_parameters, active_parameters(config, plan)
+    return f"{total:,} parameters" + ("" if active == total else f", {active:,} active for each token")
 
 
 def _blocks(inventory: Inventory) -> str:

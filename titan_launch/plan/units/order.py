@@ -50,21 +50,45 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
 
     FSDP2 prefetches one unit ahead: when backward enters a unit, it starts the all-gather of the unit whose forward ran
     just before. If that is the small unit of a precision rule, the long all-gather of the next block starts late, in
-    the short backward of the small unit. So each block also prefetches the block before it.
+    the short backward of the small unit. So each block also prefetches the block before it, and the experts of that
+    block that expert parallelism divides: the backward of a block begins with its experts.
 
-    The result is empty without precision rules, because FSDP2's default is sufficient then.
+    The result is empty without precision rules and expert parallelism, because FSDP2's default is sufficient then.
     """
     blocks = plan.inventory.blocks
     order: dict[str, tuple[str, ...]] = {}
     for index, block in enumerate(blocks):
         inner = [unit for unit in plan.units if _is_inside(unit, block)]
-        before = blocks[index - 1 : index] if index else ()
-        _put_before(order, block, inner, before)
+        _put_before(order, block, inner, _with_experts(plan, blocks[index - 1 : index]))
     last = plan.inventory.head[-1] if plan.inventory.head else ""
     behind = _paths_behind_blocks(plan.inventory)
     late = [u for u in plan.units if last not in u.modules and u.reason not in _OWN_PLACE and behind & {*u.modules}]
     _put_before(order, _stands_for(plan.unit_of[last]), late, blocks[-1:])
     return order
+
+
+def plan_forward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
+    """Return, by block, the modules whose units FSDP2 prefetches in the forward of that block.
+
+    The result is empty without expert parallelism. The host then starts each all-gather long before the device needs
+    it. But with expert parallelism the host waits in every layer for the numbers of tokens that are sent. So each block
+    starts the all-gathers of its experts, of the next block, and of the next block's experts.
+    """
+    blocks = plan.inventory.blocks
+    if all(unit.expert_parallel == 1 for unit in plan.units):
+        return {}
+    return {
+        block: (*_with_experts(plan, (block,))[1:], *_with_experts(plan, blocks[index + 1 : index + 2]))
+        for index, block in enumerate(blocks)
+    }
+
+
+def _with_experts(plan: ModelPlan, blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the blocks, each followed by its experts that expert parallelism divides."""
+    divided = [unit for unit in plan.units if unit.expert_parallel > 1]
+    return tuple(
+        path for block in blocks for path in (block, *(_stands_for(u) for u in divided if _is_inside(u, block)))
+    )
 
 
 def _put_before(order: dict[str, tuple[str, ...]], module: str, small: list[Unit], block: tuple[str, ...]) -> None:

@@ -99,13 +99,20 @@ class AnalyticDecoder:
                 q, k = self._norm(f"{path}.q_norm", q), self._norm(f"{path}.k_norm", k)
             if args.positions == "rope":
                 q, k = self.call("rope", rotate, q), self.call("rope", rotate, k)
-            return self._linear(f"{path}.wo", self._attend(_index(path), positions, q, k, v))
+            attended = self._attend(_index(path), positions, q, k, v)
+            if args.attention_sinks:
+                attended = self.call(f"{path}.sinks", partial(self._add_sinks, f"{path}.sinks"), attended)
+            return self._linear(f"{path}.wo", attended)
 
         return self.call(path, forward, x)
 
+    def _add_sinks(self, path: str, attended: Tensor) -> Tensor:
+        num_rows = attended.numel // self.args.head_width
+        return ops.attention_sinks(self.autograd, attended, self.weight(f"{path}.weight"), num_rows)
+
     def _attend(self, layer: int, positions: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         args, num_rows = self.args, q.numel // self.args.head_width
-        is_plain = positions is None and args.attention_soft_cap is None
+        is_plain = positions is None and args.attention_soft_cap is None and not args.attention_sinks
         if is_plain and not args.is_cut(layer, self.seq_len):
             return ops.attention(self.autograd, q, k, v, num_rows, self.seq_len, self.kernels)
         num_queries = self.seq_len if positions is None else positions.numel
@@ -291,10 +298,10 @@ _NORM_CLASSES: dict[tuple[str, bool], tuple[str, ...]] = {
 def _has_bias(args: DecoderArgs, name: str) -> bool:
     if name in ("wq", "wk", "wv"):
         return args.qkv_bias
-    if name.endswith(("_a", "_b")):
-        return False
     if name == "router":
         return args.experts is not None and args.experts.router_bias
+    if name.endswith(("_a", "_b")):
+        return False
     return args.attention_output_bias if name == "wo" else name != "output" and args.feed_forward_bias
 
 

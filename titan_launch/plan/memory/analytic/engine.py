@@ -38,7 +38,7 @@ def unknown_part(config: JobConfig, kernels: Kernels) -> str | None:
     unknown = model.unknown_part(config, _args(config), kernels)
     if unknown is not None:
         return unknown
-    for axis in ("pipeline", "tensor", "context", "expert"):
+    for axis in ("pipeline", "tensor", "context"):
         name = f"{axis}_parallel_degree"
         degree = getattr(config.parallelism, name)
         if degree > 1:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.plan.experts import equal_parts, received_rows
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.autograd import Autograd
@@ -18,12 +19,6 @@ from titan_launch.plan.memory.analytic.tensors import Backward, Tensor
 from titan_launch.plan.memory.ledger import Category
 
 _BACKWARD, _GRADIENT = Category.BACKWARD, Category.UNSHARDED_GRADIENTS
-
-
-def equal_parts(total: int, parts: int) -> list[int]:
-    """Return `parts` numbers with the sum `total`, which differ by at most 1. The larger ones come first."""
-    quotient, remainder = divmod(total, parts)
-    return [quotient + (index < remainder) for index in range(parts)]
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,8 @@ class AnalyticExperts:
         self.kernels = context.kernels
         self.weight = context.weight
         self.call = context.call
+        self.ranks = context.expert_ranks
+        self.load = context.expert_load
 
     def forward(self, path: str, linear: Callable[[str, Tensor], Tensor], shared: Compute | None, x: Tensor) -> Tensor:
         """Return the output of the layer at `path`. `linear` runs the linear layer at a path; `shared` runs the shared
@@ -94,13 +91,38 @@ class AnalyticExperts:
         del values
         counts = self._count(order)
         rows = _spread(autograd, x, order, top_k)
-        result = _permuted(autograd, self._compute(path, rows, num_rows), order)
+        result = self._compute(path, rows, num_rows) if self.ranks == 1 else self._dispatched(path, rows, num_rows)
+        result = _permuted(autograd, result, order)
         del counts
         return ops.view(autograd, result)
 
+    def _dispatched(self, path: str, rows: Tensor, num_rows: int) -> Tensor:
+        """Exchange rows between the ranks that divide the experts (`parallel.expert_parallel.Dispatch`)."""
+        autograd, num_received = self.autograd, received_rows(num_rows, self.ranks, self.load)
+
+        def numbers(count: int) -> Tensor:
+            return autograd.new(count, "int64")
+
+        there = autograd.run_costly("all_to_all", lambda: numbers(self.args.num_experts))
+        arrived = _exchanged(autograd, rows, num_received * self.dim)
+        experts = [numbers(self.args.num_experts), numbers(self.args.num_experts)]
+        experts.pop(0)
+        of_rows = [numbers(num_received), numbers(num_received)]
+        of_rows.pop(0)
+        experts.clear()
+        values, order = numbers(num_received), numbers(num_received)
+        del values
+        of_rows.clear()
+        inverse = _inverse(autograd, order, Category.ACTIVATIONS)
+        sorted_rows = _permuted(autograd, arrived, inverse)
+        del inverse
+        results = self._compute(path, sorted_rows, num_received)
+        del there
+        return _exchanged(autograd, _permuted(autograd, results, order), num_rows * self.dim)
+
     def _compute(self, path: str, rows: Tensor, num_rows: int) -> Tensor:
         autograd, args = self.autograd, self.args
-        product = _Product(autograd, self.kernels, equal_parts(num_rows, args.num_experts))
+        product = _Product(autograd, self.kernels, equal_parts(num_rows, args.num_experts // self.ranks))
         weights = {name: self.weight(f"{path}.w{name}") for name in "123"}
         biases = {name: self.weight(f"{path}.b{name}") if args.expert_bias else None for name in "123"}
         gate, up = (product(rows, weights[name], biases[name], args.hidden_dim) for name in "13")
@@ -191,9 +213,9 @@ def _divided_by_sum(autograd: Autograd, numel: int) -> Backward:
         of_divisor = new()
         temporaries.clear()
         of_dividend = new()
-        gradient.clear()
         of_sum = autograd.new(saved[1].numel, "float32", _BACKWARD)
         del of_divisor
+        gradient.clear()
         total = new()
         del of_dividend, of_sum
         return (total,)
@@ -230,6 +252,17 @@ def _permuted(autograd: Autograd, rows: Tensor, order: Tensor) -> Tensor:
         return (autograd.new(numel, dtype, _BACKWARD),)
 
     return ops.record(autograd, output, (rows,), backward, autograd.save(order))
+
+
+def _exchanged(autograd: Autograd, rows: Tensor, numel: int) -> Tensor:
+    """Return the rows that an all-to-all brings. The backward sends gradients the other way."""
+    num_sent, dtype = rows.numel, rows.dtype
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(num_sent, dtype, _BACKWARD),)
+
+    output = autograd.run_costly("all_to_all", lambda: autograd.new(numel, dtype)).detached()
+    return ops.record(autograd, output, (rows,), backward)
 
 
 def _inverse(autograd: Autograd, order: Tensor, category: Category) -> Tensor:
@@ -332,7 +365,6 @@ def _weighted(
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         products = autograd.new(numel, "float32", _BACKWARD)
         for_outputs = autograd.new(numel, "float32", _BACKWARD)
-        gradient.clear()
         if of_outputs.dtype != "float32":
             for_outputs = autograd.new(numel, of_outputs.dtype, _BACKWARD)
         for_weights = autograd.new(num_tokens, "float32", _BACKWARD)

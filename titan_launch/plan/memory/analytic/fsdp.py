@@ -95,6 +95,8 @@ class ShardedUnit:
         self.padded = sum(parameter.padded for parameter in self.parameters)
         self.prefetch: list[ShardedUnit] = []
         """Units to all-gather ahead in backward, instead of the default: `set_modules_to_backward_prefetch`."""
+        self.forward_prefetch: list[ShardedUnit] = []
+        """Units to all-gather ahead in forward: `set_modules_to_forward_prefetch`."""
         self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = True
         self.state = self.group_state = State.IDLE
         self.modules_to_run: set[str] = set()
@@ -206,13 +208,15 @@ class ShardedUnit:
             return self._cast_input(x)
         if self.state is not State.FORWARD and self.context.iter_forward_root is None:
             self.context.iter_forward_root = self
-        self.state = State.FORWARD
+        is_first, self.state = self.state is not State.FORWARD, State.FORWARD
         x = self._cast_input(x)
         if not self.parameters:
             return x
         is_entering, self.group_state = self.group_state is not State.FORWARD, State.FORWARD
         self.unshard()
         self.wait_for_unshard()
+        for unit in self.forward_prefetch if is_first else ():
+            unit.prefetch_as(State.FORWARD)
         return self._with_post_backward(x) if is_entering and x.node is not None else x
 
     def post_forward(self, path: str, output: Tensor) -> Tensor:
@@ -263,15 +267,15 @@ class ShardedUnit:
             if not self.prefetch:
                 self._prefetch_previous()
         for unit in self.prefetch:
-            unit.prefetch_in_backward()
+            unit.prefetch_as(State.PRE_BACKWARD)
 
     def _prefetch_previous(self) -> None:
         if self._post_forward_indices and (index := self._post_forward_indices.pop()) > 0:
-            self.context.post_forward_order[index - 1].prefetch_in_backward()
+            self.context.post_forward_order[index - 1].prefetch_as(State.PRE_BACKWARD)
 
-    def prefetch_in_backward(self) -> None:
-        """Start the all-gather of this unit early, in the backward of another unit."""
-        with self._as_if(State.PRE_BACKWARD):
+    def prefetch_as(self, state: State) -> None:
+        """Start the all-gather of this unit early, in the forward or the backward of another unit."""
+        with self._as_if(state):
             self.unshard()
 
     @contextmanager

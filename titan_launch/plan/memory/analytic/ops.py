@@ -172,7 +172,7 @@ def attention(
 def masked_attention(
     autograd: Autograd, q: Tensor, k: Tensor, v: Tensor, num_rows: int, num_pairs: int, kernels: Kernels
 ) -> Tensor:
-    """Compute attention with a sliding window or documents, or on CUDA with a soft cap:
+    """Compute attention with a sliding window or documents, or on CUDA with a soft cap or sinks:
     `models.attention.masked_attention`.
 
     On CUDA, FlexAttention saves the tensors of flash attention. Selective activation checkpointing does not save its
@@ -208,6 +208,41 @@ def _fused_attention(
     output, logarithms = autograd.run_costly("attention", compute) if is_costly else compute()
     results = autograd.save(output, logarithms)
     return autograd.record(output.detached(), (q, k, v), backward, saved, results)
+
+
+def attention_sinks(autograd: Autograd, attended: Tensor, weight: Tensor, num_rows: int) -> Tensor:
+    """Multiply the result of attention by a number for each of `num_rows` = tokens x heads, in fp32
+    (`models.layers.AttentionSinks`). The gradient of the logarithms, which attention takes, is not counted."""
+    numel, dtype, num_heads = attended.numel, attended.dtype, weight.numel
+
+    def new(size: int, category: Category = _BACKWARD, dtype: str = "float32") -> Tensor:
+        return autograd.new(size, dtype, category)
+
+    differences = new(num_rows, Category.ACTIVATIONS)
+    shares = new(num_rows, Category.ACTIVATIONS)
+    del differences
+    saved = autograd.save(attended, shares)
+    product = new(numel, Category.ACTIVATIONS)
+    output = product if dtype == "float32" else new(numel, Category.ACTIVATIONS, dtype)
+    del product, shares
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        wide = gradient.pop() if dtype == "float32" else new(numel)
+        gradient.clear()
+        for_attended, products = new(numel), new(numel)
+        del wide
+        narrow = for_attended if dtype == "float32" else new(numel, dtype=dtype)
+        del for_attended
+        for_shares = new(num_rows)
+        del products
+        for_differences = new(num_rows)
+        del for_shares
+        negative = new(num_rows)
+        for_weight = new(num_heads, _GRADIENT, weight.dtype)
+        del for_differences, negative
+        return narrow, for_weight
+
+    return record(autograd, output, (attended, weight), backward, saved)
 
 
 def _repeat(autograd: Autograd, x: Tensor, numel: int) -> Tensor:

@@ -41,7 +41,7 @@ from titan_launch.plan.param_groups import (
     settings_of,
 )
 from titan_launch.plan.types import Inventory, ModelPlan, enclosing, full_name, parameters_by_unit
-from titan_launch.plan.units.order import plan_backward_prefetch
+from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
 
 Compute = Callable[[Tensor], Tensor]
@@ -69,6 +69,12 @@ class ReplayContext:
 
     has_documents: bool
     """True if the documents of a sample are separated."""
+
+    expert_ranks: int
+    """Number of ranks over which the experts of a layer are divided."""
+
+    expert_load: float
+    """Value of `planner.expert_load`."""
 
 
 class Forward(Protocol):
@@ -107,7 +113,7 @@ def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> lis
         classes = [name.rpartition(".")[2] for name in module.classes]
         for parameter in module.parameters if module.same_as is None else ():
             name = parameter.tied_to or full_name(module.path, parameter.name)
-            num_axes = len(parameter.shape)
+            num_axes = len(parameter.shape) - parameter.is_stacked
             paths[name].append(full_name(module.path, parameter.name))
             undecayed[name] |= is_undecayed(parameter.name, num_axes, classes)
             inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, plan.inventory.head)
@@ -161,6 +167,8 @@ class Replay:
             statistics_ranks,
             self._loss_chunks,
             separates_documents(config.data),
+            layout.expert,
+            config.planner.expert_load,
         )
         self._model = model.build(args, context)
         self._entered_modules = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
@@ -190,6 +198,8 @@ class Replay:
         self._context.units = list(dict.fromkeys(in_order))
         for path, ahead in plan_backward_prefetch(self._plan).items():
             by_path[path].prefetch = [by_path[other] for other in ahead]
+        for path, ahead in plan_forward_prefetch(self._plan).items():
+            by_path[path].forward_prefetch = [by_path[other] for other in ahead]
         return by_path
 
     def _weights(self) -> dict[str, Tensor]:

@@ -1,0 +1,262 @@
+"""Expert parallelism: experts on several ranks compute, train and are saved like experts on one. `test_matrix.py` has
+all divisions."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.distributed import run_ranks
+from tests.tensors import cross_entropy_sum
+from tests.train.jobs import this_rank, tiny_job
+from titan_launch.checkpoint.index import read_index, read_tensor
+from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.distributed.dtensor import local_tensor, own_box
+from titan_launch.distributed.mesh import EXPERT, build_mesh
+from titan_launch.metrics.traffic import count_collectives
+from titan_launch.models.build import build_model
+from titan_launch.models.init import initialize
+from titan_launch.models.mixture_of_experts import Experts
+from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.expert_parallel import Dispatch
+from titan_launch.plan.communication import Traffic, expert_exchange, traffic_of_step
+from titan_launch.plan.layout import plan_layout
+from titan_launch.trace.observers import count_exchanges
+from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import due_now, fit, report, save, train_one_step
+from titan_launch.train.model import shard_model
+from titan_launch.train.run import Run
+
+EXPERTS = {"top_k": 2, "hidden_dim": 16, "shared_hidden_dim": 16, "expert_bias": True, "balance_loss": 0.1}
+
+
+def job(folder: Path, name: str, num_experts: int = 4, **sections: dict[str, Any]) -> dict[str, Any]:
+    model = {"name": "qwen3_moe", "args": {"head_dim": 8, "experts": {**EXPERTS, "num_experts": num_experts}}}
+    optimizer = {"eps": 1e-5, "lr": 1e-2, **sections.pop("optimizer", {})}
+    return tiny_job(folder, job={"name": name}, model=model, optimizer=optimizer, **sections)
+
+
+def compare_dispatched(dtype: torch.dtype) -> None:
+    """Compare experts on two ranks with the same experts on each rank alone. The second half of the tests chooses
+    experts of the first rank only, so that the other rank computes no row."""
+    rank, args = dist.get_rank(), ExpertArgs(num_experts=4, top_k=2, hidden_dim=8, expert_bias=True)
+    torch.manual_seed(0)
+    alone = Experts(6, args, nn.functional.silu).to(dtype)
+    divided = Experts(6, args, nn.functional.silu)
+    for name, parameter in alone.named_parameters():
+        divided.register_parameter(name, nn.Parameter(parameter.detach()[2 * rank : 2 * rank + 2].clone()))
+    divided.dispatch = Dispatch(init_device_mesh("cpu", (2,), mesh_dim_names=(EXPERT,))[EXPERT])
+    for highest in (4, 2):
+        torch.manual_seed(1 + rank)
+        xs = [torch.randn(5 + rank, 6).to(dtype).requires_grad_()]
+        xs.append(xs[0].detach().clone().requires_grad_())
+        chosen = torch.rand(5 + rank, highest).argsort(-1)[:, :2]
+        weights = torch.randn(5 + rank, 2, 6).to(dtype)
+        outputs = [experts(x, chosen) for experts, x in zip((alone, divided), xs, strict=True)]
+        gradients = [
+            torch.autograd.grad((output * weights).sum(), [x, *experts.parameters()])
+            for experts, x, output in zip((alone, divided), xs, outputs, strict=True)
+        ]
+        torch.testing.assert_close(outputs[1], outputs[0])
+        torch.testing.assert_close(gradients[1][0], gradients[0][0])
+        for own, whole in zip(gradients[1][1:], gradients[0][1:], strict=True):
+            total = whole.float()
+            dist.all_reduce(total)  # both ranks' tokens
+            torch.testing.assert_close(own.float(), total[2 * rank : 2 * rank + 2], atol=1e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_on_two_ranks_compute_like_experts_on_one(dtype: torch.dtype) -> None:
+    run_ranks(compare_dispatched, 2, dtype)
+
+
+Parts = dict[str, tuple[tuple[int, ...], Tensor]]
+"""This rank's parts of tensors, with their offsets in the whole tensors."""
+
+
+def parts_of(run: Run) -> Parts:
+    """Return this rank's parts of parameters and optimizer state, by the names of a checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in run.model.named_parameters():
+        states = run.optimizer.state[parameter] if run.optimizer.state else {}
+        tensors |= {f"model.{name}": parameter} | {f"optimizer.{name}.{key}": state for key, state in states.items()}
+    parts: Parts = {}
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, DTensor) or tensor.ndim == 0
+        box = own_box(tensor.shape, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ((), ())
+        parts[name] = (box[0], local_tensor(tensor).detach().clone())
+    return parts
+
+
+def assert_parts(parts: Parts, whole: dict[str, Tensor]) -> None:
+    """Check that the parts are those of the whole tensors, bit for bit."""
+    assert parts.keys() == whole.keys()
+    for name, (offsets, part) in parts.items():
+        expected = whole[name]
+        for dim, (offset, length) in enumerate(zip(offsets, part.shape, strict=True)):
+            expected = expected.narrow(dim, offset, length)
+        assert torch.equal(part, expected), name
+
+
+def trained(config: dict[str, Any], steps: int) -> tuple[Parts, list[tuple[float, float]]]:
+    """Return the parts with which a run starts, and the losses and gradient norms of its next steps."""
+    with ExitStack() as stack:
+        run, measured = build_run(JobConfig.model_validate(config), this_rank(), stack), []
+        parts = parts_of(run)
+        for _ in range(steps):
+            due = due_now(run)
+            scalars = report(run, train_one_step(run), due)
+            measured.append((scalars["train/loss"], scalars["train/grad_norm"]))
+        return parts, measured
+
+
+def train_and_save(config: dict[str, Any]) -> Parts:
+    """Train a job to its end, save it, and return the parts with which it started."""
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(config), this_rank(), stack)
+        parts = parts_of(run)
+        fit(run)
+        save(run)
+        return parts
+
+
+def all_trained(jobs: list[dict[str, Any]], steps: int) -> list[tuple[Parts, list[tuple[float, float]]]]:
+    return [trained(config, steps) for config in jobs]
+
+
+@pytest.mark.parametrize(("num_experts", "degrees"), [(4, (4, 1)), (6, (2, 1))])
+def test_a_checkpoint_moves_between_degrees_bitwise(tmp_path: Path, num_experts: int, degrees: tuple[int, ...]) -> None:
+    """With 6 experts, FSDP2 shards the 3 experts of a rank along their second dim over 2 ranks."""
+
+    def divided(name: str, degree: int, **checkpoint: Any) -> dict[str, Any]:
+        checkpoints, training = {"enable": True, "interval": 2, **checkpoint}, {"steps": 2 if name == "saved" else 4}
+        parallelism, constant = {"expert_parallel_degree": degree}, {"kind": "constant", "warmup_steps": 0}
+        return job(
+            tmp_path,
+            name,
+            num_experts,
+            parallelism=parallelism,
+            checkpoint=checkpoints,
+            training=training,
+            lr_scheduler=constant,
+        )
+
+    initial = run_ranks(train_and_save, 4, divided("saved", 2))
+    folder = tmp_path / "saved/checkpoints/step-2"
+    index = read_index(folder)
+    saved = {name: read_tensor(folder, tensor) for name, tensor in index.items() if name.split(".")[0] != "progress"}
+    saved = {name: tensor for name, tensor in saved.items() if name.startswith(("model.", "optimizer."))}
+    path = str(folder)
+    on_four = run_ranks(
+        all_trained, 4, [divided(f"load{degree}", degree, load=path) for degree in degrees], 2, timeout=200
+    )
+    ((alone, losses),) = run_ranks(all_trained, 1, [divided("alone", 1, load=path)], 2)[0]
+    ((begun, _),) = run_ranks(all_trained, 1, [divided("begun", 1)], 0)[0]
+    for parts in initial:
+        assert_parts(parts, {name: part for name, (_, part) in begun.items()})
+    whole = {name: saved[name] for name in alone}
+    assert any("exp_avg_sq" in name for name in whole)
+    assert_parts(alone, whole)
+    for of_rank in on_four:
+        for parts, measured in of_rank:
+            assert_parts(parts, whole)
+            assert measured == [pytest.approx(pair, rel=1e-5) for pair in losses]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "offload": {"training": {"enable_cpu_offload": True}},
+    "compiled": {"compile": {"enable": True, "backend": "eager"}},
+    "compiled, full": {"compile": {"enable": True, "backend": "eager"}, "activation_checkpoint": {"mode": "full"}},
+    "Muon, EMA": {"optimizer": {"name": "Muon"}, "ema": {"decay": 0.9}},
+    "SGD": {"optimizer": {"name": "SGD", "eps": 1e-8}},
+    "unsharded": {"gradient_accumulation": {"mode": "immediate", "keep_params_unsharded": True}},
+}
+
+
+def all_cases(folder: Path, degree: int) -> list[list[tuple[float, float]]]:
+    parallelism = {"expert_parallel_degree": degree}
+    jobs = [job(folder, str(i), parallelism=parallelism, **case) for i, case in enumerate(CASES.values())]
+    return [trained(config, 3)[1] for config in jobs]
+
+
+def test_offload_compilation_and_optimizers_train_like_one_process(tmp_path: Path) -> None:
+    alone = run_ranks(all_cases, 1, tmp_path / "alone", 1)[0]
+    for of_rank in run_ranks(all_cases, 4, tmp_path / "divided", 2, timeout=200):
+        for name, measured, expected in zip(CASES, of_rank, alone, strict=True):
+            tolerance = 1e-3 if "Muon" in name else 1e-5  # Newton-Schulz iterations are in bf16
+            assert measured == [pytest.approx(pair, rel=tolerance) for pair in expected], name
+        assert of_rank[0] == of_rank[1]  # offload changes no bit
+
+
+def muon_with_divided_matrices(folder: Path) -> str:
+    parallelism = {"expert_parallel_degree": 2}
+    with pytest.raises(ConfigError) as caught:
+        trained(job(folder, "muon", 6, parallelism=parallelism, optimizer={"name": "Muon"}), 0)
+    return str(caught.value)
+
+
+def test_muon_refuses_experts_whose_matrices_are_divided(tmp_path: Path) -> None:
+    (message, *_) = run_ranks(muon_with_divided_matrices, 4, tmp_path)
+    assert "Muon needs whole matrices of experts, but 2 FSDP2 shards do not divide the 3 experts of layers.0" in message
+
+
+def counted(folder: Path, parallelism: dict[str, Any], mode: str) -> tuple[Traffic, Traffic]:
+    """Return the traffic of one step of two microbatches, counted and planned. fp32 norms have a unit of their own."""
+    rules = [{"type": "RMSNorm", "param_dtype": "float32"}]
+    config = JobConfig.model_validate(
+        job(
+            folder,
+            "tiny",
+            parallelism=parallelism,
+            precision={"param_dtype": "bfloat16", "rules": rules},
+            gradient_accumulation={"mode": mode},
+            training={"global_batch_size": None, "local_batch_size": 1},
+        )
+    )
+    built = build_model(config.model, 16)
+    layout = replace(plan_layout(config.parallelism, config.training, dist.get_world_size()), num_microbatches=2)
+    plan, mesh = plan_precision(config, built), build_mesh(layout, "cpu")
+    model = shard_model(config, built, plan, mesh).to_empty(device="cpu")
+    initialize(model, built.initializer, 0, torch.device("cpu"))
+    strategy, tokens = build_strategy(config.gradient_accumulation), 16
+    planned = traffic_of_step(plan, layout, config.gradient_accumulation)
+    for _ in range(2 * 2):  # layers and microbatches
+        exchange = expert_exchange(num_experts=4, choices=tokens * 2, row_bytes=2 * 32, layout=layout)
+        planned += Traffic(expert=exchange)
+    inputs = torch.randint(0, 61, (1, tokens))
+    with count_collectives(model) as count, count_exchanges(mesh, count):
+        for index in range(2):
+            strategy.begin_microbatch(model, is_last=index == 1)
+            cross_entropy_sum(model(inputs), inputs).backward()
+    return count.traffic, planned
+
+
+@pytest.mark.parametrize(
+    ("mode", "parallelism"),
+    [
+        ("immediate", {"expert_parallel_degree": 2}),
+        ("deferred_all_reduce", {"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}),
+    ],
+)
+def test_counted_collectives_and_exchanges_are_the_planned_ones(
+    tmp_path: Path, mode: str, parallelism: dict[str, Any]
+) -> None:
+    """The choices are not equal, so a rank may send more results than another. The sum over all ranks is planned."""
+    found = run_ranks(counted, 4, tmp_path, parallelism, mode)
+    for seen, planned in found:
+        assert replace(seen, expert=planned.expert) == planned
+        assert seen.expert.calls == planned.expert.calls == 5 * 4
+    assert sum(seen.expert.sent_bytes for seen, _ in found) == 4 * found[0][1].expert.sent_bytes
