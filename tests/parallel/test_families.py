@@ -29,7 +29,12 @@ ARGS: dict[str, dict[str, Any]] = {
     "gemma3": {"head_dim": 16, **WINDOW, "tie_embeddings": False},
     "gpt2": {"n_kv_heads": 4, "max_positions": 20, "tie_embeddings": False},
     "gpt_oss": {"head_dim": 16, **WINDOW, "experts": {"num_experts": 4, "top_k": 2, "hidden_dim": 20}},
-    "llama3, latents": {"n_kv_heads": 4, "latent_attention": {**LATENT, "q_lora_rank": 24}, "rope_scaling": YARN},
+    "deepseek_v3": {
+        "n_kv_heads": 4,
+        "latent_attention": {**LATENT, "q_lora_rank": 24},
+        "rope_scaling": YARN,
+        "experts": {"hidden_dim": 16, "shared_hidden_dim": 32},
+    },
     "llama3, latents of keys": {"n_kv_heads": 4, "latent_attention": LATENT, "norm": "layernorm"},
 }
 """Arguments by case: a family, and what the arguments change."""
@@ -53,8 +58,10 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("gpt_oss", TWO),
         ("gpt_oss", SEQUENCES_WHOLE),
         ("gpt_oss", PIPELINE),
-        ("llama3, latents", TWO),
-        ("llama3, latents", CONTEXT),
+        ("deepseek_v3", TWO),
+        ("deepseek_v3", CONTEXT),
+        ("deepseek_v3", PIPELINE),
+        ("deepseek_v3", {"expert_parallel_degree": 2}),
         ("llama3, latents of keys", TWO),
         ("llama3, latents of keys", SEQUENCES_WHOLE),
     ],
