@@ -25,7 +25,14 @@ from titan_launch.train.loop import fit
 
 REPO = Path(__file__).parent.parent
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
-NEEDS_GPUS = {"llama3_8b": 8, "llama3_8b_float8": 8, "llama3_70b": 64, "llama3_405b": 512, "context": 8}
+NEEDS_GPUS = {
+    "llama3_8b": 8,
+    "llama3_8b_float8": 8,
+    "llama3_70b": 64,
+    "llama3_405b": 512,
+    "qwen3_30b_a3b": 16,
+    "context": 8,
+}
 ON_CPU = [path for path in CONFIGS if path.stem not in NEEDS_GPUS]
 
 

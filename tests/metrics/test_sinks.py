@@ -35,19 +35,20 @@ def test_tensorboard_holds_what_was_written_before_it_is_closed(tmp_path: Path) 
     sink.close()
 
 
-def test_tensorboard_gets_the_dashboard_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reported", [["train/loss"], ["train/loss", "experts/entropy/layers.0.moe"]])
+def test_tensorboard_gets_the_dashboard_once(reported: list[str], tmp_path: Path) -> None:
     for resume_step in (0, 1):
         sink = TensorBoardSink(tmp_path / "tb", resume_step)
-        sink.write(resume_step + 1, {"train/loss": 1.0})
+        sink.write(resume_step + 1, dict.fromkeys(reported, 1.0))
         sink.close()
     (event,) = read_events(tmp_path / "tb").Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     charts = {
         group.title: {chart.title: list(chart.multiline.tag) for chart in group.chart} for group in layout.category
     }
-    assert charts.keys() == dashboard_layout().keys()
+    assert charts.keys() == dashboard_layout(reported).keys()
     names = [tag.name for tag in TAGS]
-    for group, titles in dashboard_layout().items():
+    for group, titles in dashboard_layout(reported).items():
         for title, expected in titles.items():
             shown = [name for name in names if any(re.match(pattern, name) for pattern in charts[group][title])]
             assert sorted(shown) == sorted(expected)

@@ -53,6 +53,13 @@ _LLAMA_3_1 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "truncate": False,
+}
 _LINEAR = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -62,6 +69,7 @@ _GEMMA = {**_SIZES, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("llama", _SIZES),
     "Llama 3.1, RoPE scaling": ("llama", {**_SIZES, "rope_parameters": _LLAMA_3_1}),
+    "Llama, YaRN": ("llama", {**_SIZES, "rope_parameters": _YARN}),
     "Llama, biases, wide heads, tied": (
         "llama",
         {**_SIZES, "attention_bias": True, "mlp_bias": True, "head_dim": 12, "tie_word_embeddings": True},

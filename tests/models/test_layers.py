@@ -75,6 +75,28 @@ def test_frequencies_of_published_models(name: str, reference: dict) -> None:
     torch.testing.assert_close(frequencies, torch.tensor(reference["frequencies"][name]), rtol=2e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "arguments"),
+    [
+        (64, 10_000.0, {"factor": 40.0, "original_max_position": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}),
+        (64, 150_000.0, {"factor": 32.0, "original_max_position": 4096, "truncate": False}),
+        (16, 10_000.0, {"factor": 4.0, "original_max_position": 16, "mscale": 0.7, "mscale_all_dim": 0.3}),
+        (16, 1e6, {"original_max_position": 64, "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.5}),
+    ],
+)
+def test_yarn_is_that_of_transformers(head_dim: int, theta: float, arguments: dict) -> None:
+    """The first two are DeepSeek-V3's and GPT-OSS's."""
+    transformers = pytest.importorskip("transformers")
+    scaling = RopeScaling(kind="yarn", **arguments)
+    theirs = {**arguments, "rope_type": "yarn", "rope_theta": theta, "factor": scaling.factor}
+    theirs["original_max_position_embeddings"] = theirs.pop("original_max_position")
+    config = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=theirs)
+    expected, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config)
+    torch.testing.assert_close(rotary_frequencies(head_dim, theta, scaling), expected, rtol=2e-7, atol=0)
+    table = RotaryEmbedding(head_dim, 8, theta, scaling).table
+    torch.testing.assert_close(table[3, :, 0], (3 * expected).cos() * factor)
+
+
 # --- attention and feed-forward
 
 
@@ -90,7 +112,7 @@ def test_attention_projects_turns_attends_and_projects() -> None:
 
 
 def test_feed_forward_is_swiglu() -> None:
-    layer = FeedForward(tiny_args(dim=4, hidden_dim=6))
+    layer = FeedForward(tiny_args(dim=4), hidden_dim=6)
     x = torch.randn(2, 3, 4)
     gate = x @ layer.w1.weight.T
     expected = (gate * torch.sigmoid(gate) * (x @ layer.w3.weight.T)) @ layer.w2.weight.T

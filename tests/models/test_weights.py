@@ -263,7 +263,10 @@ BAD: dict[str, tuple[Change, str]] = {
         config(model_type="bert"),
         'model_type "bert", which no model .* known: llama, qwen2.*"huggingface"',
     ),
-    "rope": (config(rope_parameters={"rope_type": "yarn", "factor": 4.0}), 'rope_parameters.rope_type = "yarn"'),
+    "rope": (
+        config(rope_parameters={"rope_type": "longrope", "factor": 4.0}),
+        'rope_parameters.rope_type = "longrope"',
+    ),
     "old_rope": (config(rope_parameters=None, rope_scaling={"type": "dynamic", "factor": 2}), 'rope_type = "dynamic"'),
     "rotates_a_part": (config(partial_rotary_factor=0.5), "partial_rotary_factor"),
     "incomplete_rope": (config(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "has no low_freq_factor, high"),

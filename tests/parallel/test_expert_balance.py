@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,51 +11,55 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.train.jobs import this_rank, tiny_job
+from tests.tensors import assert_equal, full_state
+from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, run_job, run_job_until, this_rank, tiny_job
+from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.job import JobConfig
-from titan_launch.models.mixture_of_experts import ContextGroup, balance_losses, choose, z_losses
+from titan_launch.core.errors import UserError
+from titan_launch.models import mixture_of_experts
+from titan_launch.models.decoder import Decoder
+from titan_launch.models.mixture_of_experts import ContextGroup, balance_losses, choose, grouped_product, z_losses
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, report, train_one_step
 
 STEPS = 3
-EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "top_k": 2,
-    "hidden_dim": 24,
-    "shared_hidden_dim": 16,
-    "first_dense_layers": 1,
-    "score": "sigmoid",
-    "selection_bias_rate": 0.05,
-    "balance_loss": 0.5,
-    "z_loss": 0.1,
-}
 
 
 def moe_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """Return a job that trains 8 experts in the second and third layer, with everything that balances them."""
-    args = {"n_layers": 3, "experts": EXPERTS, **sections.pop("args", {})}
+    args = {"n_layers": 3, "experts": TINY_EXPERTS, **sections.pop("args", {})}
     # If a gradient is almost 0, the sign of its rounding error decides the sign of Adam's update.
     return tiny_job(folder, model={"args": args}, **{"optimizer": {"lr": 1e-2, "eps": 1e-5}, **sections})
 
 
-def train(jobs: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
-    """Train the jobs, and return the metrics of all steps."""
-    return [_train(job) for job in jobs]
+Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
+"""The metrics of all steps, and the selection biases at the end, by name."""
 
 
-def _train(job: dict[str, Any]) -> list[dict[str, float]]:
+def train(jobs: list[dict[str, Any]]) -> list[Trained]:
+    """Train the jobs."""
+    return [train_one(job) for job in jobs]
+
+
+def train_one(job: dict[str, Any]) -> Trained:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        return [report(run, train_one_step(run), due_now(run)) for _ in range(STEPS)]
+        reports = [report(run, train_one_step(run), due_now(run)) for _ in range(STEPS)]
+        return reports, biases_of(run.model)
+
+
+def biases_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("selection_bias")}
 
 
 def divided_jobs(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """Return jobs on `ranks` ranks. The last one has a pipeline."""
     modes = ["immediate", "deferred"]
-    return [
+    jobs = [
         moe_job(
             folder / f"{ranks}_{local}_{mode}_{checkpointing}",
             training={"global_batch_size": 4, "local_batch_size": local},
@@ -66,15 +72,29 @@ def divided_jobs(folder: Path, ranks: int) -> list[dict[str, Any]]:
             *((1, mode, "selective") for mode in modes),
         ]
     ]
+    pipeline = {"pipeline_parallel_degree": ranks}
+    return [*jobs, moe_job(folder / "pipeline", parallelism=pipeline)] if ranks > 1 else jobs
 
 
 def test_ranks_microbatches_modes_and_checkpointing_do_not_change_a_step(tmp_path: Path) -> None:
-    (alone,), both = (run_ranks(train, ranks, divided_jobs(tmp_path, ranks))[:1] for ranks in (1, 2))
-    expected = alone[0]
-    for measured in (*alone[1:], *both[0]):
+    by_rank = [trained for ranks in (1, 2) for trained in run_ranks(train, ranks, divided_jobs(tmp_path, ranks))]
+    (expected, expected_biases), *others = (job for jobs in by_rank for job in jobs)
+    experts = [tag for tag in expected[0] if tag.startswith("experts/")]
+    assert len(experts) == 3 + 3 * 2
+    for measured, biases in others:
+        assert len(biases) in (1, 2)  # a pipeline rank has a part of the layers
+        for name, bias in biases.items():
+            assert torch.equal(bias, expected_biases[name]), name
         for step, reference in zip(measured, expected, strict=True):
-            for tag in ("train/loss", "train/grad_norm"):
+            for tag in ("train/loss", "train/grad_norm", *experts):
                 assert step[tag] == pytest.approx(reference[tag], rel=1e-5), tag
+    for bias in expected_biases.values():
+        assert set((bias / 0.05).round(decimals=4).tolist()) <= set(range(-STEPS, STEPS + 1)) and bias.any()
+    assert expected[0]["experts/dropped"] == 0
+    # 2 of 8 experts for each token, so the largest load is between the mean and 4 times the mean
+    assert all(1 < step["experts/load_max_over_mean/layers.1.moe"] < 4 for step in expected)
+    assert all(0 < step["experts/entropy/layers.2.moe"] < 1 for step in expected)
+    assert 2 * 0.5 < expected[0]["experts/balance_loss"] < 2  # two layers, and at least the weight in each
 
 
 def part_of_sequence(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,3 +114,146 @@ def test_losses_of_divided_sequences_add_up(tmp_path: Path) -> None:
     torch.testing.assert_close(sum(part[0] for part in parts), balance)
     torch.testing.assert_close(sum(part[1] for part in parts), z)
     torch.testing.assert_close(torch.cat([part[2] for part in parts], dim=1), gradient)
+
+
+STEADY = {"kind": "warmup_stable_decay", "decay_ratio": 0.0}
+"""A learning rate that does not depend on the number of steps."""
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    checkpoint = {"enable": True, "interval": 2}
+    job = moe_job(tmp_path / "resumed", checkpoint=checkpoint, lr_scheduler=STEADY)
+    run_ranks(run_job_until, 2, job, 2)
+    resumed, _ = run_ranks(run_job, 2, job)
+    expected, _ = run_ranks(run_job, 2, moe_job(tmp_path / "uninterrupted", lr_scheduler=STEADY))
+    assert_equal(resumed, expected)
+    assert resumed["layers.2.moe.selection_bias"].any() and not resumed["layers.2.moe.load"].any()
+
+
+def poisoned_and_abandoned(job: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        factor = 1.0
+        embedding = run.model.get_submodule("tok_embeddings")
+        embedding.register_forward_hook(lambda _, args, output: output * factor)
+        train_one_step(run)
+        report(run, train_one_step(run), due_now(run))
+        before = full_state(run.model)
+        assert before["layers.2.moe.selection_bias"].any()
+
+        factor = math.inf if run.ranks.is_rank_0 else 1.0
+        result = train_one_step(run)
+        assert result.is_skipped == 1
+        assert_equal(full_state(run.model), before)
+        factor = 1.0
+        run.guard.pop_skipped_steps(run.progress.step)
+
+        def interrupt() -> None:
+            assert run.model.get_buffer("layers.1.moe.load").sum() == 2 * 16 * 2  # samples, tokens, choices
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run.step([next(run.train_batches) for _ in range(run.layout.num_microbatches)], interrupt)
+        run.step.parameters_changed()
+        run.optimizer.zero_grad()
+        assert_equal(full_state(run.model), before)
+        scalars = report(run, result, due_now(run))  # the window has no step that was trained
+        assert [scalars[f"experts/{tag}"] for tag in ("balance_loss", "z_loss", "entropy/layers.1.moe")] == [0, 0, 0]
+
+
+def test_a_skipped_or_abandoned_step_moves_nothing(tmp_path: Path) -> None:
+    run_ranks(poisoned_and_abandoned, 2, moe_job(tmp_path, debug={"on_nonfinite": "skip"}, metrics={"log_freq": 10}))
+
+
+class NoisyRouter(nn.Linear):
+    """A router with noise from a generator of its own, which activation checkpointing cannot set back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn(8, generator=_NOISE)
+
+
+_NOISE = torch.Generator().manual_seed(0)
+
+
+class NoisyDecoder(Decoder):
+    """A decoder whose last layer has a noisy router."""
+
+    def __init__(self) -> None:
+        experts = {**TINY_EXPERTS, "first_dense_layers": 0}
+        super().__init__(DecoderArgs.model_validate({**TINY_ARGS, "experts": experts}), max_seq_len=16)
+        layer = self.get_submodule("layers.1.moe")
+        layer.router = NoisyRouter(32, 8, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Keep PyTorch's values."""
+
+
+def audited(folder: Path, groups_products: bool) -> None:
+    """Audit a step. `groups_products`: one product for all experts, as on CUDA. PyTorch then does not notice that an
+    expert has other rows in the second forward."""
+    if groups_products:
+        mixture_of_experts.expert_product = lambda rows, counts: grouped_product(counts)
+    model = {"name": f"{__name__}:NoisyDecoder", "blocks": ["layers.*"]}
+    job = {**tiny_job(folder, activation_checkpoint={"mode": "full"}, debug={"audit_precision": True}), "model": model}
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        count = "2 of 2" if groups_products else "1 of 1"
+        with pytest.raises(UserError, match=rf"layers\.1\.moe: in {count} microbatches, the second forward") as raised:
+            train_one_step(run)
+        assert "layers.0" not in str(raised.value)
+
+
+def test_the_audit_names_a_layer_whose_second_forward_chooses_other_experts(tmp_path: Path) -> None:
+    for groups_products in (False, True):
+        run_ranks(audited, 2, tmp_path / str(groups_products), groups_products)
+
+
+class _Texts(logging.Handler):
+    """A handler that keeps the warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def warnings_of(jobs: list[dict[str, Any]]) -> list[list[str]]:
+    """Train the jobs, and return the warnings of each. The router of layers.2.moe always chooses the same experts."""
+    found = []
+    for job in jobs:
+        handler = _Texts()
+        logging.getLogger("titan_launch").addHandler(handler)
+        with ExitStack() as stack:
+            run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+            bias = run.model.get_buffer("layers.2.moe.selection_bias")
+            bias.copy_(torch.arange(8.0))
+            for _ in range(2):
+                report(run, train_one_step(run), due_now(run))
+        logging.getLogger("titan_launch").removeHandler(handler)
+        found.append(handler.texts)
+    return found
+
+
+def test_warnings_of_collapsed_layers_and_of_routers_in_bfloat16(tmp_path: Path) -> None:
+    rule = {"match": "layers.*.moe.router", "param_dtype": "float32", "output_dtype": "float32"}
+    jobs = [
+        moe_job(
+            tmp_path / str(seq_len),
+            training={"seq_len": seq_len, "local_batch_size": 1, "global_batch_size": 4},
+            precision={"param_dtype": "bfloat16", "rules": rules},
+        )
+        # in 16 tokens of 4 samples, the mean load is too small
+        for seq_len, rules in ((16, []), (8, [{**rule, "output_dtype": None}]), (64, [rule]))
+    ]
+    reduced, rounded, collapsed = run_ranks(warnings_of, 1, jobs)[0]
+    for texts in (reduced, rounded):
+        assert [text.partition(". ")[0] for text in texts] == [
+            "router precision: the logits of layers.1.moe.router, layers.2.moe.router are bfloat16"
+        ]
+    (text,) = collapsed  # once, although the second step has the same load
+    assert text.startswith(
+        "step 1: the load of the experts of layers.2.moe has collapsed: 75% of the experts got less than 1% of the "
+        "mean load since the last report, and the largest load is 4.0 times the mean."
+    )

@@ -190,7 +190,7 @@ CASES: dict[str, dict[str, Any]] = {
 def all_cases(folder: Path, degree: int) -> list[list[tuple[float, float]]]:
     parallelism = {"expert_parallel_degree": degree}
     jobs = [job(folder, str(i), parallelism=parallelism, **case) for i, case in enumerate(CASES.values())]
-    return [trained(config, 3)[1] for config in jobs]
+    return [trained(config, 2)[1] for config in jobs]
 
 
 def test_offload_compilation_and_optimizers_train_like_one_process(tmp_path: Path) -> None:

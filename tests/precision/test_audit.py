@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed import run_ranks
 from tests.precision.steps import SEQ_LEN, train, wrapped
 from tests.tensors import assert_equal, full_state
-from tests.train.jobs import TINY_ARGS, read_metrics, run_job, this_rank, tiny_job
+from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
@@ -59,17 +59,26 @@ RULES: tuple[dict[str, Any], ...] = (
 )
 """Rules for each model. NORM is the class of its norms, HEAD the path of its last layer."""
 
+ROUTER = {"match": "layers.*.moe.router", "param_dtype": "float32", "output_dtype": "float32"}
+RULES_OF_EXPERTS: tuple[dict[str, Any], ...] = (
+    {"rules": [ROUTER]},
+    {"storage_dtype": "bfloat16", "buffer_dtype": "bfloat16", "rules": [ROUTER]},
+    {"rules": [{"match": "layers.*.moe.experts", "param_dtype": "float32", "output_dtype": "float32"}]},
+)
+"""Rules for mixtures of experts."""
+
 
 def cases(replicate: int) -> list[JobConfig]:
     """Return every model with every set of rules. Accumulation modes and activation checkpointing modes alternate."""
     llamas = [({"args": {**TINY_ARGS, "norm": norm}}, name, "output") for norm, name in NORMS.items()]
     conv = ({"name": "tests.parallel.conv_model:ConvNet"}, "BatchNorm", "head")
+    experts = ({"args": {**TINY_ARGS, "experts": {**TINY_EXPERTS, "first_dense_layers": 0}}}, "RMSNorm", "output")
     modes = cycle(["immediate", "deferred", "deferred_all_reduce"] if replicate > 1 else ["immediate", "deferred"])
     checkpointing = cycle(["none", "full", "selective"])
     return [
         job(model, precision, norm, head, replicate, next(modes), next(checkpointing))
-        for model, norm, head in (*llamas, conv)
-        for precision in RULES
+        for (model, norm, head), rules in (*((model, RULES) for model in (*llamas, conv)), (experts, RULES_OF_EXPERTS))
+        for precision in rules
     ]
 
 

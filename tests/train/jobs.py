@@ -27,6 +27,18 @@ from titan_launch.train.model import shard_model
 from titan_launch.train.run import Run
 
 TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
+TINY_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "top_k": 2,
+    "hidden_dim": 24,
+    "shared_hidden_dim": 16,
+    "first_dense_layers": 1,
+    "score": "sigmoid",
+    "selection_bias_rate": 0.05,
+    "balance_loss": 0.5,
+    "z_loss": 0.1,
+}
+"""`[model.args.experts]` with everything that balances the load."""
 
 TINY_JOB_FILE = """
 [job]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_launch.config.sections.data import SampleUnit
-from titan_launch.metrics.tags import TAGS
+from titan_launch.metrics.tags import tag_of
 from titan_launch.plan.hardware import GIB
 
 _WINDOW_TARGETS = "targets in the window"
@@ -146,11 +146,11 @@ class Meter:
     def _combine(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Reduce every value over the ranks by the rule of its tag, and copy the results to the host. A value without a
         tag must be equal on all ranks."""
-        how_to_combine = {tag.name: tag.combine for tag in TAGS}
         names: dict[str, list[str]] = {"sum": [], "max": [], "same": []}
         unchanged: dict[str, float] = {}
         for name, value in local.items():
-            how = how_to_combine.get(name, "same")
+            tag = tag_of(name)
+            how = "same" if tag is None else tag.combine
             if how == "same" and not isinstance(value, Tensor):
                 unchanged[name] = value
             else:

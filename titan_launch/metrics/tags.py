@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ class Tag:
     """A metric."""
 
     name: str
-    """Name, in which `<source>` stands for the name of a source of a mixture."""
+    """Name, in which `<source>` stands for the name of a source of a mixture, and `<layer>` for the path of a layer."""
 
     combine: Literal["sum", "max", "same"]
     """Reduction over the ranks. `same`: no reduction, because all ranks have the same value."""
@@ -307,14 +307,71 @@ TAGS = [
         "Reported at validations and checkpoints, with BatchNorm and several ranks.",
         chart=("batchnorm", "divergence of running statistics"),
     ),
+    Tag(
+        "experts/load_max_over_mean/<layer>",
+        "max",
+        "Load of the expert with the largest load, divided by the mean load of the layer's experts. The load is the "
+        "number of choices since the last report, over all ranks. 1 is an equal load; `num_experts / top_k` is the "
+        "largest possible value.",
+        chart=("experts", "largest load over mean load"),
+    ),
+    Tag(
+        "experts/entropy/<layer>",
+        "max",
+        "Entropy of the distribution of the load over the layer's experts, divided by the logarithm of their number. "
+        "1 is an equal load; 0 is the load of a single expert.",
+        chart=("experts", "entropy of the load"),
+    ),
+    Tag(
+        "experts/unused/<layer>",
+        "max",
+        "Share of the layer's experts with a load below 1 % of the mean load, from 0 to 1. 0 if the mean load is below "
+        "20, which is too small to tell.",
+        chart=("experts", "share of unused experts"),
+    ),
+    Tag(
+        "experts/balance_loss",
+        "sum",
+        "Balance loss with its weight, as it enters the gradient: sum over layers, mean over the samples of all steps "
+        "since the last report. It is not part of `train/loss`.",
+        chart=("experts", "auxiliary losses"),
+    ),
+    Tag(
+        "experts/z_loss",
+        "sum",
+        "Router z-loss with its weight, as it enters the gradient: sum over layers, mean over the samples of all steps "
+        "since the last report. It is not part of `train/loss`.",
+        chart=("experts", "auxiliary losses"),
+    ),
+    Tag(
+        "experts/dropped",
+        "sum",
+        "Choices without a computation. Always 0, because no token is dropped.",
+    ),
 ]
 
+_OF_SOME_MODELS = ("experts",)
+"""Groups of the dashboard that exist only for models whose first report has a metric of the group."""
 
-def dashboard_layout() -> dict[str, dict[str, list[str]]]:
-    """Return the dashboard: a dict from group to a dict from chart title to the names of its tags."""
+_BY_NAME = {tag.name: tag for tag in TAGS}
+
+
+def tag_of(name: str) -> Tag | None:
+    """Return the tag of a metric, also if `<source>` or `<layer>` stands for the last part of its name. None if there
+    is none."""
+    group, _, rest = name.partition("/")
+    kind, separator, _ = rest.partition("/")
+    known = (name, *(f"{group}/{kind}/<{part}>" for part in ("source", "layer") if separator))
+    return next((_BY_NAME[name] for name in known if name in _BY_NAME), None)
+
+
+def dashboard_layout(reported: Iterable[str] = ()) -> dict[str, dict[str, list[str]]]:
+    """Return the dashboard: a dict from group to a dict from chart title to the names of its tags. `reported`: the
+    metrics of the first report."""
     layout: dict[str, dict[str, list[str]]] = {}
+    groups = {name.partition("/")[0] for name in reported}
     for tag in TAGS:
-        if tag.chart:
+        if tag.chart and (tag.chart[0] not in _OF_SOME_MODELS or tag.chart[0] in groups):
             group, title = tag.chart
             layout.setdefault(group, {}).setdefault(title, []).append(tag.name)
     return layout

@@ -26,7 +26,7 @@ class RotaryEmbedding(nn.Module):
     """Position of the first token of the input. It is not 0 while a cache has earlier tokens."""
 
     table: Tensor
-    """Cosine and sine of each angle: (max_seq_len, head_dim / 2, 2)."""
+    """Cosine and sine of each angle, times `RopeScaling.rotated_factor`: (max_seq_len, head_dim / 2, 2)."""
 
     def __init__(self, head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None = None):
         """Compute the table. `head_dim` must be even; `theta` is the base of the frequencies."""
@@ -43,7 +43,8 @@ class RotaryEmbedding(nn.Module):
         frequencies = rotary_frequencies(self.head_dim, self.theta, self.scaling, self.table.device)
         positions = torch.arange(self.table.shape[0], dtype=torch.float32, device=self.table.device)
         angles = torch.outer(positions, frequencies)
-        self.table.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1))
+        factor = 1.0 if self.scaling is None else self.scaling.rotated_factor
+        self.table.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1) * factor)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate (batch, tokens, heads, head_dim) in fp32; the result has the input's dtype.
@@ -81,7 +82,8 @@ def rotary_frequencies(
 
     Linear scaling divides all frequencies by `factor`. Llama 3.1 divides the frequencies of slow pairs and keeps those
     of fast pairs. Between, it interpolates linearly by the number of turns within the original context (Meta's
-    `apply_scaling` in `llama-models`).
+    `apply_scaling` in `llama-models`). YaRN does the same, but interpolates by the number of the pair
+    (arXiv:2309.00071, section 3.2; `_compute_yarn_parameters` of `transformers`).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -89,10 +91,29 @@ def rotary_frequencies(
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        first, last = _scaled_pairs(head_dim, theta, scaling)
+        pairs = torch.arange(len(frequencies), dtype=torch.float32, device=device)
+        unscaled = 1 - ((pairs - first) / (last - first)).clamp(0.0, 1.0)
+        return frequencies * unscaled + 1.0 / (scaling.factor * theta**exponents) * (1 - unscaled)
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     unscaled = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     unscaled = unscaled.clamp(0.0, 1.0)
     return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
+
+
+def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
+    """Return the last pair of channels that YaRN does not scale, and the first that it scales fully. Both may lie
+    between two pairs."""
+    turns_of_first = scaling.original_max_position / (2 * math.pi)
+    first, last = (
+        head_dim * math.log(turns_of_first / turns) / (2 * math.log(theta))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    return first, last + 0.001 if first == last else last
 
 
 class LearnedPositions(nn.Embedding):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.models.mixture_of_experts import MixtureOfExperts
 from titan_launch.parallel.fsdp import cast_at_boundaries
 from titan_launch.plan.module_selection import selection
 from titan_launch.plan.types import ModelPlan, is_within
@@ -57,15 +59,22 @@ def checkpoint_activations(model: nn.Module, modules: Sequence[str], config: Act
         _checkpoint(model.get_submodule(path), selection(config) == "op")
 
 
+current_forward: ContextVar[object | None] = ContextVar("current_forward", default=None)
+"""The call of a checkpointed module whose first or second forward is running: an object that is the same in both. None
+outside of checkpointed modules, and in compiled graphs."""
+
+_Counting = _NormBase | MixtureOfExperts
+"""Modules whose buffers count something in each training forward."""
+
+
 def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
     compute = block.forward
-    norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+    counting = [module for module in block.modules() if isinstance(module, _Counting)]
 
     def contexts() -> _Contexts:
-        if not selects_ops:
-            return nullcontext(), _SecondForward(norms, nullcontext())
-        in_first, in_second = (_SavableOps(mode) for mode in _selective_modes())
-        return in_first, _SecondForward(norms, in_second)
+        inner = [_SavableOps(mode) for mode in _selective_modes()] if selects_ops else [nullcontext(), nullcontext()]
+        call = object()
+        return _Forward(call, inner[0]), _Forward(call, inner[1], counting)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -77,31 +86,37 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
     block.forward = forward
 
 
-class _SecondForward:
-    """Context of the second forward, in which the norms of a block update copies of their running statistics.
+class _Forward:
+    """Context of the first or second forward. In the second, modules that count in buffers update copies of them.
 
-    So each microbatch updates the running statistics only once, although the forward runs twice. The buffers cannot be
-    overwritten and restored as in `RunningStatistics`, because autograd may have saved the buffers of a norm in eval
-    mode.
+    So each microbatch counts only once in running statistics and in the load of experts, although the forward runs
+    twice. The buffers cannot be overwritten and restored as in `RunningStatistics`, because autograd may have saved the
+    buffers of a norm in eval mode.
     """
 
-    def __init__(self, norms: Sequence[nn.Module], inner: AbstractContextManager[Any]):
-        self._norms = norms
+    def __init__(self, call: object, inner: AbstractContextManager[Any], counting: Sequence[nn.Module] = ()):
+        """`counting`: the modules whose buffers are replaced by copies."""
+        self._call = call
         self._inner = inner
+        self._counting = counting
         self._own_buffers: list[dict[str, Tensor | None]] = []
+        self._token: Token[object | None] | None = None
 
     def __enter__(self) -> None:
-        self._own_buffers = [dict(norm._buffers) for norm in self._norms]
-        for norm, own in zip(self._norms, self._own_buffers, strict=True):
-            norm._buffers.update({name: None if b is None else b.clone() for name, b in own.items()})
+        self._token = current_forward.set(self._call)
+        self._own_buffers = [dict(module._buffers) for module in self._counting]
+        for module, own in zip(self._counting, self._own_buffers, strict=True):
+            module._buffers.update({name: None if b is None else b.clone() for name, b in own.items()})
         self._inner.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._inner.__exit__(kind, error, traceback)
-        for norm, own in zip(self._norms, self._own_buffers, strict=True):
-            norm._buffers.update(own)
+        for module, own in zip(self._counting, self._own_buffers, strict=True):
+            module._buffers.update(own)
+        assert self._token is not None
+        current_forward.reset(self._token)
 
 
 def _selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:

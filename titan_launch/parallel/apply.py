@@ -59,7 +59,7 @@ def parallelize(
         apply_tensor_parallel(model, styles, mesh.tensor, parallelism, plan.loss_head is not None)
     divide_experts(model, mesh)
     prepare_batch_norms(model, batchnorm, mesh.layout.num_microbatches, statistics_group)
-    prepare_experts(model, mesh.layout, mesh.context)
+    prepare_experts(model, plan, mesh.layout, mesh.context)
     if checkpoints_compiled(activation_checkpoint, mesh.layout.tensor):
         compile_pieces(model, plan, compilation, activation_checkpoint)
         checkpoint_activations(model, plan.checkpointed, activation_checkpoint)

@@ -169,7 +169,7 @@ class RunningStatistics:
     them.
 
     The copy is one flat tensor of bytes for buffers of all dtypes, so the number of kernels does not grow with the
-    depth of the model. Activation checkpointing does not use this class (see `activation_checkpoint._SecondForward`).
+    depth of the model. Activation checkpointing does not use this class (see `activation_checkpoint._Forward`).
     """
 
     def __init__(self, model: nn.Module):

@@ -1,23 +1,249 @@
-"""Balance of the experts' load over a step: the scale of auxiliary losses."""
+"""The balance of the experts' load: auxiliary losses, selection biases, metrics, and the audit of choices."""
 
 from __future__ import annotations
 
-from torch import nn
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.rnn import pad_sequence
 
+from titan_launch.core.errors import listed
+from titan_launch.distributed.collectives import warn
 from titan_launch.models.mixture_of_experts import ContextGroup, MixtureOfExperts
+from titan_launch.parallel.activation_checkpoint import current_forward
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.types import ModelPlan
+
+_log = logging.getLogger(__name__)
+
+UNUSED = 0.01
+"""Fraction of the mean load. An expert with a smaller load counts as unused."""
+
+_MIN_MEAN_LOAD = 20
+"""Mean load from which on an expert can count as unused. An expert that is chosen with the mean probability has a load
+of 0 with probability e^-20."""
 
 
-def prepare_experts(model: nn.Module, layout: Layout, context: DeviceMesh | None) -> None:
+def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: DeviceMesh | None) -> None:
     """Set the scale of the auxiliary losses of all mixtures of experts, in place. Nothing is communicated.
 
     All ranks and microbatches of a step add up to means over the step's samples. With tensor parallelism, each rank
     computes the whole losses, and the router's gradients are summed over these ranks. With context parallelism, each
     rank computes its tokens' part. `context`: the ranks that divide every sequence; None if there is one.
     """
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts):
-            module.loss_scale = 1 / (layout.global_batch_size * layout.tensor)
-            if context is not None:
-                module.context_group = ContextGroup(context.get_group().group_name, context.size())
+    layers = _layers(model)
+    for layer in layers.values():
+        layer.loss_scale = 1 / (layout.global_batch_size * layout.tensor)
+        if context is not None:
+            layer.context_group = ContextGroup(context.get_group().group_name, context.size())
+    routers = [f"{path}.router" for path, layer in layers.items() if layer.args.score == "sigmoid"]
+    reduced = [path for path in routers if _logits_dtype(plan, path) == "bfloat16"]
+    if reduced:
+        warn(
+            _log,
+            "router precision: the logits of %s are bfloat16. Sigmoid scores near 1 then differ by less than the "
+            "rounding error of their logits (2^-8), so the choice of experts is partly random. Add a rule to "
+            '[[precision.rules]] with match = "*.router", param_dtype = "float32" and output_dtype = "float32"',
+            listed(reduced),
+        )
+
+
+def _logits_dtype(plan: ModelPlan, router: str) -> str:
+    """Return the dtype in which the choice gets the logits of a router. `router`: its path."""
+    unit = plan.unit_of[router]
+    returned = unit.policy.output_dtype if router in unit.modules else None
+    return returned or unit.compute_dtype
+
+
+class ExpertBalance:
+    """The loads of all mixtures of experts of this rank, and the selection biases that balance them.
+
+    Each layer counts the choices of its experts in its buffer `load`, in training, over the microbatches of a step. At
+    the end of a step, the loads are added to a window, which is the time between two reports. Then `reset` sets them
+    to 0.
+    If selection biases move, the loads are summed over all ranks with other tokens first, by one all-reduce for all
+    layers. Otherwise the window is summed when it is read.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device):
+        """`group`: the ranks with other tokens but the same parameters; None for all ranks."""
+        self._group = group
+        self._layers = _layers(model)
+        args = [layer.args for layer in self._layers.values()]
+        self._sizes = [arg.num_experts for arg in args]
+        self._num_experts = torch.tensor(self._sizes, dtype=torch.float64, device=device)[:, None]
+        rates = [arg.selection_bias_rate or 0.0 for arg in args]
+        self._rates = torch.tensor(rates, dtype=torch.float64, device=device)[:, None]
+        self._moves = any(rates)
+        self._window = torch.zeros(len(args), max(self._sizes, default=0), dtype=torch.float64, device=device)
+        """Sum of the loads: of all ranks if biases move, else of this rank. A row for each layer, filled with 0."""
+
+        self._losses = torch.zeros(2, dtype=torch.float64, device=device)
+        """Sums of the auxiliary losses of this rank's layers."""
+
+        self._num_steps = torch.zeros((), dtype=torch.float64, device=device)
+        """Number of steps in the window that were not skipped."""
+
+        self._collapsed: set[str] = set()
+        """Layers that have collapsed since the run began."""
+
+    @torch.no_grad()
+    def end_step(self, is_skipped: Tensor) -> None:
+        """Move the selection biases and add the loads to the window, unless `is_skipped`, a scalar on the device, is
+        not 0. Collective over the group if biases move. The host does not wait for the device.
+
+        The bias of an expert moves by `selection_bias_rate` times the sign of (mean load - load), where the load covers
+        all tokens of the step (arXiv:2408.15664).
+        """
+        layers, is_trained = list(self._layers.values()), is_skipped == 0
+        if not layers:
+            return
+        loads = [layer.load.double() for layer in layers]
+        load = torch.stack(loads) if len(set(self._sizes)) == 1 else pad_sequence(loads, batch_first=True)
+        if self._moves:
+            dist.all_reduce(load, group=self._group)
+            above = load.sum(1, keepdim=True) - load * self._num_experts  # whole numbers: the sign is exact
+            moves = torch.where(is_trained, self._rates * torch.sign(above), 0.0).float().unbind()
+            balanced = [(m.selection_bias, move) for m, move in zip(layers, moves, strict=True)]
+            pairs = [(bias, move[: len(bias)]) for bias, move in balanced if bias is not None]
+            torch._foreach_add_([bias for bias, _ in pairs], [move for _, move in pairs])
+        losses = torch.stack([layer.auxiliary_losses for layer in layers]).double().sum(0)
+        self._window += torch.where(is_trained, load, 0.0)
+        self._losses += torch.where(is_trained, losses, 0.0)
+        self._num_steps += is_trained
+
+    def reset(self) -> None:
+        """Set the loads of the current step to 0."""
+        buffers = [buffer for layer in self._layers.values() for buffer in (layer.load, layer.auxiliary_losses)]
+        if buffers:
+            torch._foreach_zero_(buffers)
+
+    @torch.no_grad()
+    def take(self, layers: Sequence[str]) -> dict[str, Tensor]:
+        """Return this rank's part of the metrics `experts/*` by tag, and start the next window.
+
+        `layers`: paths of all mixtures of experts of the model. Layers of other pipeline ranks have the value 0.
+        Collective over the group if no bias moves. The host does not wait for the device. If all steps of the window
+        were skipped, the metrics are 0.
+        """
+        load = self._window.clone()
+        if self._layers and not self._moves:
+            dist.all_reduce(load, group=self._group)
+        losses = self._losses / self._num_steps.clamp(min=1)
+        dropped = torch.zeros_like(self._num_steps)
+        values: dict[str, Tensor] = {}
+        for name, of_layers in self._statistics(load).items():
+            own = dict(zip(self._layers, of_layers.unbind(), strict=True))
+            values |= {f"experts/{name}/{path}": own.get(path, dropped) for path in layers}
+        for tensor in (self._window, self._losses, self._num_steps):
+            tensor.zero_()
+        return {
+            "experts/balance_loss": losses[0],
+            "experts/z_loss": losses[1],
+            "experts/dropped": dropped,
+            **values,
+        }
+
+    def newly_collapsed(self, reported: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+        """Return (share of unused experts, largest load over mean load) of each layer that has collapsed for the first
+        time: more than half of its experts are unused. `reported`: metrics by tag, over all ranks."""
+        found = {}
+        for tag, unused in reported.items():
+            path = tag.removeprefix("experts/unused/")
+            if path != tag and path not in self._collapsed and unused > 0.5:
+                found[path] = (unused, reported[f"experts/load_max_over_mean/{path}"])
+        self._collapsed |= found.keys()
+        return found
+
+    def _statistics(self, load: Tensor) -> dict[str, Tensor]:
+        """Return statistics of the rows of `load`, each float64 (layers), by the name of their metric."""
+        if not self._layers:
+            return dict.fromkeys(_STATISTICS, load.new_zeros(0))
+        total, number = load.sum(1, keepdim=True).clamp(min=1), self._num_experts
+        mean = total / number
+        exists = torch.arange(load.shape[1], device=load.device) < number
+        return dict(
+            zip(
+                _STATISTICS,
+                (
+                    (load / mean).amax(1),
+                    (torch.special.entr(load / total) / number.clamp(min=2).log()).sum(1),
+                    ((load < UNUSED * mean) & exists & (mean >= _MIN_MEAN_LOAD)).sum(1) / number[:, 0],
+                ),
+                strict=True,
+            )
+        )
+
+
+def describe_collapse(step: int, collapsed: Mapping[str, tuple[float, float]]) -> str:
+    """Return a warning. `collapsed`: result of `ExpertBalance.newly_collapsed`, not empty."""
+    path, (unused, largest) = max(collapsed.items(), key=lambda item: item[1])
+    others = f" (and {len(collapsed) - 1} more layers)" if len(collapsed) > 1 else ""
+    return (
+        f"step {step}: the load of the experts of {path}{others} has collapsed: {unused:.0%} of the experts got less "
+        f"than {UNUSED:.0%} of the mean load since the last report, and the largest load is {largest:.1f} times the "
+        "mean. Set or increase model.args.experts.balance_loss or selection_bias_rate, or decrease optimizer.lr; "
+        "set model.args.experts.z_loss if the logits of the router grow"
+    )
+
+
+_STATISTICS = ("load_max_over_mean", "entropy", "unused")
+"""Names of the metrics of each layer."""
+
+
+def _layers(model: nn.Module) -> dict[str, MixtureOfExperts]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+
+
+@contextmanager
+def choices_watched(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
+    """Watch whether both forwards of activation checkpointing choose the same experts, until the end of the block.
+
+    Yield a function that returns a line for each layer in which they differed. The function waits for the device.
+    """
+    digests: dict[str, dict[object, list[Tensor]]] = {}
+
+    def watch(path: str, layer: MixtureOfExperts) -> Callable[..., None]:
+        calls = digests.setdefault(path, {})
+
+        def note(_: nn.Module, args: tuple[Any, ...]) -> None:
+            call = current_forward.get()
+            if call is not None:
+                calls.setdefault(call, []).append(_digest(args[1]))
+
+        return note
+
+    def differing() -> list[str]:
+        calls = [pair for of_layer in digests.values() for pair in of_layer.values() if len(pair) == 2]
+        if not calls:
+            return []
+        rows = iter(torch.stack([torch.stack(pair) for pair in calls]).tolist())
+        lines = []
+        for path, of_layer in digests.items():
+            pairs = [next(rows) for pair in of_layer.values() if len(pair) == 2]
+            wrong = sum(first != second for first, second in pairs)
+            if wrong:
+                lines.append(
+                    f"{path}: in {wrong} of {len(pairs)} microbatches, the second forward of activation checkpointing "
+                    "chose other experts than the first, so the gradients are wrong; compute the choice only from "
+                    'inputs and parameters, or set activation_checkpoint.mode = "none"'
+                )
+        return lines
+
+    with ExitStack() as hooks:
+        for path, layer in _layers(model).items():
+            hooks.callback(layer.experts.register_forward_pre_hook(watch(path, layer)).remove)
+        yield differing
+
+
+def _digest(chosen: Tensor) -> Tensor:
+    """Return a hash of numbers and their places: int64, without waiting for the device."""
+    places = torch.arange(1, chosen.numel() + 1, device=chosen.device) * 0x9E3779B97F4A7C1  # products wrap around
+    places = (places ^ (places >> 29)) * 0x3F58476D1CE4E5B9
+    return ((chosen.flatten() + 1) * (places ^ (places >> 32))).sum()

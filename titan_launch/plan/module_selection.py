@@ -19,7 +19,7 @@ from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, listed
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
-from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, matched_modules
+from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_mixture_of_experts, matched_modules
 
 _MODE: KeyPath = ("activation_checkpoint", "mode")
 _CHECKPOINTED_MODULES: KeyPath = ("activation_checkpoint", "modules")
@@ -202,6 +202,7 @@ def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collect
 
 _FLOAT8_MODULES: KeyPath = ("float8", "modules")
 _LINEAR = "torch.nn.modules.linear.Linear"
+_EXPERTS = "titan_launch.models.mixture_of_experts.Experts"
 _MULTIPLE = 16
 """The 8-bit kernels support only matrices whose numbers of rows and columns are multiples of this (16 bytes)."""
 
@@ -217,6 +218,17 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     is_named = bool(config.modules)
     roots = matched_modules(plan.inventory, config.modules, _FLOAT8_MODULES) if is_named else plan.inventory.blocks
     layers = [m for m in plan.inventory.modules if _is_linear(m) and enclosing(m.path, roots)]
+    stacked = [path for path in roots if is_named and _EXPERTS in plan.inventory.by_path[path].classes]
+    if stacked:
+        reason = (
+            f"names {listed(stacked)}, whose products cannot be 8-bit: torchao 0.18 has such products only as a "
+            "prototype, for experts whose numbers of rows are multiples of 16; name linear layers, such as "
+            '"layers.*.attention"'
+        )
+        raise config_error(_FLOAT8_MODULES, reason, list(config.modules))
+    if not is_named:
+        mixtures = {m.path for m in plan.inventory.modules if is_mixture_of_experts(m)}
+        layers = [m for m in layers if parent(m.path) not in mixtures]  # the router, as sensitive as the head
     reduced = [m for m in layers if plan.unit_of[m.path].compute_dtype == "bfloat16"]
     problems = [*(_in_other_dtypes(layers, plan, config) if is_named else ()), *_misshapen(reduced, config)]
     if problems:

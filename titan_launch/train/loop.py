@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -21,7 +21,9 @@ from titan_launch.metrics.tags import TAGS
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence
+from titan_launch.parallel.expert_balance import describe_collapse
 from titan_launch.parallel.pipeline import parts
+from titan_launch.plan.units.rule_assignment import is_mixture_of_experts
 from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.train.audit import audit_of_step, audits
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
@@ -257,8 +259,13 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
         valid_local=result.valid_local,
         valid_global=result.valid_global,
         grad_norm=result.grad_norm,
-        measured=z_loss(run, result) | run.measurements.take() | checkpoint_measurements(run) | values_of_run(run),
+        measured=z_loss(run, result)
+        | expert_measurements(run)
+        | run.measurements.take()
+        | checkpoint_measurements(run)
+        | values_of_run(run),
     )
+    warn_of_collapse(run, scalars)
     if run.memory_check is not None:
         is_measured = run.measurements.is_steady or run.ranks.device.type == "cpu"
         scalars |= run.memory_check.scalars(scalars.get(MEASURED) if is_measured else None)
@@ -286,6 +293,20 @@ def values_of_run(run: Run) -> dict[str, float]:
 def z_loss(run: Run, result: StepResult) -> dict[str, float | Tensor]:
     """Return this rank's part of the z-loss by tag; empty if the job has none."""
     return {"train/z_loss": result.z_loss} if run.config.loss.z_loss else {}
+
+
+def expert_measurements(run: Run) -> dict[str, Tensor]:
+    """Return this rank's part of the `experts/*` metrics by tag; empty if the model has no mixtures of experts."""
+    layers = [module.path for module in run.plan.inventory.modules if is_mixture_of_experts(module)]
+    return run.step.experts.take(layers) if layers else {}
+
+
+def warn_of_collapse(run: Run, scalars: Mapping[str, float]) -> None:
+    """Warn once of each mixture of experts that has collapsed since the last report."""
+    collapsed = run.step.experts.newly_collapsed(scalars)
+    if collapsed and run.ranks.is_rank_0:
+        clear_progress(run)
+        _log.warning("%s", describe_collapse(run.progress.step, collapsed))
 
 
 def checkpoint_measurements(run: Run) -> dict[str, float]:

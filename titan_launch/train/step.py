@@ -23,6 +23,7 @@ from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
+from titan_launch.parallel.expert_balance import ExpertBalance
 from titan_launch.parallel.fsdp import discard_pending, reset_iterations
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
 from titan_launch.train.forward import forward_explained, label_arguments, select_outputs
@@ -90,6 +91,9 @@ class TrainStep:
         self.statistics = RunningStatistics(model)
         """BatchNorm's running statistics, and the copy of them that a step can restore."""
 
+        self.experts = ExpertBalance(model, mesh.data_group, device)
+        """The loads and the selection biases of mixtures of experts."""
+
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self, microbatches: list[Batch], before_update: Callable[[], None] | None = None) -> StepResult:
@@ -100,8 +104,8 @@ class TrainStep:
         count, and FSDP2 only sums gradients.
 
         `before_update` is called when all gradients are complete, before anything changes. An error or an interrupt
-        before the update restores gradients and running statistics. If all ranks have abandoned the step, it can be
-        tried again.
+        before the update restores gradients, running statistics and loads of experts. If all ranks have abandoned the
+        step, it can be tried again.
         """
         self.statistics.save()
         with self._abandoned_on_error():
@@ -129,9 +133,11 @@ class TrainStep:
         try:
             step_unless(self._optimizer, is_skipped)
             self.statistics.restore_if(is_skipped)
+            self.experts.end_step(is_skipped)
             self.parameters_changed()
-        finally:  # after an interrupt the next step must not add to these gradients
+        finally:  # after an interrupt the next step must not add to these gradients and loads
             self._optimizer.zero_grad()
+            self.experts.reset()
 
         has_loss = self._pipelined is None or self._pipelined.computes_loss
         valid_local = valid.local if has_loss else torch.zeros_like(valid.local)
@@ -153,6 +159,7 @@ class TrainStep:
         except BaseException:
             discard_pending(self._model)
             self.statistics.restore()
+            self.experts.reset()
             raise
 
 

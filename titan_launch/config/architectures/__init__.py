@@ -40,13 +40,18 @@ ALL_IN_ARGS = "none"
 
 
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
-    """Return the arguments of a model of this package: the row of its flavor, overridden by `[model.args]`.
+    """Return the arguments of a model of this package: the row of its flavor, overridden by `[model.args]`. Tables that
+    `ModelArgs.merged_tables` names are overridden key by key.
 
     Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """
     architecture = ARCHITECTURES[name]
     row = {} if flavor == ALL_IN_ARGS else architecture.flavors[flavor]
-    return architecture.args.model_validate({**row, **overrides})
+    merged = {**row, **overrides}
+    for table in architecture.args.merged_tables:
+        if isinstance(row.get(table), dict) and isinstance(overrides.get(table), dict):
+            merged[table] = {**row[table], **overrides[table]}
+    return architecture.args.model_validate(merged)
 
 
 def known_args(model: ModelConfig) -> ModelArgs | None:

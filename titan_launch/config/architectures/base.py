@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any, ClassVar
 
 from titan_launch.config.sections.base import Section
@@ -22,19 +23,28 @@ class ModelArgs(Section):
     supports_tensor_parallel: ClassVar[bool] = False
     supports_context_parallel: ClassVar[bool] = False
 
+    merged_tables: ClassVar[tuple[str, ...]] = ()
+    """Arguments whose value is a table, of which a job can set single keys over those of the flavor. A job replaces any
+    other table of the flavor as a whole."""
+
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (names of the arguments, reason) for each contradiction between arguments. The first name is the
         likeliest cause of the contradiction."""
         yield from ()
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Yield arguments that other arguments leave without effect, as (argument, reason and remedy)."""
+        """Yield arguments that other arguments leave without effect, as (argument, reason and remedy). An argument in a
+        table has a name such as `experts.num_groups`."""
         yield from ()
 
     def effective(self) -> dict[str, Any]:
         """Return the arguments with their effective values in place of unset ones, without those that have no effect.
         Two models with equal effective arguments compute the same."""
-        return self.model_dump(mode="json", exclude={name for name, _ in self.unused()})
+        table = self.model_dump(mode="json")
+        for name in {name for name, _ in self.unused()}:
+            *tables, last = name.split(".")
+            reduce(dict.__getitem__, tables, table).pop(last)
+        return table
 
     def longest_sequence(self) -> tuple[str, int] | None:
         """Return the argument that limits the length of sequences, and the limit; None if there is no limit."""

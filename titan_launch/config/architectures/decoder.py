@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,9 +25,10 @@ Activation = Literal["silu", "gelu_tanh"]
 class RopeScaling(Section):
     """Scaling of rotary frequencies, for sequences longer than those of pre-training."""
 
-    kind: Literal["llama3", "linear"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
     """`llama3`: low frequencies are divided by `factor` (Llama 3.1). `linear`: all frequencies are divided by `factor`
-    (Gemma 3)."""
+    (Gemma 3). `yarn`: low frequencies are divided by `factor`, and rotated queries and keys are multiplied by
+    `attention_factor` (YaRN, arXiv:2309.00071; DeepSeek-V3, GPT-OSS)."""
 
     factor: Annotated[float, Field(ge=1)] = 8.0
     """Divisor of the frequencies."""
@@ -39,7 +41,67 @@ class RopeScaling(Section):
     two wavelengths the scaling changes smoothly."""
 
     original_max_position: Positive = 8192
-    """With `llama3`: sequence length of pre-training."""
+    """With `llama3` and `yarn`: sequence length of pre-training."""
+
+    beta_fast: PositiveFloat = 32.0
+    """With `yarn`: channels that turn more often than this within `original_max_position` are not scaled."""
+
+    beta_slow: PositiveFloat = 1.0
+    """With `yarn`: channels that turn less often than this within `original_max_position` are scaled fully. Between the
+    two channels the scaling changes linearly with the number of the channel."""
+
+    truncate: bool = True
+    """With `yarn`: round the two channels to whole numbers, outwards. GPT-OSS does not."""
+
+    attention_factor: PositiveFloat | None = None
+    """With `yarn`: factor of rotated queries and keys. Unset: `m(mscale) / m(mscale_all_dim)` if both are set, else
+    `m(1)`, where `m(x)` is `0.1 x ln(factor) + 1`."""
+
+    mscale: PositiveFloat | None = None
+    """With `yarn`: see `attention_factor`."""
+
+    mscale_all_dim: PositiveFloat | None = None
+    """With `yarn`: see `attention_factor`. With `latent_attention`, the attention scores are also multiplied by
+    `m(mscale_all_dim) ** 2` (DeepSeek-V3)."""
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated queries and keys: `attention_factor`, set or not, with `yarn`; else 1."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is None or self.mscale_all_dim is None:
+            return self._magnitude(1.0)
+        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of latent attention: `m(mscale_all_dim) ** 2` with `yarn`; else 1."""
+        is_scaled = self.kind == "yarn" and self.mscale_all_dim is not None
+        return self._magnitude(self.mscale_all_dim or 0.0) ** 2 if is_scaled else 1.0
+
+    def _magnitude(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield (names of the arguments, reason) for each contradiction between arguments."""
+        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+            reason = f"beta_fast ({self.beta_fast}) must be above beta_slow ({self.beta_slow})"
+            yield ("beta_fast", "beta_slow"), reason
+
+    def unused(self) -> Iterator[str]:
+        """Yield the arguments that have no effect with this kind."""
+        yield from (name for name, _ in self.changed(*_OF_SCALINGS) if self.kind not in _OF_SCALINGS[name])
+
+
+_OF_SCALINGS = {
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "original_max_position": ("llama3", "yarn"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"), ("yarn",)),
+}
+"""Arguments of `RopeScaling` that some kinds do not have, with the kinds that have them."""
 
 
 class DecoderArgs(ModelArgs):
@@ -47,6 +109,7 @@ class DecoderArgs(ModelArgs):
 
     supports_tensor_parallel: ClassVar[bool] = True
     supports_context_parallel: ClassVar[bool] = True  # tokens interact only in attention
+    merged_tables: ClassVar[tuple[str, ...]] = ("experts",)
 
     dim: Positive
     """Width of the residual stream."""
@@ -136,7 +199,8 @@ class DecoderArgs(ModelArgs):
     """Gate the feed-forward layer: `w2(activation(w1 x) * w3 x)`. `false`: `w2(activation(w1 x))`, without `w3`."""
 
     experts: ExpertArgs | None = None
-    """Mixture of experts in place of the feed-forward layers. Unset: all layers are dense."""
+    """Mixture of experts in place of the feed-forward layers. Keys that a job sets replace those of the flavor. Unset:
+    all layers are dense, unless the flavor has experts."""
 
     tie_embeddings: bool = False
     """Share one weight between the embedding and the output layer."""
@@ -198,9 +262,10 @@ class DecoderArgs(ModelArgs):
         if self.qk_norm and self.norm == "batchnorm":
             reason = 'qk_norm normalizes the heads of one token, which norm = "batchnorm" cannot; set qk_norm = false'
             yield ("qk_norm", "norm"), reason
+        for table, section in (("rope_scaling", self.rope_scaling), ("experts", self.experts)):
+            for names, reason in () if section is None else section.problems():
+                yield tuple(f"{table}.{name}" for name in names), reason
         if self.experts is not None:
-            for names, reason in self.experts.problems():
-                yield tuple(f"experts.{name}" for name in names), reason
             if self.num_expert_layers == 0:
                 reason = f"leaves none of the {n_layers} layers with experts"
                 yield ("experts.first_dense_layers", "n_layers"), reason
@@ -218,10 +283,12 @@ class DecoderArgs(ModelArgs):
         ):
             for name, _ in self.changed(*names) if has_no_effect else ():
                 yield name, f"has no effect {reason}; remove this argument"
-        if self.rope_scaling is not None and self.rope_scaling.kind == "linear":
-            llamas = ("low_freq_factor", "high_freq_factor", "original_max_position")
-            for name, _ in self.rope_scaling.changed(*llamas):
-                yield "rope_scaling", f'has {name}, which has no effect with kind = "linear"; remove {name}'
+        if self.rope_scaling is not None:
+            for name in self.rope_scaling.unused():
+                kind = f'kind = "{self.rope_scaling.kind}"'
+                yield "rope_scaling", f"has {name}, which has no effect with {kind}; remove {name}"
+        for name, reason in () if self.experts is None else self.experts.unused():
+            yield f"experts.{name}", reason
 
     def effective(self) -> dict[str, Any]:
         """Return the arguments with their effective values in place of unset ones, without those that have no

@@ -86,9 +86,20 @@ class ExpertArgs(Section):
         elif groups > 1 and experts // groups < 2:
             reason = f"num_groups ({groups}) leaves one expert in each group, but a group needs two"
             yield ("num_groups", "num_experts"), reason
-        elif top_k > chosen * (experts // groups):
-            reason = f"top_k ({top_k}) must not exceed the {chosen * (experts // groups)} experts of {chosen} groups"
+        elif groups > 1 and top_k > chosen * (experts // groups):
+            allowed = f"the {chosen * (experts // groups)} experts that top_k_groups ({chosen}) allows"
+            reason = f"top_k ({top_k}) must not exceed {allowed}"
             yield ("top_k", "top_k_groups", "num_groups"), reason
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield (argument, reason and remedy) for each argument that other arguments leave without effect."""
+        balance = ("selection_bias_rate", "balance_loss")
+        for names, others, has_no_effect in (
+            (("num_groups",), f"top_k_groups = {self.top_k_groups}, all groups", self.top_k_groups == self.num_groups),
+            (balance, f"top_k = {self.top_k}, all experts", self.top_k == self.num_experts),
+        ):
+            for name, _ in self.changed(*names) if has_no_effect else ():
+                yield name, f"has no effect with {others}; remove this argument"
 
     def num_expert_parameters(self, dim: int) -> int:
         """Return the number of parameters of one expert: three matrices, and their biases."""

@@ -131,7 +131,7 @@ def config_of(
         kept = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         scaling = args.rope_scaling
         kept["max_position_embeddings"] = max_positions
-        if scaling is not None and scaling.kind == "llama3":
+        if scaling is not None and scaling.kind in ("llama3", "yarn"):
             longest = int(scaling.factor * scaling.original_max_position)
             kept["max_position_embeddings"] = max(max_positions, longest)
     for key in (*(key for feature in family.features for key in feature.keys), "dtype", "torch_dtype"):

@@ -135,7 +135,13 @@ _LLAMA3 = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_max_position",
 }
-_SCALINGS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3}
+_YARN_OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+_YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_position",
+    **{name: name for name in _YARN_OPTIONAL},
+}
+_SCALINGS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3, "yarn": _YARN}
 """Keys of each supported RoPE type, with the fields of `rope_scaling` of this package."""
 
 
@@ -152,11 +158,12 @@ def _read_rope(rope: Config | None, theta: float, key: str) -> tuple[float, dict
     known = _SCALINGS[kind]
     if unknown := [name for name in rope if name not in (*known, "original_max_position_embeddings")]:
         raise unsupported(f"{key}.{unknown[0]}", rope[unknown[0]], f"not a parameter of the RoPE type {kind}")
-    if missing := [name for name in known if name not in rope]:
+    rope = {name: value for name, value in rope.items() if value is not None}
+    if missing := [name for name in known if name not in (*rope, *_YARN_OPTIONAL)]:
         raise WeightsError(f"{CONFIG_FILE}: {key} of the type {kind} has no {', '.join(missing)}")
     return theta, {
         "kind": kind,
-        **{own: rope[name] for name, own in known.items()},
+        **{own: rope[name] for name, own in known.items() if name in rope},
     } if known else None
 
 
@@ -164,7 +171,8 @@ def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
     scaling = args.rope_scaling
     if scaling is None:
         return None
-    return {"rope_type": scaling.kind, **{key: getattr(scaling, own) for key, own in _SCALINGS[scaling.kind].items()}}
+    values = {key: getattr(scaling, own) for key, own in _SCALINGS[scaling.kind].items()}
+    return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
 
 
 def _one_rope(config: Config) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def model_args_have_an_effect(config: JobConfig) -> Iterator[Problem]:
     """Yield arguments that the job sets, but that other arguments leave without effect."""
     args = known_args(config.model)
     for name, reason in args.unused() if args is not None else ():
-        if name in config.model.args:
+        if _value_at(config.model.args, tuple(name.split("."))) is not None:
             yield args_problem(config, (name,), reason)
 
 
@@ -183,12 +183,21 @@ MODEL_RULES = (
 
 
 def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: tuple[KeyPath, ...] = ()) -> Problem:
-    """Return a problem of the model arguments `fields`. The key of the problem is the first of these arguments that the
-    job sets. If the job sets none of them, the key is `model.flavor`, which sets the values of all arguments."""
-    given = config.model.args
-    name = next((field for field in fields if field in given), None)
-    key, value = (_FLAVOR, config.model.flavor) if name is None else ((*_ARGS, name), given[name])
-    return Problem(key, reason, value, also=(_NAME, _FLAVOR, *((*_ARGS, field) for field in fields), *also))
+    """Return a problem of the model arguments `fields`, such as `dim` or `experts.top_k`. The key of the problem is the
+    first of these arguments that the job sets. If the job sets none of them, the key is `model.flavor`, which sets the
+    values of all arguments."""
+    paths = [tuple(field.split(".")) for field in fields]
+    found = ((path, _value_at(config.model.args, path)) for path in paths)
+    path, value = next((pair for pair in found if pair[1] is not None), (None, config.model.flavor))
+    key = _FLAVOR if path is None else (*_ARGS, *path)
+    return Problem(key, reason, value, also=(_NAME, _FLAVOR, *((*_ARGS, *path) for path in paths), *also))
+
+
+def _value_at(table: Any, path: tuple[str, ...]) -> Any:
+    """Return a value in nested tables; None if a table lacks it."""
+    for name in path:
+        table = table.get(name) if isinstance(table, dict) else None
+    return table
 
 
 def _leaves(value: Any, key: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

@@ -69,8 +69,8 @@ class PrecisionConfig(Section):
     dtype."""
 
     buffer_dtype: FloatDtype | None = None
-    """Dtype of floating-point buffers, except for the running statistics of BatchNorm. Unset: the dtype that the model
-    gave them (FSDP2 casts no buffers)."""
+    """Dtype of floating-point buffers, except for the running statistics of BatchNorm, and the selection biases and
+    loads of experts. Unset: the dtype that the model gave them (FSDP2 casts no buffers)."""
 
     rules: Array[PrecisionRule] = ()
     """Exceptions for modules that match by class or by path. The first rule that matches a module applies. A rule that
@@ -108,7 +108,8 @@ class Float8Config(Section):
     modules: Array[str] = ()
     """Globs of the modules whose linear layers are converted, including the layers inside of a matching module.
     Default: all linear layers of the blocks, except for layers that a precision rule computes in another dtype than
-    bfloat16. The head is not converted by default, since it is the most sensitive layer."""
+    bfloat16. The head and the routers of experts are not converted by default, since they are the most sensitive
+    layers. The experts themselves cannot be converted: torchao has 8-bit products of experts only as a prototype."""
 
     all_gather: bool = False
     """All-gather converted weights in 8 bits instead of `precision.param_dtype`. Each rank rounds its shards before the

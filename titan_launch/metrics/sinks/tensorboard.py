@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class TensorBoardSink(Sink):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._file().add(step, summary=Summary(value=values))
+        self._file(scalars).add(step, summary=Summary(value=values))
 
     def text(self, tag: str, text: str) -> None:
         """Show a text on TensorBoard's tab "Text". Each start of the run adds a text."""
@@ -59,15 +60,16 @@ class TensorBoardSink(Sink):
         if self._opened is not None:
             self._opened.close()
 
-    def _file(self) -> _EventFile:
-        """Open the event file if necessary, write all pending texts to it, and return it."""
+    def _file(self, reported: Iterable[str] = ()) -> _EventFile:
+        """Open the event file if necessary, write all pending texts to it, and return it. `reported`: the metrics of
+        the first report, which decide about the dashboard."""
         from torch.utils.tensorboard.summary import custom_scalars, text
 
         if self._opened is None:
             is_new = not any(self._log_dir.glob(f"{_PREFIX}*"))
             self._opened = _EventFile(self._log_dir, None if is_new else self._resume_step + 1)
             if is_new:
-                self._opened.add(0, summary=custom_scalars(_custom_scalars()))
+                self._opened.add(0, summary=custom_scalars(_custom_scalars(reported)))
         for tag, content in self._texts:
             self._opened.add(self._resume_step, summary=text(tag, content))
         self._texts.clear()
@@ -107,12 +109,11 @@ class _EventFile:
         self._records.close()
 
 
-def _custom_scalars() -> dict[str, dict[str, list[object]]]:
+def _custom_scalars(reported: Iterable[str]) -> dict[str, dict[str, list[object]]]:
     """Return the dashboard in PyTorch's format. Tags are regular expressions that match from the start."""
     return {
         group: {
-            title: ["Multiline", [f"{tag.replace('<source>', '.+')}$" for tag in tags]]
-            for title, tags in charts.items()
+            title: ["Multiline", [f"{re.sub('<.+>', '.+', tag)}$" for tag in tags]] for title, tags in charts.items()
         }
-        for group, charts in dashboard_layout().items()
+        for group, charts in dashboard_layout(reported).items()
     }

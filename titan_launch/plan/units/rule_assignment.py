@@ -15,6 +15,7 @@ BATCH_NORM_DEFAULT = "BatchNorm default"
 """Reason in the unit table for a BatchNorm unit without a precision rule."""
 
 _BATCH_NORM = "torch.nn.modules.batchnorm._BatchNorm"
+_EXPERTS = "titan_launch.models.mixture_of_experts.MixtureOfExperts"
 _REDUCED = {"bfloat16"}
 
 
@@ -65,15 +66,19 @@ class RuleAssignments:
         dtypes.
 
         Running statistics are moving averages: in bf16 an update of 1 % is rounded away. So only a rule that matches
-        the BatchNorm itself sets their dtype.
+        the BatchNorm itself sets their dtype. The selection biases of experts move by small constant steps, and loads
+        are counts, so they always keep float32.
         """
         assignment = self.of_buffers(module)
         own = None if assignment is None else assignment.rule.buffer_dtype
-        return own or (None if is_batch_norm(module) else self._precision.buffer_dtype)
+        follows_no_default = is_batch_norm(module) or is_mixture_of_experts(module)
+        return own or (None if follows_no_default else self._precision.buffer_dtype)
 
     def of_buffers(self, module: ModuleInfo) -> RuleAssignment | None:
         """Return the assignment that sets the dtype of a module's floating buffers; None if there is none."""
         if module.same_as is not None or not any(buffer.is_floating for buffer in module.buffers):
+            return None
+        if is_mixture_of_experts(module):
             return None
         return self.own.get(module.path) if is_batch_norm(module) else self.governing(module.path)
 
@@ -91,6 +96,11 @@ class RuleAssignments:
 def is_batch_norm(module: ModuleInfo) -> bool:
     """Return whether a module is a BatchNorm of any number of dimensions, or a subclass of one."""
     return _BATCH_NORM in module.classes
+
+
+def is_mixture_of_experts(module: ModuleInfo) -> bool:
+    """Return whether a module is a mixture of experts of this package, or of a subclass."""
+    return _EXPERTS in module.classes
 
 
 def assign_rules(inventory: Inventory, precision: PrecisionConfig) -> RuleAssignments:

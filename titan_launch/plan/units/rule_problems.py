@@ -19,7 +19,11 @@ from titan_launch.plan.units.rule_assignment import (
     rule_patterns,
 )
 
-_MATMULS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.conv._ConvNd"}
+_MATMULS = {
+    "torch.nn.modules.linear.Linear",
+    "torch.nn.modules.conv._ConvNd",
+    "titan_launch.models.mixture_of_experts.Experts",
+}
 
 
 def check_rules(inventory: Inventory, precision: PrecisionConfig, assignments: RuleAssignments) -> None:
@@ -69,7 +73,10 @@ def _idle_buffer_dtypes(
     for assignment in candidate_assignments(precision):
         if assignment.rule.buffer_dtype is not None and assignment.key not in followed:
             reason = "applies to no floating buffer: the rule's modules have none, or other rules apply to them"
-            remedy = "drop this key (buffers of a BatchNorm follow only a rule that matches the BatchNorm itself)"
+            remedy = (
+                "drop this key (buffers of a BatchNorm follow only a rule that matches the BatchNorm itself, and those "
+                "of a mixture of experts stay float32)"
+            )
             yield Problem(
                 (*(assignment.key or ()), "buffer_dtype"), f"{reason}; {remedy}", assignment.rule.buffer_dtype
             )
