@@ -3,9 +3,9 @@
     python benchmarks/planner_grid.py --num-jobs 120 --seed 0 [--workers 2] [--write docs/verification/planner.md]
 
 A job is a small decoder of a random family, with random widths, depth, norm, batch, ranks, precision rules, gradient
-accumulation, activation checkpointing, optimizer and loss chunks. Both engines predict the active memory of a rank. The
-planned traffic is compared with the collectives in the trace. The script prints a table, and writes it between the
-markers of a Markdown file.
+accumulation, activation checkpointing, optimizer, loss chunks, experts and expert parallelism. Both engines predict the
+active memory of a rank. The planned traffic is compared with the collectives in the trace. The script prints a table,
+and writes it between the markers of a Markdown file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
 from titan_launch.plan.communication import traffic_of_step
+from titan_launch.plan.experts import exchange_of_step
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine
@@ -108,7 +109,28 @@ def random_job(seed: int) -> tuple[dict[str, Any], int, Kernels]:
     }
     if job["model"]["args"].get("norm") != "batchnorm":
         job["batchnorm"] = {}
+    if "experts" in FAMILIES[family]["debug"]:
+        _add_experts(pick, job, shard)
     return job, shard * replicate, kernels
+
+
+def _add_experts(pick: random.Random, job: dict[str, Any], shard: int) -> None:
+    """Add random experts to a job, and a random degree of expert parallelism that the shards allow."""
+    num_experts = pick.choice([4, 6, 8, 16])
+    job["model"]["args"]["experts"] = {
+        "num_experts": num_experts,
+        "top_k": pick.choice([1, 2, 4]),
+        "hidden_dim": pick.choice([16, 40, 96]),
+        "z_loss": pick.choice([0.0, 0.001]),
+        "shared_hidden_dim": pick.choice([None, 32]),
+    }
+    for rule in job["precision"]["rules"]:
+        if rule["match"] == "layers.*.feed_forward.w2":
+            rule["match"] = pick.choice(["layers.*.moe.experts", "layers.*.moe.router"])
+    degree = pick.choice([n for n in (1, 2, 3, 4, 8) if shard % n == 0 and num_experts % n == 0])
+    job["parallelism"]["expert_parallel_degree"] = degree
+    if degree > 1:
+        job["planner"] = {"expert_load": pick.choice([1.0, 1.0, 1.5, float(degree)])}
 
 
 def _random_precision(pick: random.Random, mode: str) -> dict[str, Any]:
@@ -152,13 +174,15 @@ def compare(seed: int) -> Result | None:
     choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
     analytic = analytic_engine(config, layout, kernels)(choice)
     traced = trace_step(config, built, plan, layout, kernels)
+    of_units = traffic_of_step(plan, layout, choice.accumulation)
+    of_experts = exchange_of_step(config, plan, layout, choice.activation_checkpoint)
     return Result(
         seed=seed,
         kernels=kernels,
         analytic_bytes=analytic.peak_bytes,
         traced_bytes=traced.footprint.peak_bytes,
         same_peak_point=analytic.peak_point == traced.footprint.peak_point,
-        same_traffic=traced.traffic == traffic_of_step(plan, layout, choice.accumulation),
+        same_traffic=traced.traffic == replace(of_units, expert=of_experts),
     )
 
 

@@ -75,6 +75,51 @@ def test_kernels_and_float8_that_differ_from_the_default_have_a_line(
     assert values["float8"] == f"tensorwise, all-gathers in 8 bits: {layers}" and values["kernels"] == wanted
 
 
+def plan_of_experts(capsys: pytest.CaptureFixture[str], degree: int, **planner: Any) -> dict[str, Any]:
+    """Return the plan of Qwen3-MoE 30B-A3B on 16 GPUs, on two nodes."""
+    job: dict[str, Any] = {
+        "model": {"name": "qwen3_moe", "flavor": "30B-A3B"},
+        "data": {"kind": "synthetic", "vocab_size": 61},
+        "training": {"seq_len": 4096, "local_batch_size": 1, "global_batch_size": 32},
+        "parallelism": {"expert_parallel_degree": degree},
+        "planner": {"device": "h100-80gb", **planner},
+    }
+    print_plan(JobConfig.model_validate(job), 16, str, PlanOptions(as_json=True, only_own=True))
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
+
+
+def test_the_plan_of_a_mixture(capsys: pytest.CaptureFixture[str]) -> None:
+    """The published numbers are 30.5 and 3.3 billion parameters. 2 microbatches have 48 layers with 5 all-to-alls, in
+    which each rank has 4,096 x 8 rows of 2,048 bf16 numbers, and keeps a sixteenth."""
+    plan = plan_of_experts(capsys, 16)
+    assert (plan["parameters"], plan["active_parameters"]) == (30_532_122_624, 3_353_032_704)
+    assert plan["engine"] == "analytic" and "a rank receives 32,768 rows" in plan["expert_load"]
+    (row,) = plan["rows"]
+    rows, counts = 4 * 32768 * 2048 * 2, 128 * 8
+    sent = 2 * 48 * (rows + counts) * 15 // 16
+    assert row["traffic_per_step"]["expert"] == {"calls": 2 * 48 * 5, "sent_bytes": sent}
+    links = row["link_traffic_bytes_per_rank"]
+    assert (links["experts_within_node"], links["experts_across_nodes"]) == (sent * 7 // 15, sent * 8 // 15)
+    assert links["across_nodes"] > links["experts_across_nodes"]
+    (alone,) = plan_of_experts(capsys, 1)["rows"]
+    assert alone["traffic_per_step"]["expert"]["calls"] == 0 and alone["active_bytes"] > row["active_bytes"]
+
+
+def test_a_stated_load_of_experts_changes_memory_traffic_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    (uniform,) = plan_of_experts(capsys, 4)["rows"]
+    plan = plan_of_experts(capsys, 4, expert_load=2.0)
+    (unequal,) = plan["rows"]
+    assert plan["expert_load"].startswith("2 x the mean") and "receives 65,536 rows" in plan["expert_load"]
+    for name in ("active_bytes", "compute_seconds_estimated"):
+        assert unequal[name] > uniform[name]
+    sent = [row["link_traffic_bytes_per_rank"]["experts_within_node"] for row in (uniform, unequal)]
+    assert sent[1] / sent[0] == pytest.approx(1.5, rel=1e-4)  # results and gradients of tokens, of four all-to-alls
+    assert unequal["flops_per_rank"] == uniform["flops_per_rank"]
+    (all_on_one,) = plan_of_experts(capsys, 4, expert_load=100.0)["rows"]
+    assert all_on_one == plan_of_experts(capsys, 4, expert_load=4.0)["rows"][0]
+
+
 class Whitened(nn.BatchNorm1d):
     """A BatchNorm that replaces PyTorch's forward."""
 

@@ -244,12 +244,14 @@ def test_warnings_of_collapsed_layers_and_of_routers_in_bfloat16(tmp_path: Path)
             training={"seq_len": seq_len, "local_batch_size": 1, "global_batch_size": 4},
             precision={"param_dtype": "bfloat16", "rules": rules},
         )
-        for seq_len, rules in ((16, []), (64, [rule]))  # in 16 tokens of 4 samples, the mean load is too small
+        # in 16 tokens of 4 samples, the mean load is too small
+        for seq_len, rules in ((16, []), (8, [{**rule, "output_dtype": None}]), (64, [rule]))
     ]
-    reduced, collapsed = run_ranks(warnings_of, 1, jobs)[0]
-    assert [text.partition(" computes")[0] for text in reduced] == [
-        "router precision: layers.1.moe.router, layers.2.moe.router"
-    ]
+    reduced, rounded, collapsed = run_ranks(warnings_of, 1, jobs)[0]
+    for texts in (reduced, rounded):
+        assert [text.partition(". ")[0] for text in texts] == [
+            "router precision: the logits of layers.1.moe.router, layers.2.moe.router are bfloat16"
+        ]
     (text,) = collapsed  # once, although the second step has the same load
     assert text.startswith(
         "step 1: the load of the experts of layers.2.moe has collapsed: 75% of the experts got less than 1% of the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import TextData, separates_documents
 from titan_launch.models.build import build_model
 from titan_launch.plan.communication import traffic_of_step
+from titan_launch.plan.experts import exchange_of_step
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
@@ -23,7 +25,19 @@ FP32_NORMS = {"rules": [{"match": ["layers.*.*_norm", "norm"], "param_dtype": "f
 SGD = {"name": "SGD", "weight_decay": 1e-4}
 FULL, SELECTIVE = {"mode": "full"}, {"mode": "selective"}
 WINDOW = {"sliding_window": 8}
-GPT_OSS: dict[str, Any] = {**WINDOW, "head_dim": 16, "experts": {"hidden_dim": 24, "balance_loss": 0.0}}
+FP32_ROUTERS = {"rules": [{"match": "layers.*.moe.router", "param_dtype": "float32", "output_dtype": "float32"}]}
+EXPERTS = {"num_experts": 8, "top_k": 2, "hidden_dim": 40, "balance_loss": 0.1}
+GPT_OSS = {"router_bias": True, "expert_bias": True, "gate_limit": 7.0, "z_loss": 0.1, "balance_loss": 0.0}
+DEEPSEEK = {
+    "score": "sigmoid",
+    "num_groups": 4,
+    "top_k_groups": 2,
+    "top_k": 3,
+    "selection_bias_rate": 0.001,
+    "shared_hidden_dim": 56,
+    "first_dense_layers": 1,
+}
+WITH_SINKS: dict[str, Any] = {**WINDOW, "head_dim": 16, "experts": {"hidden_dim": 24, "balance_loss": 0.0}}
 
 
 def accumulation(mode: str, unsharded: bool = False) -> dict[str, Any]:
@@ -151,10 +165,35 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
     "gemma3 on a CPU": ((1, 2), 2, "cpu", {**WINDOW, "full_attention_every": 3}, {"precision": FP32_NORMS}),
     "gpt2": ((1, 4), 2, "cuda", {"max_positions": 40}, {"activation_checkpoint": SELECTIVE}),
     "gpt2 on a CPU": ((1, 3), 2, "cpu", {"n_kv_heads": 4}, {"activation_checkpoint": FULL, "precision": FP32_NORMS}),
-    "gpt_oss": ((1, 4), 2, "cuda", GPT_OSS, {}),
-    "gpt_oss, checkpointed": ((1, 2), 2, "cuda", {**GPT_OSS, "n_layers": 4}, {"activation_checkpoint": SELECTIVE}),
-    "gpt_oss in fp32": ((1, 2), 2, "cuda", GPT_OSS, {"precision": {"param_dtype": "float32"}}),
+    "gpt_oss": ((1, 4), 2, "cuda", WITH_SINKS, {}),
+    "gpt_oss, checkpointed": ((1, 2), 2, "cuda", {**WITH_SINKS, "n_layers": 4}, {"activation_checkpoint": SELECTIVE}),
+    "gpt_oss in fp32": ((1, 2), 2, "cuda", WITH_SINKS, {"precision": {"param_dtype": "float32"}}),
     "phi3": ((2, 2), 3, "cuda", WINDOW, {"precision": {"param_dtype": "float32"}}),
+    "qwen3_moe": ((1, 4), 2, "cuda", {}, {"activation_checkpoint": SELECTIVE}),
+    "qwen3_moe, fp32 routers": ((1, 2), 2, "cuda", {}, {"activation_checkpoint": FULL, "precision": FP32_ROUTERS}),
+    "qwen3_moe, GPT-OSS, in bf16": ((1, 4), 2, "cuda", {"experts": GPT_OSS}, {}),
+    "qwen3_moe, GPT-OSS, on a CPU": ((1, 2), 2, "cpu", {"experts": GPT_OSS}, {"activation_checkpoint": FULL}),
+    "qwen3_moe, DeepSeek": ((1, 4), 1, "cuda", {"experts": DEEPSEEK, "n_layers": 8}, {}),
+    "qwen3_moe, FSDP2 shards the widths": ((1, 3), 2, "cpu", {"experts": {"num_experts": 4, "hidden_dim": 24}}, {}),
+    "qwen3_moe, EP 2, an unequal load": (
+        (2, 4),
+        2,
+        "cuda",
+        {},
+        {
+            "parallelism": {"expert_parallel_degree": 2},
+            "planner": {"expert_load": 1.5},
+            "activation_checkpoint": SELECTIVE,
+            "gradient_accumulation": accumulation("deferred"),
+        },
+    ),
+    "qwen3_moe, EP 4 on a CPU": (
+        (1, 4),
+        2,
+        "cpu",
+        {"experts": {**DEEPSEEK, "first_dense_layers": 0}},
+        {"parallelism": {"expert_parallel_degree": 4}, "activation_checkpoint": FULL, "precision": FP32_NORMS},
+    ),
     "packed": ((1, 2), 2, "cpu", {}, {"precision": FP32_NORMS}),
     "mistral, packed": ((1, 2), 2, "cuda", WINDOW, {"activation_checkpoint": SELECTIVE}),
     "gpt2, packed": ((1, 2), 2, "cpu", {"n_kv_heads": 4}, {"activation_checkpoint": FULL}),
@@ -164,13 +203,19 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
 @pytest.mark.parametrize("name", JOBS)
 def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     (replicas, shards), num_microbatches, kernels, args, sections = JOBS[name]
-    family = next((family for family in FAMILIES if name.startswith(family)), "llama3")
+    family = max((family for family in FAMILIES if name.startswith(family)), key=len, default="llama3")
+    if family == "qwen3_moe":
+        args = {"head_dim": 12, **args, "experts": {**EXPERTS, **args.get("experts", {})}}
     batch = {"seq_len": 33, "local_batch_size": 2, "global_batch_size": 2 * num_microbatches * replicas * shards}
     job = {
         "model": {"name": family, "args": {**ARGS, **args}},
         "data": {"kind": "synthetic", "vocab_size": 61},
-        "parallelism": {"data_parallel_replicate_degree": replicas, "data_parallel_shard_degree": shards},
         **sections,
+        "parallelism": {
+            "data_parallel_replicate_degree": replicas,
+            "data_parallel_shard_degree": shards,
+            **sections.get("parallelism", {}),
+        },
         "training": {**batch, **sections.get("training", {})},
     }
     config = JobConfig.model_validate(job)
@@ -188,7 +233,8 @@ def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     for point in analytic.peaks:
         traced_there = pytest.approx(traced.footprint.peaks[point].total, rel=0.005, abs=256)
         assert analytic.peaks[point].total == traced_there, point
-    assert traced.traffic == traffic_of_step(plan, layout, choice.accumulation)
+    exchange = exchange_of_step(config, plan, layout, choice.activation_checkpoint)
+    assert traced.traffic == replace(traffic_of_step(plan, layout, choice.accumulation), expert=exchange)
 
 
 def test_a_job_that_casts_chunks_of_logits_is_traced() -> None:

@@ -18,7 +18,9 @@ from tests.train.jobs import read_metrics, run_job, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.models import mixture_of_experts
 from titan_launch.models.build import build_model
+from titan_launch.models.mixture_of_experts import Choice
 from titan_launch.plan.communication import traffic_of_step
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import plan_layout
@@ -71,6 +73,45 @@ def test_measured_traffic_and_memory_of_a_run_are_the_planned_ones(
         assert report["comm/all_reduce_gib"] * GIB == planned.all_reduce_bytes
     assert [MEASURED in report for report in reports] == [False, False, True, False]
     assert reports[2][MEASURED] == pytest.approx(reports[2][PREDICTED], rel=0.02)
+
+
+MIXTURE: dict[str, Any] = {
+    "model": {
+        "name": "qwen3_moe",
+        "args": {"head_dim": 8, "experts": {"num_experts": 8, "top_k": 2, "hidden_dim": 64}},
+    },
+    "training": {"seq_len": 128, "local_batch_size": 2, "global_batch_size": 8},
+    "comm": {"count_traffic": True},
+}
+
+
+def train_with_equal_choices(job: dict[str, Any]) -> dict[str, Tensor]:
+    """Train a mixture whose tokens choose all experts equally often."""
+    choose = mixture_of_experts.choose
+
+    def choose_in_turn(logits: Tensor, *args: Any) -> Choice:
+        choice = choose(logits, *args)
+        in_turn = torch.arange(choice.experts.numel()).view_as(choice.experts) % logits.shape[-1]
+        return choice._replace(experts=in_turn, weights=choice.scores.gather(-1, in_turn))
+
+    mixture_of_experts.choose = choose_in_turn  # the rank ends with the test
+    return run_job(job)
+
+
+@pytest.mark.parametrize(("ranks", "degree"), [(2, 1), (4, 2)])
+def test_measured_traffic_and_memory_of_a_mixture_are_the_planned_ones(tmp_path: Path, ranks: int, degree: int) -> None:
+    """With expert parallelism the choices are equal, because memory depends on them. Otherwise they are the router's:
+    a rank computes all its rows, whichever experts they choose."""
+    job = tiny_job(tmp_path, parallelism={"expert_parallel_degree": degree}, **MIXTURE)
+    run_ranks(run_job if degree == 1 else train_with_equal_choices, ranks, job)
+    config = JobConfig.model_validate(job)
+    layout = plan_layout(config.parallelism, config.training, ranks)
+    plan = plan_precision(config, build_model(config.model, 128))
+    report = read_metrics(tmp_path)[2]
+    planned = traffic_of_step(plan, layout, config.gradient_accumulation)
+    assert report["comm/collectives"] == planned.collectives.total
+    assert report["comm/all_gather_gib"] * GIB == planned.all_gather_bytes
+    assert report[MEASURED] == pytest.approx(report[PREDICTED], rel=0.01)
 
 
 def train_unwatched(job: dict[str, Any]) -> dict[str, Tensor]:

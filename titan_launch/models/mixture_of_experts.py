@@ -138,17 +138,17 @@ multiplied by the matrix of its expert."""
 
 def expert_product(rows: Tensor, counts: Tensor) -> ExpertProduct:
     """Return the product for rows that are sorted by expert: grouped on CUDA in bf16, elsewhere one for each expert."""
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows):
         return grouped_product(counts)
     return looped_product(counts_on_host(counts, len(rows)))
 
 
 def counts_on_host(counts: Tensor, num_rows: int) -> list[int]:
-    """Return the rows of each expert as numbers. The host waits for the device.
+    """Return the rows of each expert as numbers. The host waits for the device, unless there are no rows.
 
     On the meta device, where tensors have no values, all rows are of the first expert: shapes of results are the same.
     """
-    return [num_rows, *[0] * (len(counts) - 1)] if counts.is_meta else counts.tolist()
+    return [num_rows, *[0] * (len(counts) - 1)] if counts.is_meta or not num_rows else counts.tolist()
 
 
 def grouped_product(counts: Tensor) -> ExpertProduct:

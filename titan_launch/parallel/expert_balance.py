@@ -42,19 +42,23 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: 
         layer.loss_scale = 1 / (layout.global_batch_size * layout.tensor)
         if context is not None:
             layer.context_group = ContextGroup(context.get_group().group_name, context.size())
-    reduced = [
-        f"{path}.router"
-        for path, layer in layers.items()
-        if layer.args.score == "sigmoid" and plan.unit_of[f"{path}.router"].compute_dtype == "bfloat16"
-    ]
+    routers = [f"{path}.router" for path, layer in layers.items() if layer.args.score == "sigmoid"]
+    reduced = [path for path in routers if _logits_dtype(plan, path) == "bfloat16"]
     if reduced:
         warn(
             _log,
-            "router precision: %s computes logits in bfloat16. Sigmoid scores near 1 then differ by less than the "
-            "rounding error of their logits (2^-8), so the choice of experts is partly random. Add a precision rule: "
+            "router precision: the logits of %s are bfloat16. Sigmoid scores near 1 then differ by less than the "
+            "rounding error of their logits (2^-8), so the choice of experts is partly random. Add a rule to "
             '[[precision.rules]] with match = "*.router", param_dtype = "float32" and output_dtype = "float32"',
             listed(reduced),
         )
+
+
+def _logits_dtype(plan: ModelPlan, router: str) -> str:
+    """Return the dtype in which the choice gets the logits of a router. `router`: its path."""
+    unit = plan.unit_of[router]
+    returned = unit.policy.output_dtype if router in unit.modules else None
+    return returned or unit.compute_dtype
 
 
 class ExpertBalance:

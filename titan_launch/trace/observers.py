@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -152,7 +153,7 @@ _IN_PLACE = {
 }
 """(functional collective, index of the input argument) for each operation of a process group."""
 
-_SENDS_NOTHING = ("recv_", "barrier", "_wrap_tensor_autograd")
+_SENDS_NOTHING = ("recv_", "barrier", "wait_tensor", "_wrap_tensor_autograd")
 
 
 class _Exchanges(TorchDispatchMode):
@@ -171,8 +172,8 @@ class _Exchanges(TorchDispatchMode):
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.overloadpacket.__name__
-            if name == "wait_tensor":  # returns its input in a run, but a copy in a `FakeTensorMode`
-                return args[0]
+            if name == "wait_tensor" and isinstance(args[0], FakeTensor):
+                return args[0]  # as in a run; the function would return a new fake tensor
             self._see(name, args)
         return func(*args, **(kwargs or {}))
 

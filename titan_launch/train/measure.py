@@ -57,6 +57,9 @@ class MemoryCheck:
         self._trace: TraceProcess | None = None
         self._measured_gib: float | None = None
         self._is_compared = False
+        self._advice = "do not rely on the plan of this job"
+        if layout.expert > 1:
+            self._advice += ", or plan for another load of the experts (planner.expert_load)"
         if not is_tested_release():
             return
         if config.compile.enable:
@@ -115,9 +118,8 @@ class MemoryCheck:
         predicted, measured = self._prediction, self._measured_gib
         if abs(predicted.gib - measured) > TOLERANCE * measured:
             _log.warning(
-                "memory: the measured peak is %s, but the planner predicted a peak of %s (%s); do not rely on the "
-                "plan of this job",
-                *(_format_memory(measured), _format_memory(predicted.gib), predicted.peak_point),
+                "memory: the measured peak is %s, but the planner predicted a peak of %s (%s); %s",
+                *(_format_memory(measured), _format_memory(predicted.gib), predicted.peak_point, self._advice),
             )
 
 

@@ -92,9 +92,8 @@ class AnalyticExperts:
         counts = self._count(order)
         rows = _spread(autograd, x, order, top_k)
         result = self._compute(path, rows, num_rows) if self.ranks == 1 else self._dispatched(path, rows, num_rows)
-        result = _permuted(autograd, result, order)
         del counts
-        return ops.view(autograd, result)
+        return _permuted(autograd, result, order)
 
     def _dispatched(self, path: str, rows: Tensor, num_rows: int) -> Tensor:
         """Exchange rows between the ranks that divide the experts (`parallel.expert_parallel.Dispatch`)."""

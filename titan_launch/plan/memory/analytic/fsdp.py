@@ -50,6 +50,7 @@ class Context:
 
     def finish_backward(self) -> None:
         """Finish backward, as FSDP2's `_root_post_backward_final_callback` does."""
+        self.iter_forward_root = None  # set by a unit whose modules the second forward of a block ran only in part
         for unit in self.units:
             unit.modules_to_run.clear()
             if unit.parameters:
