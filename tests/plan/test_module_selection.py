@@ -16,6 +16,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import model_inventory
 from titan_launch.plan.module_selection import check_shards, checkpointed_modules
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo
+from titan_launch.train.auto_mode import plan_precision
 
 
 def checkpointed(blocks: Sequence[str], **config: Any) -> tuple[str, ...]:
@@ -136,7 +137,7 @@ def test_float8_converts_neither_routers_nor_experts() -> None:
 
     def converted(**float8: Any) -> tuple[str, ...]:
         config = JobConfig.model_validate({"model": model, "float8": {"enable": True, **float8}})
-        return plan_job(config, build_model(config.model, 16).inventory).float8
+        return plan_precision(config, build_model(config.model, 16)).float8
 
     shared = [f"layers.1.moe.shared_experts.{name}" for name in ("w1", "w2", "w3")]
     assert [path for path in converted() if ".moe." in path] == shared
