@@ -232,6 +232,7 @@ def share_of_step(config: Path, ranks: int, num_workers: int, steps: int) -> tup
             "validation.freq": 0,
             "checkpoint.enable": "false",
             "checkpoint.save_last": "false",
+            "debug.on_repeated_skips": "stop",
             "data.num_workers": num_workers,
         }
         arguments = ["train", "--config", str(config), *(f"--{key}={value}" for key, value in keys.items())]
