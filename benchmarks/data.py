@@ -40,7 +40,8 @@ from publishing import commit, publish
 from torch.utils.data import DataLoader
 
 from titan_launch.cli import main as launcher_main
-from titan_launch.config.sections.data import PYTHON_STDLIB, TextData, TokensData, expand_paths
+from titan_launch.config.paths import PYTHON_STDLIB, expand_paths
+from titan_launch.config.sections.data import TokensData
 from titan_launch.data.corpora.text import is_text
 from titan_launch.data.loader import build_train_loader
 from titan_launch.data.order import SampleOrder
@@ -281,7 +282,7 @@ def copies_of_the_standard_library(folder: Path, megabytes: int) -> list[str]:
     texts: list[str] = []
     size = 0
     for copy in itertools.count():
-        for name, path in expand_paths(TextData(path=PYTHON_STDLIB)):
+        for name, path in expand_paths(PYTHON_STDLIB):
             if size >= megabytes * 1e6:
                 return texts
             content = path.read_bytes()

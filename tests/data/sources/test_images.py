@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import IGNORED_TARGET, ImageData, ImageFormat
+from titan_launch.config.image_format import ImageFormat
+from titan_launch.config.sections.data import IGNORED_TARGET, ImageData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.images.arrays import map_npz
 from titan_launch.data.loader import build_train_loader, build_validation_loader

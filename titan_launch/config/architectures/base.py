@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.base import Section
-from titan_launch.config.sections.data import ImageFormat, SampleUnit
+from titan_launch.config.sections.data import SampleUnit
 
 
 class ModelArgs(Section):

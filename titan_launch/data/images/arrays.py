@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import SKLEARN_DIGITS
+from titan_launch.config.paths import SKLEARN_DIGITS
 from titan_launch.core.errors import KeyPath, UserError, config_error
 from titan_launch.core.files import open_regular
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_launch.config.sections.data import Augmentation, ImageData, resized_size
+from titan_launch.config.image_format import resized_size
+from titan_launch.config.sections.data import Augmentation, ImageData
 from titan_launch.core.errors import KeyPath, UserError, config_error, format_key
 from titan_launch.core.import_string import import_factory, user_traceback
 from titan_launch.core.patches import generators_seeded

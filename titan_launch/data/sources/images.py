@@ -11,7 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import ImageData, ImageFormat, class_folders, images_named, misfits
+from titan_launch.config.image_format import ImageFormat, misfits
+from titan_launch.config.paths import class_folders, images_named
+from titan_launch.config.sections.data import ImageData
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.data.images.arrays import Labels, open_digits, open_npz
