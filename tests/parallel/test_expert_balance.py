@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
+from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.architectures.decoder import DecoderArgs
@@ -47,6 +48,8 @@ def train(jobs: list[dict[str, Any]]) -> list[Trained]:
 
 def train_one(job: dict[str, Any]) -> Trained:
     with ExitStack() as stack:
+        if "context_parallel_degree" in job.get("parallelism", ()):
+            stack.enter_context(ring_attention_on_cpu())
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         reports = [report(run, train_one_step(run), due_now(run)) for _ in range(STEPS)]
         return reports, biases_of(run.model)
@@ -57,8 +60,7 @@ def biases_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def divided_jobs(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """Return jobs on `ranks` ranks. The last one has a pipeline."""
-    modes = ["immediate", "deferred"]
+    """Return jobs on `ranks` ranks. With two, the last ones have replicas, a pipeline and divided sequences."""
     jobs = [
         moe_job(
             folder / f"{ranks}_{local}_{mode}_{checkpointing}",
@@ -69,11 +71,21 @@ def divided_jobs(folder: Path, ranks: int) -> list[dict[str, Any]]:
         for local, mode, checkpointing in [
             (4 // ranks, "immediate", "none"),
             (1, "immediate", "full"),
-            *((1, mode, "selective") for mode in modes),
+            (1, "deferred", "selective"),
         ]
     ]
-    pipeline = {"pipeline_parallel_degree": ranks}
-    return [*jobs, moe_job(folder / "pipeline", parallelism=pipeline)] if ranks > 1 else jobs
+    if ranks == 1:
+        return jobs
+    return [
+        *jobs,
+        moe_job(
+            folder / "replicas",
+            parallelism={"data_parallel_replicate_degree": ranks},
+            gradient_accumulation={"mode": "deferred_all_reduce"},
+        ),
+        moe_job(folder / "pipeline", parallelism={"pipeline_parallel_degree": ranks}),
+        moe_job(folder / "context", parallelism={"context_parallel_degree": ranks}),
+    ]
 
 
 def test_ranks_microbatches_modes_and_checkpointing_do_not_change_a_step(tmp_path: Path) -> None:
@@ -162,7 +174,8 @@ def poisoned_and_abandoned(job: dict[str, Any]) -> None:
 
 
 def test_a_skipped_or_abandoned_step_moves_nothing(tmp_path: Path) -> None:
-    run_ranks(poisoned_and_abandoned, 2, moe_job(tmp_path, debug={"on_nonfinite": "skip"}, metrics={"log_freq": 10}))
+    sections = {"debug": {"on_nonfinite": "skip"}, "activation_checkpoint": {"mode": "full"}}
+    run_ranks(poisoned_and_abandoned, 2, moe_job(tmp_path, **sections))
 
 
 class NoisyRouter(nn.Linear):

@@ -10,11 +10,13 @@ import pytest
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.models.build import build_model
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import model_inventory
 from titan_launch.plan.module_selection import check_shards, checkpointed_modules
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo
+from titan_launch.train.auto_mode import plan_precision
 
 
 def checkpointed(blocks: Sequence[str], **config: Any) -> tuple[str, ...]:
@@ -112,7 +114,7 @@ def test_checkpointing_per_operation_around_a_compiled_module_is_an_error() -> N
 FP32_ATTENTION = {"rules": [{"match": "layers.*.attention", "param_dtype": "float32"}]}
 
 
-def converted(float8: dict[str, Any], args: dict[str, int] | None = None, **sections: Any) -> tuple[str, ...]:
+def converted(float8: dict[str, Any], args: dict[str, Any] | None = None, **sections: Any) -> tuple[str, ...]:
     """Return the converted layers of a Llama of two blocks."""
     job = {"model": {"args": {"n_layers": 2, **(args or {})}}, "float8": {"enable": True, **float8}, **sections}
     config = JobConfig.model_validate(job)
@@ -127,6 +129,21 @@ def test_the_bf16_linear_layers_of_the_blocks_are_converted_to_float8() -> None:
     assert converted({"modules": ["output"]}) == ("output",)
     assert converted({}, precision=FP32_ATTENTION) == feed_forward
     assert converted({"enable": False}) == ()
+
+
+def test_float8_converts_neither_routers_nor_experts() -> None:
+    experts = {"num_experts": 16, "top_k": 2, "hidden_dim": 32, "shared_hidden_dim": 32, "first_dense_layers": 1}
+    model = {"args": {"n_layers": 2, "experts": experts}}
+
+    def converted(**float8: Any) -> tuple[str, ...]:
+        config = JobConfig.model_validate({"model": model, "float8": {"enable": True, **float8}})
+        return plan_precision(config, build_model(config.model, 16)).float8
+
+    shared = [f"layers.1.moe.shared_experts.{name}" for name in ("w1", "w2", "w3")]
+    assert [path for path in converted() if ".moe." in path] == shared
+    assert converted(modules=["layers.1.moe.router"]) == ("layers.1.moe.router",)
+    with pytest.raises(ConfigError, match=r"names layers.1.moe.experts, whose products cannot be 8-bit: torchao"):
+        converted(modules=["layers.*.moe.experts"])
 
 
 def test_a_named_layer_that_cannot_be_converted_to_float8_is_an_error() -> None:

@@ -43,6 +43,9 @@ def json_schema() -> dict[str, Any]:
         args = section_schema(architecture.args)
         args.pop("required", None)  # the flavor sets omitted arguments
         definitions |= args.pop("$defs", {})
+        for field in architecture.args.model_fields.values():
+            for section in filter(is_section, alternatives(field.annotation)):
+                definitions[section.__name__].pop("required", None)  # and omitted keys of the flavor's tables
         definitions[architecture.args.__name__] = args
         definitions["ModelConfig"].setdefault("allOf", []).append(_args_by_name(name))
     return {
@@ -310,7 +313,9 @@ def _args(args: type[ModelArgs], names: Sequence[str]) -> Iterator[str]:
     yield from _describe(f"### `[model.args]` of {', '.join(f'`{name}`' for name in names)}", doc, fields)
     for field_name, field in args.model_fields.items():
         for section in filter(is_section, alternatives(field.annotation)):
-            yield from _describe(f"#### `[model.args.{field_name}]`", section_doc(section), _fields(section))
+            doc, of_section = section_doc(section), _fields(section)
+            doc = f"{doc} Omitted keys have the value of the flavor, if it has this table, or else the default."
+            yield from _describe(f"#### `[model.args.{field_name}]`", doc, of_section)
 
 
 def _flavors(name: str, architecture: Architecture) -> Iterator[str]:

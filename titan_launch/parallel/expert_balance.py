@@ -49,7 +49,7 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: 
             _log,
             "router precision: the logits of %s are bfloat16. Sigmoid scores near 1 then differ by less than the "
             "rounding error of their logits (2^-8), so the choice of experts is partly random. Add a rule to "
-            '[[precision.rules]] with match = "*.router", param_dtype = "float32" and output_dtype = "float32"',
+            '[[precision.rules]] with match = "**.router", param_dtype = "float32" and output_dtype = "float32"',
             listed(reduced),
         )
 

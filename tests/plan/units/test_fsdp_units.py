@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model, take_inventory
+from titan_launch.models.mixture_of_experts import MixtureOfExperts
 from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import describe_units, format_units
@@ -299,7 +301,7 @@ def test_a_rule_for_one_of_two_tied_modules_is_an_error() -> None:
 
 
 class Tables(nn.Module):
-    """A model with floating-point and other buffers at two depths, and a BatchNorm."""
+    """A model with floating-point and other buffers at two depths, a BatchNorm and a mixture of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,6 +311,8 @@ class Tables(nn.Module):
         self.inner.register_buffer("table", torch.ones(3))
         self.norm = nn.BatchNorm1d(4)
         self.mix = nn.Linear(4, 4)
+        args = ExpertArgs(num_experts=4, top_k=1, hidden_dim=4, selection_bias_rate=0.1)
+        self.moe = MixtureOfExperts(4, args, nn.functional.silu)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -338,6 +342,13 @@ def test_the_default_buffer_dtype_covers_all_but_rules_with_their_own_and_runnin
     rule = {"match": "a", "param_dtype": "bfloat16", "buffer_dtype": "float32"}
     buffers = buffers_of(rule, buffer_dtype="bfloat16")
     assert {name for name, dtype in buffers.items() if dtype == "bfloat16"} == {"b.scale", "b.inner.table"}
+
+
+def test_no_rule_rounds_the_selection_biases_and_loads_of_experts() -> None:
+    with pytest.raises(ConfigError, match=r"applies to no floating buffer: .* a mixture of experts stay float32"):
+        buffers_of({"match": "a.moe", "param_dtype": "bfloat16", "buffer_dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match=r"a\.moe\.experts would have bfloat16 inputs with float32 weights"):
+        buffers_of({"match": "a.moe.experts", "param_dtype": "float32", "cast_forward_inputs": False})
 
 
 def test_running_statistics_follow_a_rule_that_names_the_batchnorm_and_its_parameters() -> None:
