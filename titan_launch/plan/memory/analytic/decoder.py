@@ -15,6 +15,7 @@ from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.core.globs import matches
 from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.job import plan_units
 from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.experts import AnalyticExperts
 from titan_launch.plan.memory.analytic.replay import AnalyticModel, Compute, ReplayContext
@@ -313,16 +314,17 @@ def unknown_part(config: JobConfig, args: DecoderArgs, kernels: Kernels) -> str 
     """Return the part of a job that the replay does not support; None if it supports the whole job.
 
     Activation checkpointing of a rotary embedding is not supported, because layers share this module. Attention with a
-    soft cap is not supported on a CPU, where it is many operations. Chunks of logits that a rule may cast are not
-    supported.
+    soft cap is not supported on a CPU, where it is many operations. Chunks of logits that a rule casts are not
+    supported. Raises ConfigError for precision rules that the model does not support.
     """
     paths = ("rope", "local_rope", "layers.0.attention.rope")
     if any(matches(glob, path) for glob in config.activation_checkpoint.modules for path in paths):
         return "activation_checkpoint.modules with the rotary embedding, which layers share"
     if args.attention_soft_cap is not None and kernels == "cpu":
         return f"model.args.attention_soft_cap = {args.attention_soft_cap} on a CPU"
-    if config.loss.chunks > 1 and any(rule.output_dtype is not None for rule in config.precision.rules):
-        return "loss.chunks with output_dtype in precision.rules"
+    casts = config.loss.chunks > 1 and any(rule.output_dtype is not None for rule in config.precision.rules)
+    if casts and plan_units(config, decoder_inventory(args, config.training.seq_len), False).logits_dtypes:
+        return "loss.chunks with output_dtype of the logits in precision.rules"
     return None
 
 
