@@ -40,7 +40,8 @@ from publishing import commit, publish
 from torch.utils.data import DataLoader
 
 from titan_launch.cli import main as launcher_main
-from titan_launch.config.sections.data import PYTHON_STDLIB, TextData, TokensData, expand_paths
+from titan_launch.config.paths import PYTHON_STDLIB, expand_paths
+from titan_launch.config.sections.data import TokensData
 from titan_launch.data.corpora.text import is_text
 from titan_launch.data.loader import build_train_loader
 from titan_launch.data.order import SampleOrder
@@ -232,6 +233,7 @@ def share_of_step(config: Path, ranks: int, num_workers: int, steps: int) -> tup
             "validation.freq": 0,
             "checkpoint.enable": "false",
             "checkpoint.save_last": "false",
+            "debug.on_repeated_skips": "stop",
             "data.num_workers": num_workers,
         }
         arguments = ["train", "--config", str(config), *(f"--{key}={value}" for key, value in keys.items())]
@@ -280,7 +282,7 @@ def copies_of_the_standard_library(folder: Path, megabytes: int) -> list[str]:
     texts: list[str] = []
     size = 0
     for copy in itertools.count():
-        for name, path in expand_paths(TextData(path=PYTHON_STDLIB)):
+        for name, path in expand_paths(PYTHON_STDLIB):
             if size >= megabytes * 1e6:
                 return texts
             content = path.read_bytes()

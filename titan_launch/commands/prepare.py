@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NoReturn
 from titan_launch.commands.parser import OVERRIDES, Parser, at_least
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.paths import COMPRESSED
 from titan_launch.config.rules.data import CORPUS_RULES
-from titan_launch.config.sections.data import COMPRESSED, DATA_KINDS, CorpusData, FilesData
+from titan_launch.config.sections.data import DATA_KINDS, CorpusData, FilesData
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
 from titan_launch.core.process import INTERRUPTED, run_and_exit

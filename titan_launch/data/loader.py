@@ -11,7 +11,9 @@ import atexit
 import itertools
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -118,6 +120,40 @@ def build_validation_loader(
 def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> int:
     """Return the number of batches that each rank has of the samples in a part."""
     return -(-len(part) // (local_batch_size * dp_size))
+
+
+class FetchedAhead:
+    """An endless iterator over batches from worker processes, which a thread unpacks while the training loop computes.
+
+    The main process reads batches without workers itself: the code of a user's source or transform may set the
+    generators of random numbers, which the training loop uses, too.
+    """
+
+    def __init__(self, batches: Iterable[Batch], num_ahead: int):
+        """`num_ahead`: number of batches to fetch ahead of their use, such as the microbatches of a step."""
+        self._batches = iter(batches)
+        self._num_ahead = num_ahead
+        self._thread = ThreadPoolExecutor(1, "data")
+        self._ahead: deque[Future[Batch]] = deque()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        # The first batch starts the workers. They must be children of the main thread, which their signals reach.
+        batch = self._ahead.popleft().result() if self._ahead else next(self._batches)
+        while len(self._ahead) < self._num_ahead:
+            self._ahead.append(self._thread.submit(next, self._batches))
+        return batch
+
+    def close(self) -> None:
+        """Stop fetching. Wait for at most a few seconds: the workers may wait for a disk."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        wait(self._ahead, timeout=_LONGEST_WAIT)
+
+
+_LONGEST_WAIT = 5.0
+"""Seconds to wait for a batch that is being fetched when a loader is closed."""
 
 
 def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:

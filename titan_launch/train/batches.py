@@ -12,7 +12,13 @@ from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import DataSource, MixtureData
 from titan_launch.core.errors import KeyPath
-from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader, num_validation_batches
+from titan_launch.data.loader import (
+    FetchedAhead,
+    Loader,
+    build_train_loader,
+    build_validation_loader,
+    num_validation_batches,
+)
 from titan_launch.data.order import MixtureOrder, Order, SampleOrder
 from titan_launch.data.sources import Batch, MixtureSource, SampleSource, StreamSource, build_source
 from titan_launch.data.sources.mixture import single_sources
@@ -30,9 +36,11 @@ class TrainBatches:
     batches.move_to(position)
     """
 
-    def __init__(self, build: Callable[[int], Loader], position: int):
-        """`build` returns a loader that begins at a position. The position is counted in samples over all ranks."""
+    def __init__(self, build: Callable[[int], Loader], position: int, num_ahead: int):
+        """`build` returns a loader that begins at a position. The position is counted in samples over all ranks.
+        `num_ahead`: number of microbatches to fetch ahead of their use; 0 without data workers."""
         self._build = build
+        self._num_ahead = num_ahead
         self._begin(position)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -48,11 +56,13 @@ class TrainBatches:
 
     def close(self) -> None:
         """End the data workers."""
+        if isinstance(self._batches, FetchedAhead):
+            self._batches.close()
         self._loader.close()
 
     def _begin(self, position: int) -> None:
         self._loader = self._build(position)
-        self._batches = iter(self._loader)
+        self._batches = FetchedAhead(self._loader, self._num_ahead) if self._num_ahead else iter(self._loader)
 
 
 @dataclass(frozen=True)
@@ -180,7 +190,8 @@ def build_train_batches(
             pin_memory=ranks.device.type == "cuda",
         )
 
-    batches = TrainBatches(build_loader, position)
+    num_ahead = layout.num_microbatches if config.data.num_workers else 0
+    batches = TrainBatches(build_loader, position, num_ahead)
     stack.callback(batches.close)
     return batches
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from titan_launch.config.sections.data import ImageData, ImageFormat
+from titan_launch.config.image_format import ImageFormat
+from titan_launch.config.sections.data import ImageData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.cache import VARIABLE
 from titan_launch.data.loader import build_validation_loader

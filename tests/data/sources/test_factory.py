@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import IGNORED_TARGET, FactoryData, ImageFormat
+from titan_launch.config.image_format import ImageFormat
+from titan_launch.config.sections.data import IGNORED_TARGET, FactoryData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.loader import build_train_loader
 from titan_launch.data.order import SampleOrder

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import IGNORED_TARGET, ImageData, ImageFormat
+from titan_launch.config.image_format import ImageFormat
+from titan_launch.config.sections.data import IGNORED_TARGET, ImageData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.images.arrays import map_npz
 from titan_launch.data.loader import build_train_loader, build_validation_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, build_source
-from titan_launch.data.sources.base import AugmentedSource
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.plan.layout import Layout
 
@@ -129,9 +129,8 @@ def test_augmented_samples_follow_from_their_position_in_the_stream(tmp_path: Pa
     epoch."""
     images = np.random.default_rng(0).normal(size=(6, 4, 4))
     source = build(path=write(tmp_path / "a.npz", images, np.arange(6)), augment=["crop", "flip"], padding=2)
-    assert isinstance(source, AugmentedSource)
     order = SampleOrder(6, seed=1, shuffle=True)
-    expected = [source.at(order(position), position)[0] for position in range(24)]
+    expected = [source.read_batch([order(position)], [position])[0][0] for position in range(24)]
     assert len({tuple(image.flatten().tolist()) for image in expected}) > 20
 
     def stream(ranks: int, local: int, start: int, num_workers: int = 0) -> list[Tensor]:

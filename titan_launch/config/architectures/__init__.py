@@ -12,7 +12,8 @@ from titan_launch.config.architectures import huggingface, resnet, vit
 from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.architectures.families import FAMILIES
-from titan_launch.config.sections.data import ImageFormat, SampleUnit
+from titan_launch.config.image_format import ImageFormat
+from titan_launch.config.sections.data import SampleUnit
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 
 

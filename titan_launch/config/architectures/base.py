@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, ClassVar
 
+from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.base import Section
-from titan_launch.config.sections.data import ImageFormat, SampleUnit
+from titan_launch.config.sections.data import SampleUnit
 
 
 class ModelArgs(Section):

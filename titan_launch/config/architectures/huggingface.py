@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from titan_launch.config.sections.data import ImageFormat, SampleUnit
+from titan_launch.config.image_format import ImageFormat
+from titan_launch.config.sections.data import SampleUnit
 
 
 def unit_of(args: Mapping[str, Any]) -> SampleUnit:

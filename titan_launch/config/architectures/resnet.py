@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.base import Array
-from titan_launch.config.sections.data import ImageFormat, SampleUnit
+from titan_launch.config.sections.data import SampleUnit
 
 Positive = Annotated[int, Field(ge=1)]
 BlockKind = Literal["basic", "bottleneck"]

@@ -12,6 +12,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.checkpoint import CHECKPOINT_RULES, HEALTH_RULES
 from titan_launch.config.rules.compile import COMPILE_RULES, KERNEL_RULES
 from titan_launch.config.rules.data import DATA_RULES
+from titan_launch.config.rules.images import IMAGE_RULES
 from titan_launch.config.rules.model import MODEL_RULES
 from titan_launch.config.rules.optimizer import OPTIMIZER_RULES
 from titan_launch.config.rules.parallelism import PARALLELISM_RULES, PIPELINE_RULES
@@ -32,6 +33,7 @@ def kernels_are_profiled_on_cuda(config: JobConfig) -> Iterator[Problem]:
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *DATA_RULES,
+    *IMAGE_RULES,
     *PRECISION_RULES,
     kernels_are_profiled_on_cuda,
     *HEALTH_RULES,

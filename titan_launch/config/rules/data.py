@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
-from titan_launch.config.architectures import images_taken, known_args, unit_taken, vocabulary_taken
+from titan_launch.config.architectures import unit_taken, vocabulary_taken
 from titan_launch.config.job import JobConfig
+from titan_launch.config.paths import names_a_file
 from titan_launch.config.rules.model import args_problem
 from titan_launch.config.sections.data import (
     DATA_KINDS,
-    DIGITS,
-    SKLEARN_DIGITS,
     CorpusData,
     DataSource,
     FactoryData,
@@ -27,16 +24,11 @@ from titan_launch.config.sections.data import (
     SampleUnit,
     SyntheticData,
     TokensData,
-    class_folders,
-    images_named,
-    misfits,
-    names_a_file,
     separates_documents,
     stream_problems,
-    tar_shards,
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
-from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key, listed
+from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key
 
 _SMALLEST_SHARE = 1 << 16
 """Largest ratio of the sum of all weights to one weight. The order of a mixture needs a table of as many positions."""
@@ -48,7 +40,7 @@ _NAME: KeyPath = ("model", "name")
 def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each data table whose unit (tokens or images) is not the unit that the model takes."""
     unit = unit_taken(config.model)
-    for source, data in _sources(config):
+    for source, data in sources_of(config):
         if unit is not None and data.unit != unit:
             remedy = f'set samples = "{unit}"' if isinstance(data, FactoryData) else f"set {_kinds_of(unit)}"
             reason = f"the model {config.model.name} takes {unit}, not {data.unit}; {remedy}"
@@ -60,7 +52,7 @@ def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
     only for a factory; for the package's models, `data_suits_the_model` checks all tables."""
     if unit_taken(config.model) is not None:
         return
-    (first, train), *others = list(_sources(config)) or [(("data",), config.data)]
+    (first, train), *others = list(sources_of(config)) or [(("data",), config.data)]
     for source, data in others:
         if data.unit != train.unit:
             what = "the training data" if source[0] == "validation" else format_key(first)
@@ -95,7 +87,7 @@ def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
             continue
         weights = [(*key, "sources", index, "weight") for index in range(len(data.sources))]
         problems = [
-            Problem(place, reason, _plain(source.weight))
+            Problem(place, reason, as_written(source.weight))
             for place, source in zip(weights, data.sources, strict=True)
             if (reason := _why_no_weight(source, is_training=key == ("data",))) is not None
         ]
@@ -108,7 +100,7 @@ def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
             if shares and not total:
                 too_small, reason = [0], f"must not be 0 for all sources at once, as from step {step} on"
             for index in too_small:
-                yield Problem(weights[index], reason, _plain(data.sources[index].weight), also=tuple(weights))
+                yield Problem(weights[index], reason, as_written(data.sources[index].weight), also=tuple(weights))
 
 
 def tokenizer_is_usable(config: JobConfig) -> Iterator[Problem]:
@@ -133,7 +125,7 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
     vocab_size = vocabulary_taken(config.model)
     if any(tokenizer_is_usable(config)):
         return
-    for source, data in _sources(config):
+    for source, data in sources_of(config):
         if data.unit != "tokens":
             continue
         size, owner, key = _vocabulary(config, source, data)
@@ -147,7 +139,7 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
 
 def files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to texts that matches no file."""
-    for source, data in _sources(config):
+    for source, data in sources_of(config):
         if isinstance(data, FilesData):
             entries = [data.path] if isinstance(data.path, str) else data.path
             for index, entry in enumerate(entries):
@@ -158,7 +150,7 @@ def files_exist(config: JobConfig) -> Iterator[Problem]:
 
 def token_files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each `path` to token files that names no folder or file, and for a `dtype` of a folder."""
-    for source, data in _sources(config):
+    for source, data in sources_of(config):
         if not isinstance(data, TokensData):
             continue
         also = ((*source, "kind"),)
@@ -171,74 +163,14 @@ def token_files_exist(config: JobConfig) -> Iterator[Problem]:
             yield Problem((*source, "path"), reason, data.path, also=also)
 
 
-def image_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each `path` to images that names no file, or a folder without class folders."""
-    for source, data in _sources(config):
-        if not isinstance(data, ImageData):
-            continue
-        try:
-            reason = _why_no_images(data.path)
-        except OSError as error:
-            reason = f"cannot be read: {error.strerror}; correct the permissions"
-        if reason is not None:
-            yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
-
-
 def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each key that a table with `streaming` does not support."""
-    for key, data in _sources(config):
+    for key, data in sources_of(config):
         if isinstance(data, HuggingFaceData) and data.streaming:
             yield from stream_problems(data, key)
             if data.packing != "concat":
                 reason = 'needs the lengths of all documents, but a stream has none; set "concat", or remove streaming'
                 yield Problem((*key, "packing"), reason, data.packing, also=((*key, "streaming"),))
-
-
-def image_keys_have_an_effect(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each key of images that contradicts another key, or has no effect."""
-    for source, data in _sources(config):
-        if not isinstance(data, ImageData):
-            continue
-        reasons = {
-            "augment": _why_not_augment(data, is_training=source[0] == "data"),
-            "padding": data.padding and "crop" not in data.augment and 'has an effect only with augment = ["crop"]',
-            "label_field": data.label_field is not None
-            and images_named(data.path) != "shards"
-            and "is only for WebDataset shards, whose path ends in .tar; remove the key",
-        }
-        for name, value in data.changed(*reasons):
-            if reason := reasons[name]:
-                also = tuple((*source, other) for other in ("kind", "path", "crop", "augment") if other != name)
-                yield Problem((*source, name), reason, value, also)
-
-
-def class_folders_are_the_same(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each folder of images whose class folders differ from those of the folder before it: their
-    labels would have other meanings."""
-    used = [(key, data) for key, data in _sources(config) if key[0] == "data" or config.validation.freq]
-    images = [(key, data, _classes_of(data)) for key, data in used if isinstance(data, ImageData)]
-    for (first, _, theirs), (key, data, ours) in itertools.pairwise(filter(operator.itemgetter(2), images)):
-        if ours != theirs:
-            differences = (("lacks", theirs - ours), ("also has", ours - theirs))
-            found = " and ".join(f"{verb} {listed(sorted(names))}" for verb, names in differences if names)
-            wanted = f"the class folders of {format_key((*first, 'path'))}, which number the classes"
-            yield Problem(
-                (*key, "path"),
-                f"must have {wanted}, but it {found}",
-                data.path,
-                also=((*first, "path"), (*first, "kind")),
-            )
-
-
-def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each difference between the images of `sklearn-digits` and those that the model takes. (A
-    run checks other images when it reads them.)"""
-    taken = images_taken(config.model) if known_args(config.model) or not config.model.is_of_package else None
-    for source, data in _sources(config):
-        if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS and not data.transform:
-            side = data.crop or data.resize or DIGITS.height
-            for reason in misfits(replace(DIGITS, height=side, width=side), taken):
-                yield Problem((*source, "path"), reason, data.path, also=(("model",), (*source, "kind")))
 
 
 def validation_has_data(config: JobConfig) -> Iterator[Problem]:
@@ -250,7 +182,7 @@ def validation_has_data(config: JobConfig) -> Iterator[Problem]:
 
 def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the validation split overlaps with the training data."""
-    for (train_key, train), (key, held_out) in _pairs(config):
+    for (train_key, train), (key, held_out) in pairs_of(config):
         if not (isinstance(train, _Split) and isinstance(held_out, _Split)):
             continue
         names = ("kind", "path", "subset", "hf_split")
@@ -271,7 +203,7 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
 
 def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if synthetic validation data has the same sequences as the training data."""
-    for (train_key, train), (key, held_out) in _pairs(config):
+    for (train_key, train), (key, held_out) in pairs_of(config):
         if not (isinstance(train, SyntheticData) and isinstance(held_out, SyntheticData)):
             continue
         if (train.seed, train.vocab_size, train.noise) == (held_out.seed, held_out.vocab_size, held_out.noise):
@@ -279,21 +211,6 @@ def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
             reason = f"gives the same sequences as {table}; set another seed here or in {table}"
             also = (train_key, key, ("validation", "freq"))
             yield Problem((*key, "seed"), reason, held_out.seed, also=also)
-
-
-def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `mean` or `std` of the validation images differs from that of the training images. In a
-    mixture, only images of the same `path` are compared."""
-    for (train_key, train), (key, held_out) in _pairs(config):
-        if not (isinstance(train, ImageData) and isinstance(held_out, ImageData)):
-            continue
-        if isinstance(config.data, MixtureData) and train.path != held_out.path:
-            continue
-        for name, ours, theirs in (("mean", held_out.mean, train.mean), ("std", held_out.std, train.std)):
-            if ours != theirs:
-                value, at = _plain(theirs), format_key((*train_key, name))
-                reason = f"must equal {at} ({value}), so that training and validation normalize images equally"
-                yield Problem((*key, name), reason, ours, also=((*train_key, name), (*train_key, "kind")))
 
 
 CORPUS_RULES = (tokenizer_is_usable, files_exist)
@@ -308,15 +225,10 @@ DATA_RULES = (
     vocabulary_is_large_enough,
     files_exist,
     token_files_exist,
-    image_files_exist,
     streams_are_only_read_in_order,
-    image_keys_have_an_effect,
-    class_folders_are_the_same,
-    digits_suit_the_model,
     validation_has_data,
     validation_samples_are_held_out,
     validation_sequences_are_new,
-    validation_images_are_normalized_as_in_training,
 )
 """The rules of this file."""
 
@@ -328,7 +240,7 @@ def _tables(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
         yield ("validation", "data"), config.validation.data
 
 
-def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
+def sources_of(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
     """Yield (path, table) for the training data and the validation data: for each source of a mixture."""
     for key, data in _tables(config):
         if isinstance(data, MixtureData):
@@ -337,10 +249,10 @@ def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
             yield key, data
 
 
-def _pairs(config: JobConfig) -> Iterator[tuple[tuple[KeyPath, DataSource], tuple[KeyPath, DataSource]]]:
+def pairs_of(config: JobConfig) -> Iterator[tuple[tuple[KeyPath, DataSource], tuple[KeyPath, DataSource]]]:
     """Yield each source of training data with each source of validation data; nothing without validation."""
     if config.validation.freq:
-        train, held_out = ([s for s in _sources(config) if s[0][0] == table] for table in ("data", "validation"))
+        train, held_out = ([s for s in sources_of(config) if s[0][0] == table] for table in ("data", "validation"))
         yield from itertools.product(train, held_out)
 
 
@@ -358,59 +270,19 @@ def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
     return None
 
 
-def _plain(value: object) -> object:
+def as_written(value: object) -> object:
     """Return arrays as lists, as errors show them."""
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    return [as_written(item) for item in value] if isinstance(value, tuple) else value
 
 
 def keys_of_packed_documents(config: JobConfig) -> Iterator[KeyPath]:
     """Yield the key `packing` of each data table with `packing = "documents"`."""
-    return ((*key, "packing") for key, data in _sources(config) if separates_documents(data))
+    return ((*key, "packing") for key, data in sources_of(config) if separates_documents(data))
 
 
 def _kinds_of(unit: SampleUnit) -> str:
     """Return a remedy that lists the kinds of data whose samples have this unit: `kind = "text" or "synthetic"`."""
     return "kind = " + " or ".join(f'"{kind}"' for kind, data in DATA_KINDS.items() if data.unit == unit)
-
-
-def _why_not_augment(data: ImageData, is_training: bool) -> str | None:
-    """Return the reason why `augment` cannot be carried out; None if it can."""
-    if not is_training:
-        return "applies only to training data; remove the key"
-    if len(set(data.augment)) < len(data.augment) or {"crop", "resized_crop"} <= set(data.augment):
-        return "must have each entry once, and either crop or resized_crop"
-    if data.crop is None and ("resized_crop" in data.augment or ("crop" in data.augment and not data.padding)):
-        return "needs the size of the random part; set the key crop"
-    return None
-
-
-def _classes_of(data: ImageData) -> set[str]:
-    """Return the names of the class folders in a readable folder; an empty set for other paths."""
-    try:
-        return set(class_folders(data.path)) if images_named(data.path) == "folder" else set()
-    except OSError:
-        return set()  # `image_files_exist` reports the error
-
-
-def _why_no_images(path: str) -> str | None:
-    """Return the reason why a path names no images; None if it names some."""
-    match images_named(path):
-        case "folder" if not class_folders(path):
-            has_shards = any(name.endswith(".tar") for name in os.listdir(path))
-            shards = os.path.join(path, "*.tar")
-            remedy = f'name the shards: "{shards}"' if has_shards else "put the images of each class into a folder"
-            return f"contains no class folders; {remedy}"
-        case "shards":
-            try:
-                tar_shards(path)
-            except FileNotFoundError as error:
-                return f"no file matches {error} (paths are relative to the working directory)"
-        case "npz" if not os.path.isfile(path):
-            return (
-                "must be a folder of class folders, .tar shards or an .npz file, relative to the working directory, or "
-                f'"{SKLEARN_DIGITS}"'
-            )
-    return None
 
 
 def _why_no_file(entry: str, suffixes: tuple[str, ...]) -> str:

@@ -5,66 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Discriminator, Field, GetCoreSchemaHandler, Tag
 from pydantic_core import CoreSchema
 
+from titan_launch.config.paths import PYTHON_STDLIB, SKLEARN_DIGITS
 from titan_launch.config.sections.base import Array, Section, Table
 from titan_launch.core.errors import KeyPath, Problem
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
-
-@dataclass(frozen=True)
-class ImageFormat:
-    """Shape of images and number of their classes, in a data source or as a model expects them."""
-
-    channels: int
-    height: int | None
-    """Height in pixels; None if the model takes any size."""
-    width: int | None
-    num_classes: int
-    """Number of classes. Labels are from 0 to `num_classes` - 1."""
-
-    arguments: tuple[str, str, str] = ("in_channels", "image_size", "num_classes")
-    """Arguments of the model that set channels, size and number of classes."""
-
-
-DIGITS = ImageFormat(channels=1, height=8, width=8, num_classes=10)
-"""Format of `sklearn-digits`."""
-
-
-def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
-    """Yield the reasons, with remedies, why images of format `held` do not fit a model for images of format `taken`."""
-    channels_argument, size_argument, classes_argument = taken.arguments
-    if held.width is not None and held.width <= 4 < held.channels == held.height:
-        shape = f"(N, {held.channels}, {held.height}, {held.width})"
-        yield f"holds images of shape {shape}, probably channels last; save images.transpose(0, 3, 1, 2)"
-        return
-    if held.channels != taken.channels:
-        channels = f"{held.channels} channel{'s' if held.channels > 1 else ''}"
-        reason = f"holds images with {channels}, but the model takes {taken.channels}"
-        yield f"{reason}; set model.args.{channels_argument} = {held.channels}"
-    if taken.height is None:
-        pass
-    elif held.height != held.width:
-        pixels = f"{held.height} x {held.width} pixels"
-        yield f"holds images of {pixels}, but the model takes square ones; set the keys resize and crop"
-    elif held.height != taken.height:
-        pixels = f"{held.height} x {held.width} pixels"
-        reason = f"holds images of {pixels}, but the model takes {taken.height} x {taken.width}"
-        yield f"{reason}; set model.args.{size_argument} = {held.height}, or the keys resize and crop"
-    if held.num_classes > taken.num_classes:
-        reason = f"holds labels up to {held.num_classes - 1}, but the model has {taken.num_classes} classes"
-        yield f"{reason}; set model.args.{classes_argument} to {held.num_classes} or more"
-
-
-PYTHON_STDLIB = "python-stdlib"
-SKLEARN_DIGITS = "sklearn-digits"
 
 SampleUnit = Literal["tokens", "images"]
 
@@ -500,111 +452,6 @@ def single_sources(data: DataSource) -> dict[str, DataSource]:
     if not isinstance(data, MixtureData):
         return {"": data}
     return {source.effective_name(): source for source in data.sources}
-
-
-COMPRESSED = (".gz", ".zst")
-"""Ends of the names of compressed files."""
-
-
-def expand_paths(config: FilesData) -> list[tuple[str, Path]]:
-    """Return (name, file) for each file that `path` names: one entry or several, each a file, a folder or a glob.
-
-    The order is the same on every machine: the order of the entries, and by name within an entry. A name is relative to
-    the folder in its entry. So the same samples are held out for validation after a corpus was moved. Raises
-    FileNotFoundError(entry) for the first entry that matches no file.
-    """
-    files: dict[Path, str] = {}
-    for entry in (config.path,) if isinstance(config.path, str) else config.path:
-        found = sorted(_files_of(entry, config.suffixes))
-        if not found:
-            raise FileNotFoundError(entry)
-        for name, file in found:
-            files.setdefault(file, name)
-    return [(name, file) for file, name in files.items()]
-
-
-def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
-    """Return True if an entry of a `path` names at least one file. The search stops at the first file. The standard
-    library is assumed to exist."""
-    return entry == PYTHON_STDLIB or next(_files_of(entry, suffixes), None) is not None
-
-
-def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, Path]]:
-    """Return the files that one entry names, in no particular order."""
-    if entry == PYTHON_STDLIB:
-        return _python_stdlib()
-    if Path(entry).is_dir():
-        return (found for found in _files_below(Path(entry), "*") if _uncompressed(found[0]).endswith(suffixes))
-    if Path(entry).is_file():
-        return iter([(Path(entry).name, Path(entry))])
-    return _files_like(entry)
-
-
-def _uncompressed(name: str) -> str:
-    return str(Path(name).with_suffix("")) if name.endswith(COMPRESSED) else name
-
-
-def _python_stdlib() -> Iterator[tuple[str, Path]]:
-    import sysconfig  # imported here, as `glob` below: most job files do not need it
-
-    files = _files_below(Path(sysconfig.get_paths()["stdlib"]), "*.py")
-    return ((name, file) for name, file in files if "site-packages" not in file.parts)
-
-
-def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:
-    return ((file.relative_to(root).as_posix(), file) for file in root.rglob(pattern) if file.is_file())
-
-
-def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
-    import glob
-
-    return ((name, Path(name)) for name in glob.iglob(pattern, recursive=True) if Path(name).is_file())
-
-
-def images_named(path: str) -> Literal["digits", "folder", "shards", "npz"]:
-    """Return the kind of storage that a `path` to images names."""
-    if path == SKLEARN_DIGITS:
-        return "digits"
-    if Path(path).is_dir():
-        return "folder"
-    return "shards" if path.endswith(".tar") else "npz"
-
-
-def class_folders(path: str) -> list[str]:
-    """Return the sorted names of the class folders in a folder. Names that begin with a dot are ignored."""
-    with os.scandir(path) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def tar_shards(path: str) -> list[Path]:
-    """Return the files that a path with globs and braces names: in the order of the braces, and by name within a glob.
-
-    Raises FileNotFoundError(entry) for the first entry that matches no file.
-    """
-    shards: list[Path] = []
-    for entry in _expand_braces(path):
-        found = sorted(file for _, file in _files_of(entry))
-        if not found:
-            raise FileNotFoundError(entry)
-        shards += found
-    return shards
-
-
-def _expand_braces(text: str) -> list[str]:
-    """Return the strings that a pattern like `{a,b}-{00..12}` stands for, as in a shell."""
-    found = re.search(r"\{([^{}]*,[^{}]*|(\d+)\.\.(\d+))\}", text)
-    if found is None:
-        return [text]
-    items, first, last = found.groups()
-    words = items.split(",") if first is None else [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
-    expanded = (text[: found.start()] + word + text[found.end() :] for word in words)
-    return [string for each in expanded for string in _expand_braces(each)]
-
-
-def resized_size(height: int, width: int, resize: int) -> tuple[int, int]:
-    """Return height and width of an image after its shorter side was scaled to `resize` pixels."""
-    shorter = min(height, width)
-    return resize * height // shorter, resize * width // shorter
 
 
 def separates_documents(data: DataSource) -> bool:

@@ -6,6 +6,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ class Skipped:
     name: str
 
 
+_PARTS = 256
+"""Number of parts of a large corpus."""
+
+
 class Corpus(ABC):
     """Documents in files. Instances are sent to worker processes."""
 
@@ -77,9 +82,6 @@ class Corpus(ABC):
 
     remedy = "name other files"
     """Advice for data of which no document can be used."""
-
-    part_bytes = 1 << 24
-    """Approximate size of a part."""
 
     has_targets = False
     """True if some tokens of the documents do not count as targets."""
@@ -97,6 +99,15 @@ class Corpus(ABC):
     @abstractmethod
     def files(self) -> Sequence[File]:
         """All files, in the order of the corpus. Raises ConfigError if there are none."""
+
+    @cached_property
+    def part_bytes(self) -> int:
+        """Approximate size of a part: 1/256 of the corpus, but between 1 MiB and 1 GiB.
+
+        So processes end at nearly the same time, and an interrupted preparation loses little. The number of shards
+        stays small, because each costs some files.
+        """
+        return min(max(sum(file.size for file in self.files) // _PARTS, 1 << 20), 1 << 30)
 
     @abstractmethod
     def parts(self) -> list[Part]:

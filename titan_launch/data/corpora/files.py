@@ -9,7 +9,8 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, BinaryIO
 
-from titan_launch.config.sections.data import FilesData, expand_paths
+from titan_launch.config.paths import expand_paths
+from titan_launch.config.sections.data import FilesData
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.files import open_regular
 from titan_launch.data.corpora.base import Corpus, File, Part
@@ -24,7 +25,7 @@ class FileCorpus(Corpus):
     def files(self) -> list[File]:
         """All files. Raises ConfigError if an entry of `path` matches none."""
         try:
-            found = expand_paths(self.config)
+            found = expand_paths(self.config.path, self.config.suffixes)
         except FileNotFoundError as error:
             reason = f'no file is found at "{error.args[0]}"'
             raise config_error((*self.key, "path"), reason, self.config.path) from None

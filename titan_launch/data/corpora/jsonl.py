@@ -7,7 +7,8 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from titan_launch.config.sections.data import COMPRESSED, JsonlData, LinesData
+from titan_launch.config.paths import COMPRESSED
+from titan_launch.config.sections.data import JsonlData, LinesData
 from titan_launch.core.errors import listed
 from titan_launch.data.corpora.base import Document, File, Part, Skipped
 from titan_launch.data.corpora.files import FileCorpus

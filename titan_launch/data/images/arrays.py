@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import SKLEARN_DIGITS
+from titan_launch.config.paths import SKLEARN_DIGITS
 from titan_launch.core.errors import KeyPath, UserError, config_error
 from titan_launch.core.files import open_regular
 
@@ -57,10 +57,10 @@ class ArrayImages:
         stored = self._images[index]
         if stored.dtype == np.uint8:
             return torch.from_numpy(np.array(stored))
-        image = torch.from_numpy(stored.astype(np.float32))
-        if not image.isfinite().all():
+        image = stored.astype(np.float32)
+        if not np.isfinite(image).all():
             raise UserError(f"{self.name(index)} has pixels that are not finite (NaN or infinity); repair or remove it")
-        return image
+        return torch.from_numpy(image)
 
 
 def open_digits(path_key: KeyPath) -> ArrayImages:

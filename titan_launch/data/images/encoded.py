@@ -23,7 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import class_folders, resized_size, tar_shards
+from titan_launch.config.image_format import resized_size
+from titan_launch.config.paths import class_folders, tar_shards
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.files import open_regular
 from titan_launch.data.cache import built_once

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_launch.config.sections.data import Augmentation, ImageData, resized_size
+from titan_launch.config.image_format import resized_size
+from titan_launch.config.sections.data import Augmentation, ImageData
 from titan_launch.core.errors import KeyPath, UserError, config_error, format_key
 from titan_launch.core.import_string import import_factory, user_traceback
 from titan_launch.core.patches import generators_seeded
@@ -118,22 +119,30 @@ class Transform:
         self._mean, self._std = _per_channel(config.mean), _per_channel(config.std)
 
     def __call__(self, image: Tensor, index: int, position: int | None) -> Tensor:
-        """Return a float32 image. `position`: the position in the stream; None: no augmentation.
+        """Return a float32 image. The arguments and the errors are those of `changed` and `normalized`."""
+        return self.normalized(self.changed(image, index, position))
 
-        Raises ConfigError if `mean` or `std` has another number of values than the image has channels, and UserError if
-        the user's transform fails.
-        """
+    def changed(self, image: Tensor, index: int, position: int | None) -> Tensor:
+        """Return an image that is not normalized yet, uint8 or floating point. `position`: the position in the stream;
+        None: no augmentation. Raises UserError if the user's transform fails."""
         draw = Draw(index, position) if position is not None and self.geometry.augment else None
         image = self.geometry(image, draw)
         if self._user is not None:
             with generators_seeded(Draw(index, position or 0).seed):
                 image = self._call(self._user, image)
+        return image
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """Return images as float32. `images`: changed images `[..., channels, height, width]`.
+
+        Raises ConfigError if `mean` or `std` has another number of values than the images have channels.
+        """
         for name, values in (("mean", self._mean), ("std", self._std)):
-            if len(values) not in (1, len(image)):
-                reason = f"must be one number, or one number for each of the {len(image)} channels of the images"
+            if len(values) not in (1, images.shape[-3]):
+                reason = f"must be one number, or one number for each of the {images.shape[-3]} channels of the images"
                 raise config_error((*self._key, name), reason, list(getattr(self._config, name)))
-        unit = _UINT8_MAXIMUM if image.dtype == torch.uint8 else 1
-        return (image.float() - self._mean * unit) / (self._std * unit)
+        unit = _UINT8_MAXIMUM if images.dtype == torch.uint8 else 1
+        return (images.float() - self._mean * unit) / (self._std * unit)
 
     def _build(self, name: str, is_training: bool) -> Callable[[Tensor], Any]:
         key = (*self._key, "transform")

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import (
     FACTORY,
     DataSource,
     HuggingFaceData,
-    ImageFormat,
     MixtureData,
     data_kind,
     single_sources,

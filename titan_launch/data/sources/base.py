@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import ImageFormat
+from titan_launch.config.image_format import ImageFormat
 from titan_launch.core.errors import KeyPath
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.token_files import Tokens

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import IGNORED_TARGET, FactoryData, ImageFormat, misfits, stream_problems
+from titan_launch.config.image_format import ImageFormat, misfits
+from titan_launch.config.sections.data import IGNORED_TARGET, FactoryData, stream_problems
 from titan_launch.core.errors import ConfigError, UserError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.core.import_string import import_factory, user_traceback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import ImageData, ImageFormat, class_folders, images_named, misfits
+from titan_launch.config.image_format import ImageFormat, misfits
+from titan_launch.config.paths import class_folders, images_named
+from titan_launch.config.sections.data import ImageData
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.data.images.arrays import Labels, open_digits, open_npz
@@ -56,7 +59,7 @@ class ImageSource:
         self.num_classes = int(images.labels.max()) + 1
         self._images, self._chosen, self._transform = images, chosen, transform
         self._shape: torch.Size | None = None
-        self._shape = self.shape = self._read(0, None).shape
+        self._shape = self.shape = transform.normalized(self._changed(0, None)).shape
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -91,21 +94,28 @@ class ImageSource:
 
         Raises UserError if the image cannot be read, or if its shape differs from that of the first image.
         """
-        return self._sample(index, None)
-
-    def at(self, index: int, position: int) -> tuple[Tensor, Tensor]:
-        """Return sample `index`, augmented with random numbers that follow from `index` and `position`."""
-        return self._sample(index, position)
-
-    def _sample(self, index: int, position: int | None) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._read(index, position), torch.tensor(self._images.labels[self._chosen[index]])
+        images, labels = self.read_batch([index], None)
+        return images[0], labels[0]
 
-    def _read(self, index: int, position: int | None) -> Tensor:
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+        """Return samples `[len(indices), ...]`. With `positions` they are augmented, with random numbers that follow
+        from index and position."""
+        places = repeat(None, len(indices)) if positions is None else positions
+        images = list(map(self._changed, indices, places))
+        normalized = self._transform.normalized
+        if len({image.dtype for image in images}) == 1:  # a user's transform may return several dtypes
+            inputs = normalized(torch.stack(images))
+        else:
+            inputs = torch.stack([normalized(image) for image in images])
+        return inputs, torch.from_numpy(self._images.labels[self._chosen[list(indices)]])
+
+    def _changed(self, index: int, position: int | None) -> Tensor:
+        """Return an image that is not normalized yet."""
         image = int(self._chosen[index])
         pixels = self._images.pixels(image, self._transform.geometry.resize)
-        sample = self._transform(pixels, image, position)
+        sample = self._transform.changed(pixels, image, position)
         if self._shape is not None and sample.shape != self._shape:
             raise UserError(
                 f"{self._images.name(image)} becomes a sample {tuple(sample.shape)}, but other samples are "

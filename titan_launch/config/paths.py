@@ -1,0 +1,112 @@
+"""The files that the keys `path` of data name. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+PYTHON_STDLIB = "python-stdlib"
+SKLEARN_DIGITS = "sklearn-digits"
+
+COMPRESSED = (".gz", ".zst")
+"""Ends of the names of compressed files."""
+
+
+def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Path]]:
+    """Return (name, file) for each file that `path` names: one entry or several, each a file, a folder or a glob.
+
+    `suffixes`: ends of the names of the files that count in a folder, before `.gz` or `.zst`.
+
+    The order is the same on every machine: the order of the entries, and by name within an entry. A name is relative to
+    the folder in its entry. So the same samples are held out for validation after a corpus was moved. Raises
+    FileNotFoundError(entry) for the first entry that matches no file.
+    """
+    files: dict[Path, str] = {}
+    for entry in (path,) if isinstance(path, str) else path:
+        found = sorted(_files_of(entry, suffixes))
+        if not found:
+            raise FileNotFoundError(entry)
+        for name, file in found:
+            files.setdefault(file, name)
+    return [(name, file) for file, name in files.items()]
+
+
+def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
+    """Return True if an entry of a `path` names at least one file. The search stops at the first file. The standard
+    library is assumed to exist."""
+    return entry == PYTHON_STDLIB or next(_files_of(entry, suffixes), None) is not None
+
+
+def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, Path]]:
+    """Return the files that one entry names, in no particular order."""
+    if entry == PYTHON_STDLIB:
+        return _python_stdlib()
+    if Path(entry).is_dir():
+        return (found for found in _files_below(Path(entry), "*") if _uncompressed(found[0]).endswith(suffixes))
+    if Path(entry).is_file():
+        return iter([(Path(entry).name, Path(entry))])
+    return _files_like(entry)
+
+
+def _uncompressed(name: str) -> str:
+    return str(Path(name).with_suffix("")) if name.endswith(COMPRESSED) else name
+
+
+def _python_stdlib() -> Iterator[tuple[str, Path]]:
+    import sysconfig  # imported here, as `glob` below: most job files do not need it
+
+    files = _files_below(Path(sysconfig.get_paths()["stdlib"]), "*.py")
+    return ((name, file) for name, file in files if "site-packages" not in file.parts)
+
+
+def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:
+    return ((file.relative_to(root).as_posix(), file) for file in root.rglob(pattern) if file.is_file())
+
+
+def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
+    import glob
+
+    return ((name, Path(name)) for name in glob.iglob(pattern, recursive=True) if Path(name).is_file())
+
+
+def images_named(path: str) -> Literal["digits", "folder", "shards", "npz"]:
+    """Return the kind of storage that a `path` to images names."""
+    if path == SKLEARN_DIGITS:
+        return "digits"
+    if Path(path).is_dir():
+        return "folder"
+    return "shards" if path.endswith(".tar") else "npz"
+
+
+def class_folders(path: str) -> list[str]:
+    """Return the sorted names of the class folders in a folder. Names that begin with a dot are ignored."""
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def tar_shards(path: str) -> list[Path]:
+    """Return the files that a path with globs and braces names: in the order of the braces, and by name within a glob.
+
+    Raises FileNotFoundError(entry) for the first entry that matches no file.
+    """
+    shards: list[Path] = []
+    for entry in _expand_braces(path):
+        found = sorted(file for _, file in _files_of(entry))
+        if not found:
+            raise FileNotFoundError(entry)
+        shards += found
+    return shards
+
+
+def _expand_braces(text: str) -> list[str]:
+    """Return the strings that a pattern like `{a,b}-{00..12}` stands for, as in a shell."""
+    found = re.search(r"\{([^{}]*,[^{}]*|(\d+)\.\.(\d+))\}", text)
+    if found is None:
+        return [text]
+    items, first, last = found.groups()
+    words = items.split(",") if first is None else [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
+    expanded = (text[: found.start()] + word + text[found.end() :] for word in words)
+    return [string for each in expanded for string in _expand_braces(each)]

@@ -1,0 +1,142 @@
+"""Rules across sections for images."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from titan_launch.config.architectures import images_taken, known_args
+from titan_launch.config.image_format import DIGITS, misfits
+from titan_launch.config.job import JobConfig
+from titan_launch.config.paths import SKLEARN_DIGITS, class_folders, images_named, tar_shards
+from titan_launch.config.rules.data import as_written, pairs_of, sources_of
+from titan_launch.config.sections.data import ImageData, MixtureData
+from titan_launch.core.errors import Problem, format_key, listed
+
+
+def image_files_exist(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each `path` to images that names no file, or a folder without class folders."""
+    for source, data in sources_of(config):
+        if not isinstance(data, ImageData):
+            continue
+        try:
+            reason = _why_no_images(data.path)
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}; correct the permissions"
+        if reason is not None:
+            yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
+
+
+def image_keys_have_an_effect(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each key of images that contradicts another key, or has no effect."""
+    for source, data in sources_of(config):
+        if not isinstance(data, ImageData):
+            continue
+        reasons = {
+            "augment": _why_not_augment(data, is_training=source[0] == "data"),
+            "padding": data.padding and "crop" not in data.augment and 'has an effect only with augment = ["crop"]',
+            "label_field": data.label_field is not None
+            and images_named(data.path) != "shards"
+            and "is only for WebDataset shards, whose path ends in .tar; remove the key",
+        }
+        for name, value in data.changed(*reasons):
+            if reason := reasons[name]:
+                also = tuple((*source, other) for other in ("kind", "path", "crop", "augment") if other != name)
+                yield Problem((*source, name), reason, value, also)
+
+
+def class_folders_are_the_same(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each folder of images whose class folders differ from those of the folder before it: their
+    labels would have other meanings."""
+    used = [(key, data) for key, data in sources_of(config) if key[0] == "data" or config.validation.freq]
+    images = [(key, data, _classes_of(data)) for key, data in used if isinstance(data, ImageData)]
+    for (first, _, theirs), (key, data, ours) in itertools.pairwise(filter(operator.itemgetter(2), images)):
+        if ours != theirs:
+            differences = (("lacks", theirs - ours), ("also has", ours - theirs))
+            found = " and ".join(f"{verb} {listed(sorted(names))}" for verb, names in differences if names)
+            wanted = f"the class folders of {format_key((*first, 'path'))}, which number the classes"
+            yield Problem(
+                (*key, "path"),
+                f"must have {wanted}, but it {found}",
+                data.path,
+                also=((*first, "path"), (*first, "kind")),
+            )
+
+
+def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each difference between the images of `sklearn-digits` and those that the model takes. (A
+    run checks other images when it reads them.)"""
+    taken = images_taken(config.model) if known_args(config.model) or not config.model.is_of_package else None
+    for source, data in sources_of(config):
+        if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS and not data.transform:
+            side = data.crop or data.resize or DIGITS.height
+            for reason in misfits(replace(DIGITS, height=side, width=side), taken):
+                yield Problem((*source, "path"), reason, data.path, also=(("model",), (*source, "kind")))
+
+
+def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if `mean` or `std` of the validation images differs from that of the training images. In a
+    mixture, only images of the same `path` are compared."""
+    for (train_key, train), (key, held_out) in pairs_of(config):
+        if not (isinstance(train, ImageData) and isinstance(held_out, ImageData)):
+            continue
+        if isinstance(config.data, MixtureData) and train.path != held_out.path:
+            continue
+        for name, ours, theirs in (("mean", held_out.mean, train.mean), ("std", held_out.std, train.std)):
+            if ours != theirs:
+                value, at = as_written(theirs), format_key((*train_key, name))
+                reason = f"must equal {at} ({value}), so that training and validation normalize images equally"
+                yield Problem((*key, name), reason, ours, also=((*train_key, name), (*train_key, "kind")))
+
+
+IMAGE_RULES = (
+    image_files_exist,
+    image_keys_have_an_effect,
+    class_folders_are_the_same,
+    digits_suit_the_model,
+    validation_images_are_normalized_as_in_training,
+)
+"""The rules of this file."""
+
+
+def _why_not_augment(data: ImageData, is_training: bool) -> str | None:
+    """Return the reason why `augment` cannot be carried out; None if it can."""
+    if not is_training:
+        return "applies only to training data; remove the key"
+    if len(set(data.augment)) < len(data.augment) or {"crop", "resized_crop"} <= set(data.augment):
+        return "must have each entry once, and either crop or resized_crop"
+    if data.crop is None and ("resized_crop" in data.augment or ("crop" in data.augment and not data.padding)):
+        return "needs the size of the random part; set the key crop"
+    return None
+
+
+def _classes_of(data: ImageData) -> set[str]:
+    """Return the names of the class folders in a readable folder; an empty set for other paths."""
+    try:
+        return set(class_folders(data.path)) if images_named(data.path) == "folder" else set()
+    except OSError:
+        return set()  # `image_files_exist` reports the error
+
+
+def _why_no_images(path: str) -> str | None:
+    """Return the reason why a path names no images; None if it names some."""
+    match images_named(path):
+        case "folder" if not class_folders(path):
+            has_shards = any(name.endswith(".tar") for name in os.listdir(path))
+            shards = os.path.join(path, "*.tar")
+            remedy = f'name the shards: "{shards}"' if has_shards else "put the images of each class into a folder"
+            return f"contains no class folders; {remedy}"
+        case "shards":
+            try:
+                tar_shards(path)
+            except FileNotFoundError as error:
+                return f"no file matches {error} (paths are relative to the working directory)"
+        case "npz" if not os.path.isfile(path):
+            return (
+                "must be a folder of class folders, .tar shards or an .npz file, relative to the working directory, or "
+                f'"{SKLEARN_DIGITS}"'
+            )
+    return None
