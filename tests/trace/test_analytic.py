@@ -170,7 +170,13 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
     "gpt_oss in fp32": ((1, 2), 2, "cuda", WITH_SINKS, {"precision": {"param_dtype": "float32"}}),
     "phi3": ((2, 2), 3, "cuda", WINDOW, {"precision": {"param_dtype": "float32"}}),
     "qwen3_moe": ((1, 4), 2, "cuda", {}, {"activation_checkpoint": SELECTIVE}),
-    "qwen3_moe, fp32 routers": ((1, 2), 2, "cuda", {}, {"activation_checkpoint": FULL, "precision": FP32_ROUTERS}),
+    "qwen3_moe, fp32 routers": (
+        (1, 2),
+        2,
+        "cuda",
+        {},
+        {"activation_checkpoint": FULL, "precision": FP32_ROUTERS, "loss": {"chunks": 3}},
+    ),
     "qwen3_moe, GPT-OSS, in bf16": ((1, 4), 2, "cuda", {"experts": GPT_OSS}, {}),
     "qwen3_moe, GPT-OSS, on a CPU": ((1, 2), 2, "cpu", {"experts": GPT_OSS}, {"activation_checkpoint": FULL}),
     "qwen3_moe, DeepSeek": ((1, 4), 1, "cuda", {"experts": DEEPSEEK, "n_layers": 8}, {}),
@@ -238,8 +244,9 @@ def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
 
 
 def test_a_job_that_casts_chunks_of_logits_is_traced() -> None:
-    rule = {"match": "output", "param_dtype": "bfloat16", "output_dtype": "float32"}
-    for chunks, expected in ((1, None), (2, "loss.chunks with output_dtype in precision.rules")):
+    reason = "loss.chunks with output_dtype of the logits in precision.rules"
+    for module, chunks, expected in (("output", 1, None), ("output", 2, reason), ("layers.*.attention", 2, None)):
+        rule = {"match": module, "param_dtype": "bfloat16", "output_dtype": "float32"}
         config = JobConfig.model_validate({"loss": {"chunks": chunks}, "precision": {"rules": [rule]}})
         assert unknown_part(config, "cuda") == expected
 

@@ -16,6 +16,7 @@ from titan_launch.config.architectures.latent_attention import LatentAttentionAr
 from titan_launch.config.job import JobConfig
 from titan_launch.core.globs import matches
 from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.job import plan_units
 from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.experts import AnalyticExperts
 from titan_launch.plan.memory.analytic.replay import AnalyticModel, Compute, ReplayContext
@@ -345,7 +346,7 @@ def unknown_part(config: JobConfig, args: DecoderArgs, kernels: Kernels) -> str 
 
     Activation checkpointing of a rotary embedding is not supported, because layers share this module. Attention with a
     soft cap or sinks is not supported on a CPU, where it is many operations. Latent attention, and chunks of logits
-    that a rule may cast, are not supported.
+    that a rule casts, are not supported. Raises ConfigError for precision rules that the model does not support.
     """
     if args.latent_attention is not None:
         return "model.args.latent_attention"
@@ -356,8 +357,9 @@ def unknown_part(config: JobConfig, args: DecoderArgs, kernels: Kernels) -> str 
         return "model.args.attention_sinks = true on a CPU"
     if args.attention_soft_cap is not None and kernels == "cpu":
         return f"model.args.attention_soft_cap = {args.attention_soft_cap} on a CPU"
-    if config.loss.chunks > 1 and any(rule.output_dtype is not None for rule in config.precision.rules):
-        return "loss.chunks with output_dtype in precision.rules"
+    casts = config.loss.chunks > 1 and any(rule.output_dtype is not None for rule in config.precision.rules)
+    if casts and plan_units(config, decoder_inventory(args, config.training.seq_len), False).logits_dtypes:
+        return "loss.chunks with output_dtype of the logits in precision.rules"
     return None
 
 
