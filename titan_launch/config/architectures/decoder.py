@@ -338,10 +338,10 @@ class DecoderArgs(ModelArgs):
         ):
             for name, _ in self.changed(*names) if has_no_effect else ():
                 yield name, f"has no effect {reason}; remove this argument"
-        if self.rope_scaling is not None:
+        if self.rope_scaling is not None and self.positions == "rope":
             for name in self.rope_scaling.unused():
-                kind = f'kind = "{self.rope_scaling.kind}"'
-                yield "rope_scaling", f"has {name}, which has no effect with {kind}; remove {name}"
+                reason = f'has no effect with kind = "{self.rope_scaling.kind}"; remove this argument'
+                yield f"rope_scaling.{name}", reason
         for name, reason in () if self.experts is None else self.experts.unused():
             yield f"experts.{name}", reason
 
