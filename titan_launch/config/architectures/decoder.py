@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -323,7 +322,7 @@ class DecoderArgs(ModelArgs):
         ):
             value = getattr(self, name)
             if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
-                reason = f"{name} = {json.dumps(value)} does not go with latent_attention, {why}"
+                reason = f"{name} does not go with latent_attention, {why}"
                 yield (name, "latent_attention"), f"{reason}; remove one of them"
 
     def unused(self) -> Iterator[tuple[str, str]]:
