@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -323,7 +322,7 @@ class DecoderArgs(ModelArgs):
         ):
             value = getattr(self, name)
             if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
-                reason = f"{name} = {json.dumps(value)} does not go with latent_attention, {why}"
+                reason = f"{name} does not go with latent_attention, {why}"
                 yield (name, "latent_attention"), f"{reason}; remove one of them"
 
     def unused(self) -> Iterator[tuple[str, str]]:
@@ -338,10 +337,10 @@ class DecoderArgs(ModelArgs):
         ):
             for name, _ in self.changed(*names) if has_no_effect else ():
                 yield name, f"has no effect {reason}; remove this argument"
-        if self.rope_scaling is not None:
+        if self.rope_scaling is not None and self.positions == "rope":
             for name in self.rope_scaling.unused():
-                kind = f'kind = "{self.rope_scaling.kind}"'
-                yield "rope_scaling", f"has {name}, which has no effect with {kind}; remove {name}"
+                reason = f'has no effect with kind = "{self.rope_scaling.kind}"; remove this argument'
+                yield f"rope_scaling.{name}", reason
         for name, reason in () if self.experts is None else self.experts.unused():
             yield f"experts.{name}", reason
 
