@@ -46,6 +46,7 @@ SAVED_OPS = _MATRIX_PRODUCTS | {
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     _communication.all_gather_into_tensor.default,
     _communication.all_reduce.default,
+    _communication.all_to_all_single.default,
     _communication.reduce_scatter_tensor.default,
 }
 """Operations whose results the option `op` saves: costly operations and collectives. Exception: of the matrix
