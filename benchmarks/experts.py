@@ -53,7 +53,9 @@ class PlainExperts(nn.Module):
         weights, chosen = self.router(rows).float().softmax(-1).topk(self.options.top_k)
         weights = weights / weights.sum(-1, keepdim=True)
         result = torch.zeros_like(rows)
-        for number, (gate, up, down) in enumerate(self.experts):  # type: ignore[misc]  # each has three layers
+        for number, expert in enumerate(self.experts):
+            assert isinstance(expert, nn.ModuleList)
+            gate, up, down = expert
             tokens, place = (chosen == number).nonzero(as_tuple=True)
             own = rows[tokens]
             output = down(F.silu(gate(own)) * up(own)) * weights[tokens, place, None]
@@ -92,7 +94,8 @@ def build_transformers(implementation: str) -> nn.Module:
         use_cache=False,
     )
     config._experts_implementation = implementation
-    return Qwen3MoeForCausalLM(config)
+    model: nn.Module = Qwen3MoeForCausalLM(config)
+    return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
