@@ -126,6 +126,7 @@ def train_by_hand(model: nn.Module, dtype: torch.dtype, steps: int) -> list[floa
 
 
 LAUNCHER = "titan_launch"
+CONFIG = Path(__file__).parents[1] / "configs" / "qwen3_moe_debug.toml"
 
 
 def train_with_launcher(dtype: str, steps: int) -> list[float]:
@@ -135,20 +136,23 @@ def train_with_launcher(dtype: str, steps: int) -> list[float]:
             "job.name": "experts",
             "job.dump_folder": folder,
             "job.device": "cpu",
-            "model.name": "qwen3_moe",
-            "model.flavor": "debug",
-            "data.kind": "synthetic",
-            "data.vocab_size": 256,
             "training.seq_len": SEQ_LEN,
             "training.local_batch_size": SEQUENCES,
+            "training.global_batch_size": SEQUENCES,
             "training.steps": steps,
             "precision.param_dtype": dtype,
-            "precision.rules": '[{match = "layers.*.moe.router", param_dtype = "float32", output_dtype = "float32"}]',
             "optimizer.lr": LR,
             "metrics.log_freq": 1,
             "checkpoint.save_last": "false",
         }
-        command = [sys.executable, "-m", "titan_launch", *(f"--{key}={value}" for key, value in keys.items())]
+        command = [
+            sys.executable,
+            "-m",
+            "titan_launch",
+            "--config",
+            str(CONFIG),
+            *(f"--{key}={value}" for key, value in keys.items()),
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         reports = Path(folder, "experts", "metrics.jsonl").read_text().splitlines()
     return [json.loads(report)["time/step_s"] for report in reports]
