@@ -162,6 +162,16 @@ def test_a_lost_host_leaves_the_others_to_finish_the_run(job: dict[str, Any], tm
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_host_without_others_ends_after_the_timeout_of_the_rendezvous(job: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=join_timeout=1")
+    with launched(job, *options) as process:
+        _, reported = process.communicate(timeout=60)
+    expected = "error: fewer hosts than --nnodes joined before the timeout (--rdzv-conf)"
+    assert (process.returncode, reported.strip()) == (1, expected)
+
+
 def test_a_rank_that_is_killed_while_it_starts_ends_the_launch_in_seconds(job: dict[str, Any]) -> None:
     with launched(job, "--nproc-per-node", "2") as process:
         wait_for(lambda: len(ranks_of(process)) == 2, process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +101,21 @@ def test_a_block_without_a_module_to_compile_is_an_error() -> None:
     linears = {"rules": [{"match": ["layers.*.*.w1", "layers.*.*.wo"], "param_dtype": "float32"}]}
     with pytest.raises(ConfigError, match=r"nothing of layers.0, layers.1, layers.2 .*precision.rules.0.*remove those"):
         planned(precision=linears)
+
+
+def test_checkpointed_layers_that_leave_nothing_to_compile_are_an_error() -> None:
+    layers = {"mode": "full", "modules": ["layers.*.*.w?"]}
+    with pytest.raises(ConfigError, match=r"outside of checkpointed modules .*remove these modules from activation_ch"):
+        planned(layers, parallelism={"tensor_parallel_degree": 2})
+
+
+def test_a_compiled_model_without_blocks_is_an_error() -> None:
+    config = JobConfig.model_validate({"compile": {"enable": True, "components": ["model", "loss"]}})
+    inventory = replace(model_inventory(config), blocks=())
+    with pytest.raises(
+        ConfigError, match=r'name the blocks in model.blocks, or remove "model" from compile.components'
+    ):
+        plan_job(config, inventory)
 
 
 def test_checkpointing_per_operation_around_a_compiled_module_is_an_error() -> None:

@@ -527,3 +527,12 @@ def test_expert_parallelism_needs_experts_that_divide() -> None:
     config = JobConfig.model_validate({"model": {"name": "qwen3_moe"}})
     with pytest.raises(ConfigError, match=r"must divide layers.0.moe.experts \(8\)"):
         plan_model(inventory_of_experts(config), PrecisionConfig(), RESHARDING, expert_parallel=3)
+
+
+def test_units_inside_of_each_other_are_divided_by_module() -> None:
+    """`layers.0.inner` of the first rule contains a module of the second, and `layers.1.inner` the other way round."""
+    first = {"match": ["layers.0.inner", "layers.1.inner.0"], "param_dtype": "float32", "unit_per": "model"}
+    second = {**first, "match": ["layers.1.inner", "layers.0.inner.0"], "reduce_dtype": "bfloat16"}
+    order = [unit.name for unit in units_of(first, second) if unit.reason.startswith("precision")]
+    assert sorted(order) == ["layers.0.inner", "layers.0.inner.0", "layers.1.inner", "layers.1.inner.0"]
+    assert all(order.index(f"layers.{index}.inner.0") < order.index(f"layers.{index}.inner") for index in range(2))
