@@ -319,7 +319,7 @@ OPTIONS = {
     "check": ("config", "world-size"),
     "plan": (
         *("config", "world-size", "engine", "rows", "verbose", "json", "plot"),
-        *("device", "memory-gib", "intra-bandwidth", "inter-bandwidth", "gpus-per-node", "mfu"),
+        *("device", "memory-gib", "intra-bandwidth", "inter-bandwidth", "gpus-per-node", "expert-load", "mfu"),
     ),
     "launch": ("config", *LAUNCH_OPTIONS, "verbose", "fake-world-size", "fake-rank"),
 }

@@ -89,7 +89,7 @@ def train(folder: Path) -> dict[str, Any]:
         ({"rounding": "stochastic"}, torch.bfloat16),
         ({"master_weights": True}, torch.bfloat16),
     ]
-    bytes_of = [measure({"name": "Signum", **settings}, dtype, (2,)) for settings, dtype in cases]
+    bytes_of = [measure({"name": "Signum", **settings}, dtype, (2,), 32) for settings, dtype in cases]
     return {"losses": losses, "elements": elements, "bytes": bytes_of}
 
 

@@ -101,7 +101,6 @@ DIVISIONS = (
     _of_experts("replicas x EP", 4, **EP2, **REPLICAS),
     _of_experts("EP 2 x TP", 4, **EP2, **TP),
     _of_experts("EP 4 over FSDP x CP", 4, **EP4, **CP),
-    _of_experts("EP 2 x PP, 1F1B", 4, **EP2, **PP),
     _of_experts("EP 2 x PP, ZBVZeroBubble", 4, **EP2, **PP, pipeline_parallel_schedule="ZBVZeroBubble"),
 )
 """The verified divisions. A degree that is not named is 1, and FSDP2 shards over the remaining ranks."""

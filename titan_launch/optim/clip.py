@@ -68,7 +68,7 @@ def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
         assert isinstance(gradient, DTensor), "parameters are DTensors, all or none"
         by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
     squares = [_square_on_mesh(mesh, of_mesh) for mesh, of_mesh in by_mesh.items()]
-    dtype = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
+    dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
     return torch.stack(squares).sum().sqrt().to(dtype)
 
 
