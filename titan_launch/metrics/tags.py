@@ -353,8 +353,6 @@ TAGS = [
 _OF_SOME_MODELS = ("experts",)
 """Groups of the dashboard that exist only for models whose first report has a metric of the group."""
 
-_BY_NAME = {tag.name: tag for tag in TAGS}
-
 
 def tag_of(name: str) -> Tag | None:
     """Return the tag of a metric, also if `<source>` or `<layer>` stands for the last part of its name. None if there
@@ -362,7 +360,7 @@ def tag_of(name: str) -> Tag | None:
     group, _, rest = name.partition("/")
     kind, separator, _ = rest.partition("/")
     known = (name, *(f"{group}/{kind}/<{part}>" for part in ("source", "layer") if separator))
-    return next((_BY_NAME[name] for name in known if name in _BY_NAME), None)
+    return next((tag for tag in TAGS if tag.name in known), None)
 
 
 def dashboard_layout(reported: Iterable[str] = ()) -> dict[str, dict[str, list[str]]]:
