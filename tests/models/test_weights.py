@@ -308,7 +308,7 @@ def test_experts_that_are_not_supported(name: str, flavor: str, changes: dict[st
 
 
 def test_auxiliary_losses_are_those_of_the_job(tmp_path: Path) -> None:
-    """They are no difference between a job and a folder, but the choice of experts is."""
+    """A job may set other auxiliary losses than the folder, but not another number of chosen experts."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["mixtral", "8x7B"]))
     found, losses = read_folder_config(tmp_path), {"balance_loss": 0.5, "z_loss": 0.1}
     assert differences("mixtral", resolve_args("mixtral", "8x7B", {"experts": losses}), found) == []
@@ -333,7 +333,8 @@ class Counted(WeightsFolder):
 
 @pytest.mark.parametrize("case", ["Qwen 3, experts", "Mixtral", "GPT-OSS", "GPT-2", "Phi-3"])
 def test_a_rank_reads_only_its_part(case: str, tmp_path: Path) -> None:
-    """It reads whole heads, and all parameters that alternate in a tensor."""
+    """If a head is divided over ranks, each reads the whole head. If parameters alternate in a tensor, a rank reads all
+    of them."""
     random_model(case, tmp_path)
     model, found = read_model(tmp_path)
     folder = Counted(tmp_path)

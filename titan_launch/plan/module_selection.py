@@ -202,7 +202,6 @@ def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collect
 
 _FLOAT8_MODULES: KeyPath = ("float8", "modules")
 _LINEAR = "torch.nn.modules.linear.Linear"
-_EXPERTS = "titan_launch.models.mixture_of_experts.Experts"
 _MULTIPLE = 16
 """The 8-bit kernels support only matrices whose numbers of rows and columns are multiples of this (16 bytes)."""
 
@@ -218,7 +217,7 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     is_named = bool(config.modules)
     roots = matched_modules(plan.inventory, config.modules, _FLOAT8_MODULES) if is_named else plan.inventory.blocks
     layers = [m for m in plan.inventory.modules if _is_linear(m) and enclosing(m.path, roots)]
-    stacked = [path for path in roots if is_named and _EXPERTS in plan.inventory.by_path[path].classes]
+    stacked = [path for path in roots if is_named and plan.inventory.by_path[path].has_experts]
     if stacked:
         reason = (
             f"names {listed(stacked)}, whose products cannot be 8-bit: torchao 0.18 has such products only as a "

@@ -423,7 +423,7 @@ class DecoderArgs(ModelArgs):
         """Return the part of `flops_per_sample` of the experts that tokens choose; 0 for a model without experts."""
         if self.experts is None:
             return 0
-        return 6 * seq_len * self.num_expert_layers * 3 * self.dim * self.experts.top_k * self.experts.hidden_dim
+        return 6 * seq_len * self.num_expert_layers * self.experts.num_chosen_weights(self.dim)
 
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
@@ -548,7 +548,7 @@ def _block_weights(args: DecoderArgs, layer: int) -> int:
     )
     if experts is None or not args.has_experts(layer):
         return every_token
-    return every_token + args.dim * experts.num_experts + 3 * args.dim * experts.top_k * experts.hidden_dim
+    return every_token + args.dim * experts.num_experts + experts.num_chosen_weights(args.dim)
 
 
 def _repeated_weights(args: DecoderArgs, layer: int) -> int:
@@ -565,7 +565,7 @@ def _unsaved_weights(args: DecoderArgs, layer: int) -> int:
     in_order = [*_attention_products(args), *routed]
     if width := _dense_width(args, layer):
         in_order += num_fed * [args.dim * width]
-    grouped = 0 if experts is None else 3 * args.dim * experts.top_k * experts.hidden_dim
+    grouped = 0 if experts is None else experts.num_chosen_weights(args.dim)
     return sum(in_order[1::2]) + grouped
 
 
