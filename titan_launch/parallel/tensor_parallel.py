@@ -126,17 +126,13 @@ def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None
     Inside of the module all activations are plain tensors. Their gradients are parts of sums, as the outputs are.
     """
 
-    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *rest = args
-        whole = DTensor.from_local(x, mesh, [stream], run_check=False).redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Partial()]), *rest
-
     def add(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return (
             DTensor.from_local(output, mesh, [Partial()], run_check=False).redistribute(placements=[stream]).to_local()
         )
 
-    module.register_forward_pre_hook(gather)
+    _gather_input(module, mesh, stream)
+    _take_locally(module)
     module.register_forward_hook(add)
 
 
@@ -144,6 +140,12 @@ def _compute_latent(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a module's own parameters, and take its input from `_gather_input` as a plain tensor. All gradients are
     this rank's parts of sums."""
     _replicate(module, mesh, Partial())
+    _take_locally(module)
+
+
+def _take_locally(module: nn.Module) -> None:
+    """Let a module take its first input, a DTensor from `_gather_input`, as a plain tensor. This rank's gradient of it
+    is a part of a sum."""
     module.register_forward_pre_hook(lambda _, args: (_local(args[0], [Partial()]), *args[1:]))
 
 

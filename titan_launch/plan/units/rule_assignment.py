@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean
 from titan_launch.core.globs import matches
-from titan_launch.plan.types import Inventory, ModuleInfo, parent
+from titan_launch.plan.types import MIXTURE_OF_EXPERTS, Inventory, ModuleInfo, parent
 
 BATCH_NORM_DEFAULT = "BatchNorm default"
 """Reason in the unit table for a BatchNorm unit without a precision rule."""
 
 _BATCH_NORM = "torch.nn.modules.batchnorm._BatchNorm"
-_EXPERTS = "titan_launch.models.mixture_of_experts.MixtureOfExperts"
 _REDUCED = {"bfloat16"}
 
 
@@ -100,7 +99,7 @@ def is_batch_norm(module: ModuleInfo) -> bool:
 
 def is_mixture_of_experts(module: ModuleInfo) -> bool:
     """Return whether a module is a mixture of experts of this package, or of a subclass."""
-    return _EXPERTS in module.classes
+    return MIXTURE_OF_EXPERTS in module.classes
 
 
 def assign_rules(inventory: Inventory, precision: PrecisionConfig) -> RuleAssignments:

@@ -21,7 +21,7 @@ from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.experts import AnalyticExperts
 from titan_launch.plan.memory.analytic.replay import AnalyticModel, Compute, ReplayContext
 from titan_launch.plan.memory.analytic.tensors import Tensor
-from titan_launch.plan.types import EXPERTS, Inventory, ModuleInfo, TensorInfo, full_name
+from titan_launch.plan.types import EXPERTS, MIXTURE_OF_EXPERTS, Inventory, ModuleInfo, TensorInfo, full_name
 
 
 class AnalyticDecoder:
@@ -246,7 +246,7 @@ def _mixture(args: DecoderArgs, experts: ExpertArgs, path: str) -> Iterator[Modu
     if experts.selection_bias_rate is None:
         del buffers["selection_bias"]
     infos = (TensorInfo(name, (size,), "float32", True) for name, size in buffers.items())
-    yield ModuleInfo(path, ("titan_launch.models.mixture_of_experts.MixtureOfExperts",), True, buffers=tuple(infos))
+    yield ModuleInfo(path, (MIXTURE_OF_EXPERTS,), True, buffers=tuple(infos))
     yield _linear(args, f"{path}.router", number, dim)
     shapes: dict[str, tuple[int, ...]] = {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)}
     if experts.expert_bias:
