@@ -171,7 +171,7 @@ def train(runs: dict[str, Run], figures: dict[str, Figures], steps: int) -> None
             figures[name].relative_time.append(seconds[name] / seconds[base])
     for name, run in runs.items():
         figures[name].training_loss.append(statistics.mean(losses[name][-LAST_STEPS:]))
-        pool_statistics(run, temporarily=False)
+        pool_statistics(run, "validation", temporarily=False)
         figures[name].validation_loss.append(validation_scalars(run)["validation/loss"])
         sharded = replace(run.layout, shard=max(2, run.layout.shard))
         figures[name].collectives = collectives_of_microbatch(run.plan.units, sharded)

@@ -13,7 +13,8 @@ if [[ $# -eq 0 ]]; then
     "$PYTHON" -m ruff format --check .
     "$PYTHON" -m mypy
     "$PYTHON" -m mypy benchmarks/*.py # these scripts import each other without a package name
-    # Two files at a time, because ranks of a test wait for each other much of the time.
-    options=(--numprocesses 2 --dist loadfile)
+    # Two files at a time, because ranks of a test wait for each other much of the time. They run in the order of
+    # tests/conftest.py: xdist would run files with few tests last, and some of these are the longest.
+    options=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 fi
 "$PYTHON" -m pytest "${options[@]}"

@@ -3,6 +3,7 @@
 # creates or updates .venv in the repository.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+unset PYTHONDONTWRITEBYTECODE # without bytecode on disk, each of the many processes compiles all modules that it imports
 
 use_environment() {
     local extra="${1:-}"
@@ -49,6 +50,7 @@ install_packages() {
     state="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
     [[ -f "$stamp" && "$(cat "$stamp")" == "$state" ]] && return
     echo "installing titan-launch${extra:+ with its $extra extra} into .venv (the first time takes minutes, because torch is large)" >&2
-    "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}"
+    # The first import of a module compiles it. pip would compile all modules, which takes as long as the installation.
+    "$PYTHON" -m pip install --quiet --no-compile --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}"
     echo "$state" >"$stamp"
 }

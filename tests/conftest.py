@@ -11,6 +11,34 @@ import pytest
 
 from titan_launch.data.cache import VARIABLE
 
+LONGEST_FILES = (
+    "tests/parallel/test_matrix.py",
+    "tests/test_cli.py",
+    "tests/test_docs.py",
+    "tests/test_reliability.py",
+    "tests/test_configs.py",
+    "tests/launch/test_torchrun.py",
+    "tests/trace/test_analytic.py",
+    "tests/parallel/test_discard.py",
+    "tests/trace/test_step.py",
+    "tests/train/test_stock_models.py",
+    "tests/parallel/test_families.py",
+    "tests/benchmarks/test_speed.py",
+    "tests/train/test_huggingface.py",
+    "tests/parallel/test_expert_parallel.py",
+    "tests/train/health/test_watchdog.py",
+    "tests/parallel/test_compile.py",
+    "tests/train/test_weights.py",
+    "tests/trace/test_axes.py",
+)
+"""Files of 15 s or more, longest first. They run first, so that no worker of xdist runs one alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the longest files to the front. The order of the other files remains."""
+    order = {name: index for index, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Name a temporary cache folder of prepared data. Do not ignore Ctrl-C, as processes in the background of a shell

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed import run_command
 from tests.train.jobs import model_source
 from titan_launch.cli import COMMANDS, main, parse_arguments
 from titan_launch.config.loading.load import dump_job, load_job
@@ -267,8 +268,7 @@ def test_check_refuses_an_unknown_planner_device(job: Path) -> None:
     [
         (
             "chekc --config x.toml",
-            'unknown command "chekc"; the commands are train, check, plan, prepare, data, import, export, generate, '
-            'evaluate, launch; did you mean "ch',
+            f'unknown command "chekc"; the commands are {", ".join(COMMANDS)}; did you mean "ch',
         ),
         ("check", "the following arguments are required: --config (see titan-launch check --help)"),
         ("check --config", "--config needs a value"),
@@ -315,13 +315,13 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 OPTIONS = {
-    "train": ("config", "verbose", "fake-world-size", "fake-rank"),
+    "train": ("config", "quiet", "log-level", "fake-world-size", "fake-rank"),
     "check": ("config", "world-size"),
     "plan": (
-        *("config", "world-size", "engine", "rows", "verbose", "json", "plot"),
+        *("config", "world-size", "engine", "rows", "max-batch", "verbose", "trial", "json", "plot"),
         *("device", "memory-gib", "intra-bandwidth", "inter-bandwidth", "gpus-per-node", "expert-load", "mfu"),
     ),
-    "launch": ("config", *LAUNCH_OPTIONS, "verbose", "fake-world-size", "fake-rank"),
+    "launch": ("config", *LAUNCH_OPTIONS, "quiet", "log-level", "fake-world-size", "fake-rank"),
 }
 
 
@@ -403,10 +403,10 @@ def test_an_error_that_only_the_trainer_finds_is_one_message_and_status_2(job: P
 
 
 def test_a_folder_that_cannot_be_written_is_one_message(job: Path) -> None:
-    result = run("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, f"--job.dump_folder={job}")
-    assert result.returncode == 2
-    assert result.stderr.count("cannot be written") == 1 and "job.dump_folder" in result.stderr
-    assert "Traceback" not in result.stderr
+    status, _, reported = run_command(["--config", str(job), f"--job.dump_folder={job}"], REPO)
+    assert status == 2
+    assert reported.count("cannot be written") == 1 and "job.dump_folder" in reported
+    assert "Traceback" not in reported
 
 
 LAUNCH = ("titan_launch", "launch", "--nproc-per-node", "2")
@@ -424,12 +424,6 @@ def run_with_model(
     start, end = text.index("[model.args]"), text.index("[data]")
     job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
     return run(*command, "--config", job, PYTHONPATH=str(job.parent))
-
-
-def test_a_users_model_trains(job: Path) -> None:
-    result = run_with_model(job)
-    assert result.returncode == 0, result.stderr
-    assert len(losses(job.parent)) == 3
 
 
 def test_a_model_that_cannot_be_built_shows_its_own_traceback_once(job: Path) -> None:
@@ -483,29 +477,31 @@ def assert_header(printed: str, ranks: int) -> None:
 def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
     seen = []
     for command in (
-        ("titan_launch", "--config", job, "--verbose"),
-        ("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, "--verbose"),
+        ("titan_launch", "--config", job, "--log-level=debug"),
+        ("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, "--log-level", "debug"),
         ("torch.distributed.run", "--nproc-per-node", "2", "-m", "titan_launch", "--config", job),
     ):
         result = run(*command)
-        assert result.returncode == 0, result.stderr
+        # torchrun itself may warn.
+        assert result.returncode == 0 and (not result.stderr or command[0] != "titan_launch"), result.stderr
         assert result.stdout.count("checkpoints: none will be saved") == 1
         assert result.stdout.splitlines()[-1].startswith("done: 3 steps; nothing was saved (")
         seen.append(losses(job.parent))
         assert_header(result.stdout, ranks=1 if "--nproc-per-node" not in command else 2)
-        assert ("\nFSDP2 units\nunit " in result.stdout) is ("--verbose" in command)
+        assert ("\nFSDP2 units\nunit " in result.stdout) is ("torch.distributed.run" not in command)
         assert "FSDP2 units\nunit " in (job.parent / "tiny" / "logs" / "attempt-1" / "rank_0.log").read_text()
     assert seen[1] == pytest.approx(seen[0], rel=1e-6) and seen[2] == pytest.approx(seen[0], rel=1e-6)
 
 
 def test_the_resolved_config_runs_the_same_again(job: Path) -> None:
-    assert run("titan_launch", "--config", job, "--training.steps=2").returncode == 0
+    assert run_command(["--config", str(job), "--training.steps=2"], REPO)[0] == 0
     first = losses(job.parent)
-    assert run("titan_launch", "--config", job.parent / "tiny" / "config.json").returncode == 0
+    assert run_command(["--config", str(job.parent / "tiny" / "config.json")], REPO)[0] == 0
     assert losses(job.parent) == first
     assert len(first) == 2
 
 
+@pytest.mark.slow
 def test_launched_runs_end_with_status_0_and_print_no_error(job: Path) -> None:
     """If the exit were not handled, one in four of these runs would die of SIGABRT after its work. The many other runs
     of the tests check the same."""

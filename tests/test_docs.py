@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import re
 import runpy
@@ -30,14 +31,18 @@ from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model, samples
 from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
+from titan_launch.checkpoint.index import read_index
 from titan_launch.cli import main, parse_arguments
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer, train_tokenizer
+from titan_launch.inference.language_model import load_language_model
+from titan_launch.inference.saved_model import open_saved_model
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.metrics.tags import markdown_table
+from titan_launch.models.weights.folder import WeightsFolder
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -48,8 +53,8 @@ NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 """Override of the run folder: `check` must not find runs in the user's `outputs/`."""
 
 
-WHOLE_WAY = "from_text_to_text.md"
-"""The page whose commands are run in order, by a test of its own."""
+WHOLE_WAY, FINE_TUNING = "from_text_to_text.md", "fine_tuning.md"
+"""The pages whose commands are run in order, by tests of their own."""
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
@@ -59,7 +64,13 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> list[str]:
-    in_docs = [line for name, block in blocks("sh") if WHOLE_WAY not in name for line in block.splitlines()]
+    run_in_order = (WHOLE_WAY, FINE_TUNING)
+    in_docs = [
+        line
+        for name, block in blocks("sh")
+        if not any(page in name for page in run_in_order)
+        for line in block.splitlines()
+    ]
     starts = ("scripts/", "torchrun ", "python -m ", "titan-launch ", "CONFIG=")
     in_configs = [
         line.removeprefix("#").strip()
@@ -80,10 +91,14 @@ def test_every_toml_block_of_the_docs_passes_the_check(
     name: str, block: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(REPO / "configs", tmp_path, dirs_exist_ok=True)  # what a block may extend
-    if weights := re.search(r'^weights = "(.*)"', block, flags=re.MULTILINE):
+    if weights := re.search(r'^(?:weights|teacher) = "(.*)"', block, flags=re.MULTILINE):
         pytest.importorskip("transformers")
         random_model("Llama 3.1, RoPE scaling", tmp_path / weights[1], vocab_size=320)
         monkeypatch.chdir(tmp_path)
+    if adapter := re.search(r'^adapter = "(.*?)"', block, flags=re.MULTILINE):
+        (tmp_path / adapter[1]).mkdir(parents=True)
+        table = {"peft_type": "LORA", "r": 16, "lora_alpha": 32}
+        (tmp_path / adapter[1] / "adapter_config.json").write_text(json.dumps(table))
     if path := re.search(r'^name = "huggingface"\npath = "(.*?)"', block, flags=re.MULTILINE):
         write_config(tmp_path / path[1], "llama", vocab_size=320, max_position_embeddings=2048)
         monkeypatch.chdir(tmp_path)
@@ -99,7 +114,7 @@ def test_every_toml_block_of_the_docs_passes_the_check(
         for number in range(2):
             (tmp_path / f"shards/train-00{number}.tar").touch()
         monkeypatch.chdir(tmp_path)
-    if 'kind = "chat"' in block:
+    if re.search(r'^kind = "(chat|preferences)"', block, flags=re.MULTILINE):
         pytest.importorskip("tokenizers")
         train_tokenizer(["text"], 300, tmp_path / "tokenizer")
         shutil.copytree(tmp_path / "tokenizer", tmp_path / "Llama-3.2-1B-Instruct", dirs_exist_ok=True)
@@ -169,6 +184,84 @@ def test_the_way_from_text_to_text(tmp_path: Path) -> None:
     assert status == 0 and printed.strip() and "model: outputs/writer, step-40: qwen3" in reported
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {% generation %}{{ m['content'] }}{% endgeneration %}\n{% endfor %}"
+)
+
+
+def write_chat_model(folder: Path) -> None:
+    """Write a tiny chat model, chats and a task, with the names of the page."""
+    name = "Llama-3.2-1B-Instruct"
+    random_model("Llama 3.1, RoPE scaling", folder / name, vocab_size=300)
+    train_tokenizer(["user: Say hello. assistant: Hello!"], 300, folder / "tokenizer")
+    for file in (folder / "tokenizer").iterdir():
+        shutil.copy(file, folder / name)
+    (folder / name / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    for subfolder in ("corpus", "tasks"):
+        (folder / subfolder).mkdir()
+    turns = [("user", "Say hello."), ("assistant", "Hello!")]
+    chat = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (folder / "corpus/chats.jsonl").write_text(f"{chat}\n" * 40)
+    (folder / "tasks/capitals.jsonl").write_text('{"question": "user", "choices": ["Hello!", "x"], "answer": 0}\n')
+    (task,) = (block for _, block in blocks("yaml"))
+    (folder / "tasks/capitals.yaml").write_text(task.replace(".jsonl }", f".jsonl, cache_dir: {folder}/cache }}"))
+
+
+def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the commands of the first section in order, and those of the section about `peft`."""
+    for library in ("transformers", "tokenizers", "jinja2", "lm_eval"):
+        pytest.importorskip(library)
+    write_chat_model(tmp_path)
+    before = {file: file.read_bytes() for file in (tmp_path / "Llama-3.2-1B-Instruct").iterdir()}
+    job, _ = (block for name, block in blocks("toml") if FINE_TUNING in name)
+    (tmp_path / "job.toml").write_text(job)
+    data, plan, train, resume, evaluate, export, adapter = (
+        shlex.split(line)[1:] for name, block in blocks("sh") if FINE_TUNING in name for line in block.splitlines()
+    )
+
+    def printed_by(arguments: list[str]) -> str:
+        if arguments[0] != "launch":
+            status, printed, reported = run_command(arguments, tmp_path)
+        else:
+            environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "titan_launch", *arguments]
+            done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+            status, printed, reported = done.returncode, done.stdout, done.stderr
+        assert status == 0, printed + reported
+        return printed
+
+    assert "Hello!" in printed_by(data)
+    assert printed_by(plan)
+    printed_by(train)
+    resumed = printed_by(resume)
+    losses = [float(loss) for loss in re.findall(r"^step .* loss +([\d.]+)", resumed, re.MULTILINE)]
+    assert "resumed from outputs/assistant/checkpoints/step-20\n" in resumed and losses[-1] < 3 < 5.7
+    index = read_index(tmp_path / "outputs/assistant/checkpoints/step-40")
+    held = [key for key in index if key.startswith("model.") and not key.endswith("rope.table")]
+    assert held and all(".lora." in key for key in held)
+    assert "capitals" in printed_by(evaluate)
+    printed_by(export)
+    printed_by(adapter)
+    card = (tmp_path / "exported/assistant/README.md").read_text()
+    digest = WeightsFolder(tmp_path / "Llama-3.2-1B-Instruct").fingerprint().digest
+    expected = (digest, "| steps | 40 on 2 ranks |", "corpus/*.jsonl", "--config job.toml")
+    assert [text for text in expected if text not in card] == []
+    assert {file: file.read_bytes() for file in before} == before
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    (lines,) = (block for name, block in blocks("python") if FINE_TUNING in name)
+    exec(lines, names)
+    text = names["tokenizer"].decode(names["tokens"][0])
+    saved = open_saved_model(tmp_path / "outputs/assistant")
+    model = load_language_model(saved, tmp_path / "outputs/assistant", torch.device("cpu"), torch.float32)
+    ours = names["inputs"]["input_ids"][0].tolist()
+    begun = len(ours)
+    with torch.no_grad():
+        for _ in range(names["tokens"].shape[1] - begun):
+            ours.append(int(model.module(torch.tensor([ours]))[0, -1].argmax()))
+    assert ours == names["tokens"][0].tolist(), text
+
+
 RESULT = [  # smaller than the main job, and in fp32, so that the numbers are equal
     "--model.args.n_layers=2",
     "--model.args.dim=64",
@@ -229,6 +322,10 @@ def test_the_docs_load_an_export_in_plain_pytorch(tmp_path: Path, monkeypatch: p
         torch.testing.assert_close(names["model"](tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
+WITHOUT_JOB = {"init", "migrate", "import", "export", "generate", "evaluate", "prepare", "runs", "report", "compare"}
+"""Commands that take no job file."""
+
+
 @pytest.mark.parametrize("command", commands())
 def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
@@ -236,7 +333,19 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
     match words:
         case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
             arguments = rest if words[0] == "titan-launch" else rest[2:]
-            if arguments[0] in ("import", "export", "generate", "evaluate", "prepare"):
+            own = (
+                "init",
+                "migrate",
+                "import",
+                "export",
+                "generate",
+                "evaluate",
+                "prepare",
+                "runs",
+                "report",
+                "compare",
+            )
+            if arguments[0] in own:
                 assert parse_arguments(arguments).run
             elif arguments[0] == "data":
                 parsed = parse_arguments(arguments)
@@ -253,7 +362,7 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
             check_benchmark(script, arguments, capsys)
         case ["benchmarks/gpu.sh", *arguments]:
             check_benchmark("-m benchmarks.gpu", arguments, capsys)
-        case ["python", "-m", module, *arguments] if module.startswith("benchmarks.speed"):
+        case ["python", "-m", module, *arguments] if module.startswith("benchmarks."):
             check_benchmark(f"-m {module}", arguments, capsys)
         case ["sbatch", option, script, *arguments] if option.startswith("--"):
             check_script(script, arguments)
@@ -267,6 +376,8 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
             assert '-m venv "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
         case ["pip", "install", "-e", target]:
             check_install(target)
+        case ["python", "-m", "build"] | ["docker", *_]:
+            pass  # tests/test_package.py runs the steps of both
         case ["python", "-m", "titan_launch.config.reference"]:
             pass  # tests/config/test_reference.py runs the generator
         case _:

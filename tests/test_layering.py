@@ -29,12 +29,14 @@ RANKS = {
     "train": 6,
     "trace": 7,
     "launch": 7,
+    "recipes": 7,
     "inference": 7,
+    "report": 7,
     "commands": 8,
     "cli": 9,
     "__main__": 10,
 }
-TORCH_FREE = {"core", "config", "plan", "launch", "commands", "cli", "__main__"}
+TORCH_FREE = {"core", "config", "plan", "launch", "recipes", "report", "commands", "cli", "__main__"}
 IMPORTS_TORCH = ROOT / "launch" / "agent.py"
 """The only file of these packages that imports torch at its top. `launch` imports it when ranks are started."""
 

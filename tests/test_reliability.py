@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
@@ -21,10 +23,9 @@ from titan_launch.checkpoint import writer
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError, UserError, format_key
-from titan_launch.metrics.sinks import JsonlSink
 from titan_launch.train.build import build_run
 from titan_launch.train.health.coordination import StopRequest
-from titan_launch.train.loop import ending, fit
+from titan_launch.train.loop import due_now, ending, fit, report, train_one_step
 from titan_launch.train.main import full_disk_explained
 
 REPO = Path(__file__).parent.parent
@@ -124,15 +125,52 @@ def test_a_run_survives_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
     assert went_on == whole
 
 
-def test_reports_that_find_no_room_end_the_run_with_one_sentence(small_disk: Path) -> None:
+def warnings_with_a_full_disk_from_step_3_to_30(job: dict[str, Any]) -> list[str]:
+    """Train a job on this rank. Return its warnings."""
+    config = JobConfig.model_validate(job)
+    filler, warned = Path(config.job.dump_folder) / "filler", list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("titan_launch.metrics").addHandler(handler)
+    with ExitStack() as stack:
+        run = build_run(config, this_rank(), stack, quiet=True)
+        while run.progress.step < config.training.steps:
+            result = train_one_step(run)
+            if run.progress.step == 3:
+                with filler.open("wb", buffering=0) as file, suppress(OSError):
+                    while True:
+                        file.write(b"x" * 512)
+            if run.progress.step == 31:
+                filler.unlink()
+            report(run, result, due_now(run))
+    return warned
+
+
+def test_a_full_disk_loses_reports_but_not_the_run(small_disk: Path) -> None:
+    metrics = {"log_freq": 1, "enable_tensorboard": True}
+    job = tiny_job(small_disk, training={"steps": 32}, metrics=metrics)
+    (warned,) = run_ranks(warnings_with_a_full_disk_from_step_3_to_30, 1, job)
+    assert warned == [
+        "reports cannot be written: No space left on device; training continues, and reports are lost until there is "
+        "room"
+    ]
+    reports = read_metrics(small_disk)
+    steps = [report["step"] for report in reports]
+    assert steps[:2] == [1, 2] and steps[-2:] == [31, 32] and len(steps) < 20  # the last blocks have room for a few
+    events = EventAccumulator(str(small_disk / "tiny" / "tb"))
+    events.Reload()
+    shown = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert {1, 2, 31, 32} <= shown.keys() and 30 not in shown
+    assert shown[32] == pytest.approx(reports[-1]["train/loss"])
+
+
+def test_files_that_find_no_room_at_the_start_end_the_run_with_one_sentence(small_disk: Path) -> None:
     config = JobConfig.model_validate(tiny_job(small_disk, checkpoint={"enable": True, "load": 2}))
     text = (
         f"^{small_disk}/tiny cannot be written to: No space left on device; make room, and run the same command again "
     )
     with pytest.raises(RunError, match=text + "with --checkpoint.load=latest"), full_disk_explained(config):
-        sink = JsonlSink(small_disk / "metrics.jsonl")
-        for step in range(10_000):
-            sink.write(step, {"a tag that takes room " * 20: step / 7})
+        (small_disk / "file").write_bytes(b"x" * 10_000_000)
     with pytest.raises(FileExistsError), full_disk_explained(config):
         small_disk.mkdir()
 

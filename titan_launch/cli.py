@@ -11,10 +11,12 @@ from keyword import iskeyword
 from titan_launch import __version__
 from titan_launch.commands.parser import OVERRIDES, Parser
 from titan_launch.core.errors import UserError, did_you_mean
-from titan_launch.core.process import BAD_INPUT, OK, announce_once
+from titan_launch.core.process import BAD_INPUT, FAILED, OK, announce_once
 
 COMMANDS = {
     "train": "train as one rank of the process group that torchrun describes, or alone (the default command)",
+    "init": "write a commented job file from a recipe: pre-training, fine-tuning, LoRA, DPO, images",
+    "migrate": "convert a job file of TorchTitan, and name each key that could not be carried",
     "check": "check the job file and, if it exists, its run folder, without torch or a GPU",
     "plan": "predict dtypes of modules, memory, communication and step time, without a GPU",
     "prepare": "tokenize text into files that runs map into memory, and train tokenizers",
@@ -23,6 +25,9 @@ COMMANDS = {
     "export": "write the weights of a run in the format of Hugging Face, or as one file",
     "generate": "continue a text with a trained model, and print it as it is generated",
     "evaluate": "measure a trained model on tasks of lm-evaluation-harness",
+    "runs": "list the runs of a folder with their state, step, loss and speed",
+    "report": "write a page about a run: loss, speed, time, memory, precision, restarts and checkpoints",
+    "compare": "compare runs: configuration, loss, speed and memory, as text, JSON or a page",
     "launch": "check the job file, then train with torchrun: one rank per GPU, or 2 ranks without a GPU",
 }
 """The commands, each with a description. The module `titan_launch.commands.NAME` has `add_arguments(parser)` and
@@ -41,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         announce_once(str(error))
         return BAD_INPUT
+    except BrokenPipeError:  # `| head`
+        return FAILED
 
 
 def parse_arguments(args: Sequence[str]) -> Namespace:

@@ -18,7 +18,9 @@ from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.parallel.batchnorm import RunningStatistics
 
-ORIGIN = Origin(world_size=0, config_digest="", gradient_accumulation={}, activation_checkpoint={}, data={})
+ORIGIN = Origin(
+    world_size=0, config_digest="", gradient_accumulation={}, activation_checkpoint={}, data={}, command="", commit=None
+)
 CPU = torch.device("cpu")
 
 

@@ -32,10 +32,10 @@ def test_every_section_and_field_is_documented(section: type[Section]) -> None:
     assert field_docs(section).keys() == section.model_fields.keys()
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
-def test_generated_files_are_current(path: Path) -> None:
+def test_generated_files_are_current() -> None:
     message = "run `python -m titan_launch.config.reference`"
-    assert path.read_text(encoding="utf-8") == documents()[path], message
+    for path, text in documents().items():
+        assert path.read_text(encoding="utf-8") == text, message
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""Every key of the job file is read outside of config/. Formulas of config/architectures/ count as readers too."""
+"""Every key of the job file is read outside of config/. Formulas of config/architectures/ and `[lora]` also count."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARCHITECTURE_FILES = PACKAGE / "config" / "architectures"
 READERS = "\n".join(
     path.read_text()
     for path in PACKAGE.rglob("*.py")
-    if PACKAGE / "config" not in path.parents or path.parent == ARCHITECTURE_FILES
+    if PACKAGE / "config" not in path.parents or path.parent == ARCHITECTURE_FILES or path.name == "lora.py"
 )
 
 

@@ -37,6 +37,7 @@ NAMES: dict[str, set[str]] = {
     "FSDPParamGroup": {
         *("fsdp_params", "mesh_info", "gradient_divide_factor", "unshard", "wait_for_unshard", "post_backward"),
         *("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook", "_is_hsdp", "_post_forward_indices"),
+        "_init_mp_dtypes",
     },
     "FSDPParam": {
         *("sharded_param", "all_gather_outputs", "to_sharded", "init_unsharded_param", "all_gather_inputs"),
@@ -46,7 +47,8 @@ NAMES: dict[str, set[str]] = {
     "modules": {"foreach_reduce", "DefaultAllGather", "DefaultReduceScatter", "TrainingState"},
     "distributed": {"_world", "_get_default_store", "_dump_fr_trace", "_dump_fr_trace_json"},
     "DTensor": {"_op_dispatcher"},
-    "torch._C": {"_clear_DTensor_sharding_propagator_cache"},
+    "torch._C": {"_clear_DTensor_sharding_propagator_cache", "_SetExcludeDispatchKeyGuard"},
+    "torch.cuda.memory": {"_record_memory_history", "_dump_snapshot"},
     "torch.distributed": {"_apply_to_tensors"},
     "ShardingPropagator": {"_propagate_tensor_meta_non_cached"},
 }
@@ -102,6 +104,7 @@ def missing_names() -> list[str]:
         "distributed": (distributed_c10d, torch._C._distributed_c10d),
         "DTensor": (DTensor,),
         "torch._C": (torch._C,),
+        "torch.cuda.memory": (torch.cuda.memory,),
         "torch.distributed": (torch.distributed.utils,),
         "ShardingPropagator": (ShardingPropagator,),
     }

@@ -12,6 +12,7 @@ from tests.distributed import run_ranks
 from tests.tensors import Operations
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.tags import TAGS
+from titan_launch.metrics.timeline import STEP_PARTS
 
 CPU = torch.device("cpu")
 
@@ -33,20 +34,28 @@ def build(clock: Clock, **keys: Any) -> Meter:
     return Meter(device=CPU, clock=clock, **{"world_size": 1, **keys})
 
 
-def train(meter: Meter, clock: Clock, *, steps: int, tokens: int = 1000) -> None:
-    """Train steps of 2 s. Half a second of each is a wait for data."""
+ZERO = torch.tensor(0)
+
+
+def train(meter: Meter, clock: Clock, *, steps: int, tokens: int = 1000, loss: float = 2.5, skipped: int = 0) -> None:
+    """Train steps of 2 s. Half a second of each is a wait for data, a quarter communication within backward."""
     for _ in range(steps):
-        with meter.loading():
+        with meter.timeline.part("data"):
             clock.advance(0.5)
-        clock.advance(1.5)
-        meter.end_step(torch.tensor(tokens))
+        with meter.timeline.part("backward"):
+            clock.advance(0.125)
+            with meter.timeline.part("communication"):
+                clock.advance(0.25)
+            clock.advance(0.125)
+        clock.advance(1.0)
+        meter.end_step(torch.tensor(tokens), torch.tensor(loss), torch.tensor(skipped))
 
 
 def report(meter: Meter, *, loss: float = 2.5, valid: int = 1000, valid_global: int = 1000) -> dict[str, float]:
     return meter.report(
         loss_sum=torch.tensor(loss),
-        valid_local=torch.tensor(valid),
-        valid_global=torch.tensor(valid_global),
+        items_local=torch.tensor(valid),
+        items_global=torch.tensor(valid_global),
         grad_norm=torch.tensor(0.5),
     )
 
@@ -63,6 +72,13 @@ def test_a_window_reports_means_and_throughput_of_its_steps() -> None:
         "train/grad_norm": 0.5,
         "time/step_s": 2.0,
         "time/data_s": 0.5,
+        "time/forward_s": 0.0,
+        "time/backward_s": 0.25,
+        "time/communication_s": 0.25,
+        "time/optimizer_s": 0.0,
+        "time/other_s": 1.0,
+        "time/validation_s": 0.0,
+        "time/checkpoint_s": 0.0,
         "throughput/tokens_per_second": 500.0,
         "throughput/tokens_per_second_per_device": 500.0,
         "throughput/tflops_per_device": 2.0,
@@ -87,11 +103,13 @@ def test_paused_time_is_not_part_of_the_step_time() -> None:
     clock = Clock()
     meter = build(clock, flops_per_step_per_device=4e12)
     train(meter, clock, steps=1)
-    with meter.paused():
+    with meter.paused("validation"):
         clock.advance(1000)
     train(meter, clock, steps=1)
     scalars = report(meter)
     assert scalars["time/step_s"] == 2
+    assert scalars["time/validation_s"] == 500
+    assert sum(scalars[f"time/{part}_s"] for part in (*STEP_PARTS, "other")) == 2
     assert scalars["throughput/tokens_per_second"] == 500
     assert scalars["throughput/tflops_per_device"] == 2
 
@@ -127,7 +145,18 @@ def test_a_report_accepts_tensors_that_require_gradients() -> None:
     train(meter, clock, steps=1)
     loss = torch.tensor(1.0, requires_grad=True)
     one = torch.tensor(1)
-    assert meter.report(loss_sum=loss, valid_local=one, valid_global=one, grad_norm=loss)["train/loss"] == 1
+    meter.end_step(one, loss, ZERO)
+    assert meter.report(loss_sum=loss, items_local=one, items_global=one, grad_norm=loss)["train/loss"] == 1.75
+
+
+def test_the_loss_is_the_mean_of_the_steps_that_were_not_skipped() -> None:
+    clock = Clock()
+    meter = build(clock)
+    for loss, skipped in ((1.0, 0), (math.nan, 1), (4.0, 0)):
+        train(meter, clock, steps=1, loss=loss, skipped=skipped)
+    assert report(meter, loss=4.0)["train/loss"] == 2.5
+    train(meter, clock, steps=2, loss=math.inf, skipped=1)
+    assert report(meter, loss=math.inf)["train/loss"] == math.inf
 
 
 def test_a_report_copies_its_numbers_once_in_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +170,7 @@ def test_a_report_copies_its_numbers_once_in_each_direction(monkeypatch: pytest.
         train(meter, clock, steps=1)
         one, measured = torch.ones(()), {f"measured/{number}": 0.1 * number for number in range(size)}
         with Operations() as operations:
-            scalars = meter.report(loss_sum=one, valid_local=one, valid_global=one, grad_norm=one, measured=measured)
+            scalars = meter.report(loss_sum=one, items_local=one, items_global=one, grad_norm=one, measured=measured)
         assert {name: scalars[name] for name in measured} == measured  # in float64
         counts.append(operations.counts)
     assert counts[0] == counts[1] and not counts[0]["_local_scalar_dense"]
@@ -166,19 +195,19 @@ def _unequal_ranks() -> dict[str, float]:
     valid, mean, waited = [(600, 2.0, 1.0), (200, 5.0, 7.0), (0, 0.0, 3.0)][rank]
     clock = Clock()
     meter = build(clock, world_size=3)
-    with meter.loading():
+    with meter.timeline.part("data"):
         clock.advance(waited)
     clock.advance(10 - waited)
-    meter.end_step(torch.tensor(800))
+    meter.end_step(torch.tensor(800), torch.tensor(mean * valid / 800), ZERO)
     return report(meter, loss=mean * valid / 800, valid=valid, valid_global=800)
 
 
 def test_metrics_of_all_ranks_are_combined() -> None:
-    for scalars in run_ranks(_unequal_ranks, 3):
+    for waited, scalars in zip((1, 7, 3), run_ranks(_unequal_ranks, 3), strict=True):
         assert scalars["train/loss"] == pytest.approx((600 * 2 + 200 * 5) / 800)
         assert scalars["train/loss_max"] == pytest.approx(5)
         assert scalars["train/grad_norm"] == 0.5
-        assert scalars["time/data_s"] == 7
+        assert scalars["time/data_s"] == waited
         assert scalars["throughput/tokens_per_second"] == 80
         assert scalars["throughput/tokens_per_second_per_device"] == pytest.approx(80 / 3)
 
@@ -186,8 +215,9 @@ def test_metrics_of_all_ranks_are_combined() -> None:
 def _one_bad_rank(bad: int) -> dict[str, float]:
     clock = Clock()
     meter = build(clock, world_size=2)
-    train(meter, clock, steps=1)
-    return report(meter, loss=math.nan if dist.get_rank() == bad else 1.0, valid=500)
+    loss = math.nan if dist.get_rank() == bad else 1.0
+    train(meter, clock, steps=1, loss=loss)
+    return report(meter, loss=loss, valid=500)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -207,8 +237,8 @@ def test_cuda_memory_is_per_window() -> None:
 
     def window(gib: float) -> dict[str, float]:
         torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device)
-        meter.end_step(one)
-        return meter.report(loss_sum=one, valid_local=one, valid_global=one, grad_norm=one)
+        meter.end_step(one, one, torch.zeros_like(one))
+        return meter.report(loss_sum=one, items_local=one, items_global=one, grad_norm=one)
 
     first, second = window(1.0), window(0.25)
     assert first["memory/max_active_gib"] == pytest.approx(before + 1.0, abs=0.01)

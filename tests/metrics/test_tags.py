@@ -1,22 +1,26 @@
+import re
+
 import pytest
 
-from titan_launch.metrics.tags import TAGS, dashboard_layout, markdown_table, tag_of
+from titan_launch.metrics.tags import PAGES, TAGS, dashboard_layout, markdown_table, tag_of
+from titan_launch.metrics.timeline import PAUSES, STEP_PARTS
 
 
 def test_names_are_unique_and_grouped() -> None:
     names = [tag.name for tag in TAGS]
     assert len(set(names)) == len(names)
-    assert all(name.removesuffix("/<source>").removesuffix("/<layer>").count("/") == 1 for name in names)
+    assert all(re.sub("/<.*>$", "", name).count("/") == 1 for name in names)
 
 
-def test_dashboard_has_a_group_for_each_question() -> None:
-    layout = dashboard_layout()
-    assert list(layout) == ["loss", "data", "throughput", "time", "communication", "memory", "batchnorm"]
-    assert "experts" in dashboard_layout(["experts/entropy/layers.0.moe"])
-    assert layout["loss"]["loss"] == ["train/loss", "train/loss_max", "validation/loss", "validation/ema_loss"]
-    assert layout["time"] == {
-        "seconds per step": ["time/step_s", "time/data_s"],
-        "seconds of a checkpoint": ["time/checkpoint_stall_s"],
+def test_the_dashboard_has_a_page_for_each_question_that_the_run_answers() -> None:
+    layout = dashboard_layout([tag.name for tag in TAGS])
+    assert tuple(layout) == PAGES
+    assert layout["Learning"]["loss"] == ["train/loss", "train/loss_max", "validation/loss", "validation/ema_loss"]
+    parts = [f"time/{part}_s" for part in (*STEP_PARTS, "other", *PAUSES)]
+    assert layout["Speed"]["where the time of a step goes"] == parts
+    assert dashboard_layout(["train/loss", "experts/entropy/layers.0.moe", "train/samples_seen"]) == {
+        "Learning": {"loss": ["train/loss"]},
+        "Experts": {"entropy of the load": ["experts/entropy/<layer>"]},
     }
 
 
@@ -37,7 +41,7 @@ def test_a_metric_of_a_source_or_layer_has_a_tag(metric: str, tag: str | None) -
 def test_the_table_documents_every_tag() -> None:
     lines = markdown_table().splitlines()
     assert len(lines) == len(TAGS) + 2
-    assert lines[2].startswith("| `train/loss` | Mean cross-entropy of the step")
+    assert lines[2].startswith("| `train/loss` | Mean loss over all ranks: ")
     assert all(line.count("|") == 4 for line in lines)
 
 

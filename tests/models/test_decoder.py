@@ -13,8 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import llama3_reference
 from tests.tensors import cross_entropy_sum
+from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.decoder import (
     DecoderArgs,
+    RopeScaling,
     checkpointed_flops_per_token,
     flops_per_token,
     num_active_parameters,
@@ -162,7 +164,7 @@ def test_flops_equal_those_that_torch_counts(family: str, monkeypatch: pytest.Mo
     seq_len, args = 16, DecoderArgs.model_validate(row)
     assert args.attended_width == args.query_width
     monkeypatch.setattr(
-        mixture_of_experts, "expert_product", lambda rows, counts: grouped_product(counts)
+        mixture_of_experts, "expert_product", lambda rows, counts, weights: grouped_product(counts)
     )  # as on CUDA
     flops = {}
     for mode, option in (("none", "op"), ("full", "op"), ("selective", "op")):
@@ -297,3 +299,18 @@ def test_rope_table_stays_float32_under_a_bfloat16_policy(single_process_group: 
     model.rope.register_forward_hook(lambda module, args, y: seen.extend([module.table.dtype, args[0].dtype, y.dtype]))
     assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
     assert set(seen[::3]) == {torch.float32} and set(seen[1::3]) == set(seen[2::3]) == {torch.bfloat16}
+
+
+def test_a_table_of_another_kind_replaces_that_of_the_flavor() -> None:
+    def scaling(flavor: tuple[str, str], **changes: Any) -> RopeScaling | None:
+        args = resolve_args(*flavor, {"rope_scaling": changes})
+        assert isinstance(args, DecoderArgs) and not list(args.unused())
+        return args.rope_scaling
+
+    yarn = {"kind": "yarn", "original_max_position": 4096, "truncate": False}
+    assert scaling(("gpt_oss", "20B"), factor=4.0) == RopeScaling.model_validate({**yarn, "factor": 4.0})
+    assert scaling(("gpt_oss", "20B"), kind="yarn") == RopeScaling.model_validate({**yarn, "factor": 32.0})
+    assert scaling(("gpt_oss", "20B"), kind="linear", factor=2.0) == RopeScaling(kind="linear", factor=2.0)
+    assert scaling(("llama3", "1B"), kind="llama3", low_freq_factor=2.0) == RopeScaling(
+        kind="llama3", factor=32.0, low_freq_factor=2.0
+    )

@@ -16,6 +16,7 @@ from titan_launch.models.mixture_of_experts import (
     grouped_product,
     looped_product,
 )
+from titan_launch.plan.experts import is_grouped
 
 DIM = 16
 DEEPSEEK: dict[str, Any] = {
@@ -82,6 +83,36 @@ def test_outputs_and_gradients_are_those_of_loops(args: dict[str, Any]) -> None:
     gradients = [torch.autograd.grad(out.square().sum(), inputs, retain_graph=True) for out in (actual, expected)]
     for own, of_loops in zip(*gradients, strict=True):
         torch.testing.assert_close(own, of_loops, rtol=1e-4, atol=1e-4 * float(of_loops.abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.float64, 5), (torch.bfloat16, 12)])
+def test_looped_products_are_those_of_linear_layers(dtype: torch.dtype, width: int) -> None:
+    """An expert without rows, widths that grouped products reject, and tensors that take no gradient."""
+    counts = [5, 0, 30, 5]
+    rows, weights, bias = (torch.randn(size, dtype=dtype) for size in ((40, width), (4, 7, width), (4, 7)))
+    gradient = torch.randn(40, 7, dtype=dtype)
+    for given in ([rows, weights, bias], [rows, weights], [weights], [rows]):
+        needed = [tensor.requires_grad_() for tensor in given]
+        own_bias = bias if len(given) == 3 else None
+        looped = looped_product(counts)(rows, weights, own_bias)
+        linear = torch.cat(
+            [
+                nn.functional.linear(part, weights[index], None if own_bias is None else own_bias[index])
+                for index, part in enumerate(rows.split(counts))
+            ]
+        )
+        assert torch.equal(looped, linear)
+        pairs = zip(*(torch.autograd.grad(out, needed, gradient) for out in (looped, linear)), strict=True)
+        assert all(torch.equal(own, expected) for own, expected in pairs)
+        for tensor in needed:
+            tensor.requires_grad_(False)
+
+
+def test_grouped_products_require_rows_of_16_bytes_in_bfloat16_on_cuda() -> None:
+    cases = {("cuda", "bfloat16", (24, 40)): True, ("cuda", "bfloat16", (24, 20)): False}
+    cases |= {("cuda", "bfloat16", (12, 40)): False, ("cuda", "float32", (24, 40)): False}
+    cases |= {("cpu", "bfloat16", (24, 40)): False, ("meta", "bfloat16", (24, 40)): False}
+    assert {case: is_grouped(*case) for case in cases} == cases
 
 
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.1}

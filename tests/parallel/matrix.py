@@ -40,11 +40,22 @@ class Division:
     parallelism: dict[str, Any] = field(hash=False)
     has_experts: bool = False
     """True for a mixture of experts, False for a dense decoder."""
+    n_layers: int = 2
 
     @property
     def has_replicas(self) -> bool:
         """Return True if gradients are all-reduced between replicas."""
         return self.parallelism.get("data_parallel_replicate_degree", 1) > 1
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Return True if the layers are divided over stages."""
+        return "pipeline_parallel_degree" in self.parallelism
+
+    @property
+    def alone(self) -> Case:
+        """The case of one process that trains the same model."""
+        return Case(Division("one process", 1, {}, self.has_experts, self.n_layers), "no rules", "immediate", "none")
 
     @property
     def splits_backward(self) -> bool:
@@ -54,11 +65,16 @@ class Division:
 
 
 def _division(name: str, ranks: int, **parallelism: Any) -> Division:
-    return Division(name, ranks, parallelism)
+    return Division(name, ranks, parallelism, n_layers=_layers(parallelism))
 
 
 def _of_experts(name: str, ranks: int, **parallelism: Any) -> Division:
-    return Division(f"experts: {name}", ranks, parallelism, has_experts=True)
+    return Division(f"experts: {name}", ranks, parallelism, has_experts=True, n_layers=_layers(parallelism))
+
+
+def _layers(parallelism: dict[str, Any]) -> int:
+    """Return the number of layers of the model: one for each stage of the longest pipeline, or 2."""
+    return 4 if "pipeline_parallel_degree" in parallelism else 2
 
 
 TP, CP, PP, REPLICAS = (
@@ -109,8 +125,8 @@ RULES: dict[str, list[dict[str, Any]]] = {
     "no rules": [],
     "rules": [{"type": "RMSNorm", "param_dtype": "float32"}, {"match": "output", "param_dtype": "float32"}],
 }
-DENSE = {"args": {**TINY_ARGS, "n_layers": 4, "vocab_size": 64}}
-EXPERTS = {
+DENSE: dict[str, Any] = {"args": {**TINY_ARGS, "vocab_size": 64}}
+EXPERTS: dict[str, Any] = {
     "name": "qwen3_moe",
     "args": {
         **DENSE["args"],
@@ -147,15 +163,17 @@ class Case:
 
     @property
     def local(self) -> int:
-        """Number of samples in a microbatch. A step has at most 4 samples."""
+        """Number of samples in a microbatch. A step has 8 samples: in 4 microbatches for a pipeline, else in 2."""
         shared = [value for name, value in self.division.parallelism.items() if name in (*TP, *CP, *PP)]
-        return 2 if prod(shared) == self.division.ranks else 1
+        num_microbatches = 4 if self.division.is_pipeline else 2
+        return 8 * prod(shared) // (self.division.ranks * num_microbatches)
 
     def job(self, folder: Path) -> dict[str, Any]:
         """Return the job as plain data. It computes in fp32, so that results differ only by the order of sums."""
+        model = EXPERTS if self.division.has_experts else DENSE
         return tiny_job(
             folder,
-            model=EXPERTS if self.division.has_experts else DENSE,
+            model={**model, "args": {**model["args"], "n_layers": self.division.n_layers}},
             data={"vocab_size": 64},
             training={"global_batch_size": 8, "local_batch_size": self.local, "steps": STEPS, "seq_len": 16},
             precision={"rules": RULES[self.rules]},
@@ -169,9 +187,6 @@ class Case:
             optimizer={"eps": 1e-5},
             checkpoint={"enable": False},
         )
-
-
-ALONE = [Case(Division("one process", 1, {}, experts), "no rules", "immediate", "none") for experts in (False, True)]
 
 
 def cases(divisions: Iterable[Division] = DIVISIONS) -> list[Case]:
@@ -237,12 +252,14 @@ def differences(cases: Sequence[Case], folder: Path, num_steps: int = STEPS) -> 
     The maximum is over steps and ranks. All cases must have the same number of ranks.
     """
     (ranks,) = {case.division.ranks for case in cases}
-    (alone,) = run_ranks(train, 1, ALONE, folder / "alone", num_steps)
+    references = list(dict.fromkeys(case.division.alone for case in cases))
+    (measured_alone,) = run_ranks(train, 1, references, folder / "alone", num_steps)
+    alone = dict(zip(references, measured_alone, strict=True))
     by_rank = run_ranks(train, ranks, cases, folder / f"{ranks}_ranks", num_steps, timeout=20 + 20 * len(cases))
     return {
         case: (
-            max(_apart(measured, alone[case.division.has_experts], 0) for measured in of_ranks),
-            max(_apart(measured, alone[case.division.has_experts], 1) for measured in of_ranks),
+            max(_apart(measured, alone[case.division.alone], 0) for measured in of_ranks),
+            max(_apart(measured, alone[case.division.alone], 1) for measured in of_ranks),
         )
         for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True)
     }

@@ -27,7 +27,7 @@ from titan_launch.distributed.mesh import EXPERT, build_mesh
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.models.mixture_of_experts import Experts
+from titan_launch.models.mixture_of_experts import Experts, count_choices
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.expert_parallel import Dispatch
 from titan_launch.plan.communication import Traffic, traffic_of_step
@@ -65,7 +65,8 @@ def compare_dispatched(dtype: torch.dtype) -> None:
         xs.append(xs[0].detach().clone().requires_grad_())
         chosen = torch.rand(5 + rank, highest).argsort(-1)[:, :2]
         weights = torch.randn(5 + rank, 2, 6).to(dtype)
-        outputs = [experts(x, chosen) for experts, x in zip((alone, divided), xs, strict=True)]
+        counts = count_choices(chosen, args.num_experts)
+        outputs = [experts(x, chosen, counts) for experts, x in zip((alone, divided), xs, strict=True)]
         gradients = [
             torch.autograd.grad((output * weights).sum(), [x, *experts.parameters()])
             for experts, x, output in zip((alone, divided), xs, outputs, strict=True)

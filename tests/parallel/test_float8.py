@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,9 +17,11 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state, full_tensor
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import take_inventory
+from titan_launch.models.lora import add_adapters
 from titan_launch.parallel.float8 import convert_to_float8
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.build import build_run
@@ -111,3 +114,18 @@ def test_without_torchao_the_error_says_how_to_install_it(monkeypatch: pytest.Mo
     plan = ModelPlan(take_inventory(model, ()), (), {}, float8=("0",))
     with pytest.raises(ConfigError, match=r"\(pip install torchao\), or set float8.enable"):
         convert_to_float8(model, plan, Float8Config(enable=True))
+
+
+def test_a_converted_layer_keeps_its_adapter() -> None:
+    pytest.importorskip("torchao")
+    x, model = torch.randn(16, 32, dtype=torch.bfloat16), nn.Sequential(nn.Linear(32, 16, dtype=torch.bfloat16))
+    plan = ModelPlan(take_inventory(model, ()), (), {}, float8=("0",))
+    exact, adapted = model(x), copy.deepcopy(model)
+    add_adapters(adapted, LoRAConfig(targets=("0",), rank=4), torch.device("cpu"))
+    for module in (model, adapted):
+        convert_to_float8(module, plan, Float8Config(enable=True, emulate=True))
+    adapted.bfloat16()
+    assert torch.equal(adapted(x), model(x)) and not torch.equal(adapted(x), exact)
+    adapter = adapted.get_submodule("0.lora")
+    nn.init.ones_(adapter.get_parameter("b"))
+    assert torch.equal(adapted(x), model(x) + adapter(x))

@@ -10,7 +10,6 @@ import pytest
 from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import TextData, separates_documents
-from titan_launch.models.build import build_model
 from titan_launch.plan.communication import traffic_of_step
 from titan_launch.plan.experts import exchange_of_step
 from titan_launch.plan.hardware import Kernels
@@ -19,9 +18,11 @@ from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
 from titan_launch.trace.step import trace_step
 from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.model import build_job_model
 
 ARGS = {"dim": 48, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 100, "vocab_size": 320}
 FP32_NORMS = {"rules": [{"match": ["layers.*.*_norm", "norm"], "param_dtype": "float32"}]}
+FROZEN = {"frozen_storage_dtype": "bfloat16"}
 SGD = {"name": "SGD", "weight_decay": 1e-4}
 FULL, SELECTIVE = {"mode": "full"}, {"mode": "selective"}
 WINDOW = {"sliding_window": 8}
@@ -42,6 +43,12 @@ WITH_SINKS: dict[str, Any] = {**WINDOW, "head_dim": 16, "experts": {"hidden_dim"
 
 def accumulation(mode: str, unsharded: bool = False) -> dict[str, Any]:
     return {"mode": mode, "keep_params_unsharded": unsharded}
+
+
+def offloaded(checkpointing: dict[str, Any]) -> dict[str, Any]:
+    """Return sections with activation offloading, and with microbatches whose activations are large enough for it."""
+    batch = {"seq_len": 128, "local_batch_size": 4, "global_batch_size": 4 * 4 * 3}
+    return {"activation_checkpoint": {**checkpointing, "offload": True}, "training": batch}
 
 
 # name, which may begin with that of a model: ranks (replicas, shards), microbatches, kernels, overrides of
@@ -109,6 +116,16 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
         {},
         {"training": {"enable_cpu_offload": True}, "gradient_accumulation": accumulation("deferred_all_reduce")},
     ),
+    **{
+        f"{name}activations offloaded": ((1, 4), 3, "cuda", {"n_layers": 7, "dim": 64, **args}, job)
+        for name, args, job in (
+            ("", {}, offloaded({})),
+            ("in full, ", {}, offloaded(FULL)),
+            ("per operation, ", {"n_kv_heads": 4}, offloaded(SELECTIVE)),
+            ("every second block, ", {"n_layers": 12}, offloaded({**SELECTIVE, "selective_ac_option": 2})),
+            ("qwen3_moe, ", {}, offloaded({})),
+        )
+    },
     "parts of blocks": (
         (1, 4),
         2,
@@ -200,6 +217,99 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
         {"experts": {**DEEPSEEK, "first_dense_layers": 0}},
         {"parallelism": {"expert_parallel_degree": 4}, "activation_checkpoint": FULL, "precision": FP32_NORMS},
     ),
+    "frozen, all but norms and head": (
+        (1, 4),
+        2,
+        "cuda",
+        {},
+        {"training": {"trainable": ["layers.*.*_norm.*", "norm.*", "output.*"]}, "precision": FROZEN},
+    ),
+    "frozen embedding and first blocks": (
+        (2, 2),
+        3,
+        "cuda",
+        {"n_layers": 5},
+        {
+            "training": {"frozen": ["tok_embeddings.*", "layers.[01].**"]},
+            "activation_checkpoint": FULL,
+            "gradient_accumulation": accumulation("deferred"),
+        },
+    ),
+    "frozen first blocks, selective": (
+        (1, 4),
+        2,
+        "cuda",
+        {"n_layers": 5},
+        {"training": {"frozen": ["tok_embeddings.*", "layers.[01].**"]}, "activation_checkpoint": SELECTIVE},
+    ),
+    "frozen, all but queries": (
+        (1, 4),
+        2,
+        "cpu",
+        {"n_layers": 9},
+        {
+            "training": {"trainable": ["layers.*.attention.w[qv].*"]},
+            "activation_checkpoint": SELECTIVE,
+            "precision": FP32_NORMS,
+        },
+    ),
+    "frozen, all but queries, no checkpointing": (
+        (1, 4),
+        2,
+        "cuda",
+        {},
+        {
+            "training": {"trainable": ["layers.*.attention.wq.*"]},
+            "loss": {"chunks": 3},
+            "optimizer": {"master_weights": True},
+            "precision": {"storage_dtype": "bfloat16"},
+        },
+    ),
+    "frozen, all but the head": (
+        (1, 4),
+        2,
+        "cpu",
+        {},
+        {"training": {"trainable": ["output.*"]}, "precision": FP32_NORMS},
+    ),
+    "frozen MLPs, layernorm": (
+        (1, 2),
+        2,
+        "cpu",
+        {"norm": "layernorm"},
+        {
+            "training": {"frozen": ["layers.*.feed_forward.**", "tok_embeddings.*"]},
+            "gradient_accumulation": accumulation("immediate", unsharded=True),
+        },
+    ),
+    "qwen3_moe, frozen experts": (
+        (1, 4),
+        2,
+        "cuda",
+        {},
+        {"training": {"frozen": ["layers.*.moe.experts.*"]}},
+    ),
+    "qwen3_moe, trained routers": (
+        (1, 2),
+        2,
+        "cpu",
+        {"experts": DEEPSEEK},
+        {"training": {"trainable": ["layers.*.moe.router.*", "layers.*.attention.**"]}},
+    ),
+    "gpt2, frozen biases": (
+        (1, 4),
+        2,
+        "cuda",
+        {"max_positions": 40},
+        {"training": {"frozen": ["**.bias", "pos_embeddings.*"]}},
+    ),
+    "tied, frozen embedding": (
+        (1, 4),
+        2,
+        "cuda",
+        {"tie_embeddings": True},
+        {"training": {"frozen": ["tok_embeddings.*"]}, "loss": {"chunks": 5}},
+    ),
     "packed": ((1, 2), 2, "cpu", {}, {"precision": FP32_NORMS}),
     "mistral, packed": ((1, 2), 2, "cuda", WINDOW, {"activation_checkpoint": SELECTIVE}),
     "gpt2, packed": ((1, 2), 2, "cpu", {"n_kv_heads": 4}, {"activation_checkpoint": FULL}),
@@ -229,7 +339,7 @@ def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
         config = config.model_copy(update={"data": TextData().model_copy(update={"packing": "documents"})})
         assert separates_documents(config.data)
     layout = plan_layout(config.parallelism, config.training, replicas * shards)
-    built = build_model(config.model, config.training.seq_len)
+    built = build_job_model(config)
     plan = plan_precision(config, built)
     choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
     analytic = analytic_engine(config, layout, kernels)(choice)
@@ -239,6 +349,8 @@ def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     for point in analytic.peaks:
         traced_there = pytest.approx(traced.footprint.peaks[point].total, rel=0.005, abs=256)
         assert analytic.peaks[point].total == traced_there, point
+    assert analytic.host_bytes == pytest.approx(traced.footprint.host_bytes, rel=0.002)
+    assert (analytic.host_bytes > 0) == name.endswith("offloaded")
     exchange = exchange_of_step(config, plan, layout, choice.activation_checkpoint)
     assert traced.traffic == replace(traffic_of_step(plan, layout, choice.accumulation), expert=exchange)
 

@@ -143,7 +143,7 @@ def sharded_model(config: JobConfig, seq_len: int) -> nn.Module:
 def planned_and_sharded(config: JobConfig, seq_len: int) -> tuple[nn.Module, ModelPlan, Layout]:
     """Return the same model with its plan and the layout of the ranks."""
     ranks = this_rank()
-    built = build_model(config.model, seq_len)
+    built = build_model(config.model, seq_len, lora=config.lora)
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     plan = plan_precision(config, built)
     model = shard_model(config, built, plan, build_mesh(layout, ranks.device.type))

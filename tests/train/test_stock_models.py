@@ -4,6 +4,7 @@ values that they initialise themselves."""
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
 import sys
@@ -107,13 +108,18 @@ def example_job(folder: Path, name: str, dtype: str, images: str) -> dict[str, A
     }
 
 
-def train_all(folder: Path, models: Path, dtype: str, images: str, world_size: int) -> None:
+def train_all(folder: Path, models: Path, images: str) -> dict[str, float]:
+    """Train every example on the ranks of the test: in float32, and on two ranks then in bfloat16. Return the first
+    losses in plain PyTorch if there is one rank."""
     sys.path.insert(0, str(models))
     torch.set_num_threads(1)
-    for name in JOBS:
-        job = example_job(folder / name, name, dtype, images)
-        job["training"]["local_batch_size"] = 8 // world_size
+    ranks = this_rank().world_size
+    plain = plain_first_losses(folder / "plain", images) if ranks == 1 else {}
+    for dtype, name in itertools.product(("float32", "bfloat16")[:ranks], JOBS):
+        job = example_job(folder / str(ranks) / dtype / name, name, dtype, images)
+        job["training"]["local_batch_size"] = 8 // ranks
         run_job(job)
+    return plain
 
 
 def first_loss_in_plain_pytorch(job: dict[str, Any]) -> float:
@@ -129,8 +135,7 @@ def first_loss_in_plain_pytorch(job: dict[str, Any]) -> float:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten()).item()
 
 
-def plain_first_losses(folder: Path, models: Path, images: str) -> dict[str, float]:
-    sys.path.insert(0, str(models))
+def plain_first_losses(folder: Path, images: str) -> dict[str, float]:
     losses = {}
     for name in JOBS:
         job = example_job(folder / name, name, "float32", images)
@@ -139,14 +144,20 @@ def plain_first_losses(folder: Path, models: Path, images: str) -> dict[str, flo
     return losses
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, my_models: Path, images: str) -> tuple[Path, dict[str, float]]:
+    """Return the folder of the runs by ranks, dtype and example, and the first losses in plain PyTorch."""
+    folder = tmp_path_factory.mktemp("runs")
+    plain, _ = (run_ranks(train_all, ranks, folder, my_models, images)[0] for ranks in (1, 2))
+    return folder, plain
+
+
 def test_stock_models_train_alike_on_one_rank_two_ranks_and_in_plain_pytorch(
-    tmp_path: Path, my_models: Path, images: str
+    trained: tuple[Path, dict[str, float]],
 ) -> None:
-    for world_size in (1, 2):
-        run_ranks(train_all, world_size, tmp_path / str(world_size), my_models, "float32", images, world_size)
-    plain = run_ranks(plain_first_losses, 1, tmp_path / "plain", my_models, images)[0]
+    folder, plain = trained
     for name in JOBS:
-        one, two = (read_metrics(tmp_path / world_size / name) for world_size in ("1", "2"))
+        one, two = (read_metrics(folder / ranks / "float32" / name) for ranks in ("1", "2"))
         assert one[0]["train/loss"] == pytest.approx(plain[name], rel=1e-6), name
         assert len(one) == STEPS
         for tag in ("train/loss", "train/grad_norm", "validation/loss"):
@@ -154,16 +165,14 @@ def test_stock_models_train_alike_on_one_rank_two_ranks_and_in_plain_pytorch(
             assert of_one and of_one == pytest.approx(of_two, rel=1e-5), (name, tag)
 
 
-def test_stock_models_in_bf16_with_fp32_norms_have_the_planned_dtypes(
-    tmp_path: Path, my_models: Path, images: str
-) -> None:
-    run_ranks(train_all, 2, tmp_path, my_models, "bfloat16", images, 2)
+def test_stock_models_in_bf16_with_fp32_norms_have_the_planned_dtypes(trained: tuple[Path, dict[str, float]]) -> None:
+    folder = trained[0] / "2" / "bfloat16"
     for name in JOBS:
-        audit = json.loads((tmp_path / name / "tiny" / AUDIT_FILE).read_text())
+        audit = json.loads((folder / name / "tiny" / AUDIT_FILE).read_text())
         assert audit["differences"] == [], name
         norms = [module for module in audit["modules"] if "Norm" in module["class"]]
         assert norms and all(norm["dtypes"]["parameters"]["observed"] == ["float32"] for norm in norms), name
-        losses = [report["train/loss"] for report in read_metrics(tmp_path / name)]
+        losses = [report["train/loss"] for report in read_metrics(folder / name)]
         assert losses[-1] < losses[0], (name, losses)
 
 

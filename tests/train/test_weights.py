@@ -47,15 +47,15 @@ def job_file(folder: Path, weights: Path, **sections: Any) -> str:
 def whole_states(jobs: list[tuple[str, str]]) -> list[tuple[dict[str, Tensor], int, int]]:
     """Build a run of each job and override on this rank. Return its gathered parameters, and the bytes that this rank
     reads, out of how many."""
-    states, headers_read, original = [], list[Path](), weights_folder._read_header
+    states, headers_read, original = [], list[Path](), weights_folder.read_header
 
-    def read_header(path: Path) -> dict[str, Any]:
+    def read_header(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         headers_read.append(path)
         return original(path)
 
     for path, override in jobs:
         with ExitStack() as stack:
-            with replaced(weights_folder, "_read_header", read_header):
+            with replaced(weights_folder, "read_header", read_header):
                 run = build_run(load_job(path, [override]).config, this_rank(), stack)
             assert len(headers_read) == 1
             headers_read.clear()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from titan_launch.checkpoint.manifest import DamagedCheckpointError, check, checkpoint_name, checkpoint_steps
+from titan_launch.checkpoint.manifest import (
+    DamagedCheckpointError,
+    check,
+    checkpoint_name,
+    checkpoint_steps,
+    read_manifest,
+)
 from titan_launch.checkpoint.retention import set_aside
 from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank_key
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
@@ -142,7 +148,10 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
 
     reader = IndexReader(checkpoint)
     saved = {name: tensor.shape for name, tensor in reader.index.items()}
-    names = _check_model(checkpoint, state.shapes(), _below("model", saved), selection)
+    own_shapes, saved_shapes = state.shapes(), _below("model", saved)
+    omitted = _omitted(checkpoint, state, [name for name in own_shapes if name not in saved_shapes], selection)
+    own_shapes = {name: shape for name, shape in own_shapes.items() if name not in omitted}
+    names = _check_model(checkpoint, own_shapes, saved_shapes, selection)
     updated = {key.rpartition(".")[0] for key in _below("optimizer", saved)} if selection.takes("optimizer") else set()
     updated = {name for name in updated if selection.takes_tensor(name)}
     target: dict[str, Any] = dict(state.weights.targets(names, updated))
@@ -165,7 +174,7 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
             state.random.load_state_dict(
                 target["random"][stream]
             )  # raises for an invalid state before any other part is loaded
-        _take_over(state, target, selection)
+        _take_over(state, target, selection, omitted)
     except ValueError as error:
         raise DamagedCheckpointError(f"it has an invalid state: {error}") from error
     if has_random:
@@ -177,8 +186,20 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     _log_ema(state, saved, selection)
 
 
-def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selection) -> None:
+def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], selection: Selection) -> Collection[str]:
+    """Return those of the tensors `missing` in a checkpoint that the checkpoint omits, because their values are in the
+    folder that its manifest names. Raises ConfigError if that is not the folder of this run."""
+    base = read_manifest(checkpoint).base
+    missing = [name for name in missing if selection.takes_tensor(name)]
+    if base is None or not base.omitted or not missing or state.base is None:
+        return ()
+    return state.base.find(checkpoint, base, missing)
+
+
+def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selection, omitted: Collection[str]) -> None:
     state.weights.load_state_dict({"model": target["model"], "optimizer": target["optimizer"]})
+    if state.base is not None:
+        state.base.read(omitted)  # before the parts: a moving average begins with the parameters
     for name, part in state.parts.items():
         part.load_state_dict({k: value for k, value in target[name].items() if _takes(selection, name, k)})
 

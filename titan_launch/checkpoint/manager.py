@@ -40,6 +40,8 @@ class Origin:
     gradient_accumulation: Mapping[str, Any]
     activation_checkpoint: Mapping[str, Any]
     data: Mapping[str, Fingerprint]
+    command: str
+    commit: str | None
 
 
 class CheckpointManager:
@@ -101,6 +103,7 @@ class CheckpointManager:
         manifest = Manifest(
             step=self._progress.step,
             validation_loss=validation_loss,
+            base=None if self._state.base is None else self._state.base.record,
             versions={"torch": torch.__version__, "titan_launch": __version__},
             files={},
             **vars(self._origin),

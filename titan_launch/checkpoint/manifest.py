@@ -36,6 +36,23 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The folder of `model.weights`, with whose values a run began."""
+
+    folder: str
+    """Absolute path of the folder when the checkpoint was saved."""
+
+    fingerprint: Fingerprint
+    """Fingerprint of its files. Its seed does not depend on that of the run."""
+
+    omitted: int
+    """Number of parameters that the checkpoint lacks: they are never trained, and their values are in the folder."""
+
+    omitted_bytes: int
+    """Bytes of these parameters in the folder."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Facts about a checkpoint and about the run that saved it."""
 
@@ -53,8 +70,18 @@ class Manifest:
     data: Mapping[str, Fingerprint]
     """Fingerprints of the data that the run has read, by section: `data`, `validation.data`."""
 
+    base: Base | None
+    """The folder of `model.weights`; None if the run began without it."""
+
     versions: Mapping[str, str]
     """Versions of torch and of the launcher."""
+
+    command: str
+    """Command line that started the run."""
+
+    commit: str | None
+    """Commit of the git checkout in which the run started; it ends in `-dirty` if files had changed. None without a
+    checkout."""
 
     validation_loss: float | None
     """Validation loss of this step. None if the run did not validate after this step."""

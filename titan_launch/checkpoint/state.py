@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_launch.checkpoint.manifest import Base
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
@@ -157,6 +159,33 @@ class LocalStatistics(Part, Protocol):
         """Return tensors into which a checkpoint is read."""
 
 
+class BaseWeights(Protocol):
+    """The folder of `model.weights`. It has the values of parameters that checkpoints omit, because they are never
+    trained."""
+
+    @property
+    def omitted(self) -> Collection[str]:
+        """Names of the parameters that a checkpoint of the present state omits."""
+
+    @property
+    def record(self) -> Base | None:
+        """The facts about the folder for a manifest; None without a folder."""
+
+    def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
+        """Return those of `names` that the folder has values of. Collective.
+
+        `names`: tensors of the model that `checkpoint` lacks. `base`: the folder in its manifest. Raises ConfigError if
+        the folder of this run cannot be read, or is another one.
+        """
+
+    def read(self, missing: Collection[str]) -> None:
+        """Read the parameters `missing` from the folder, unless they have been read before. Collective.
+
+        The other parameters of the model have been loaded from a checkpoint. Those that are never trained and equal the
+        values in the folder are omitted from now on.
+        """
+
+
 class TrainingState:
     """The whole training state: model, optimizer, random generators, and further parts by name."""
 
@@ -170,10 +199,13 @@ class TrainingState:
         seed: int,
         stream: int,
         pipeline: dist.ProcessGroup | None = None,
+        base: BaseWeights | None = None,
     ):
         """`seed`, `stream`: seed and stream number of this rank's random generators. `pipeline`: process group of the
-        ranks that hold the pipeline stages of the model. None without pipeline parallelism."""
+        ranks that hold the pipeline stages of the model. None without pipeline parallelism. `base`: the folder with the
+        values of parameters that checkpoints omit. None: checkpoints omit nothing."""
         self._pipeline = pipeline
+        self.base = base
         self.weights = ModelAndOptimizer(model, optimizer)
         self.parts = dict(parts)
         self.random = RandomState(device, seed, stream)
@@ -189,10 +221,13 @@ class TrainingState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nested dicts of DTensors and tensors. Nothing is copied."""
+        """Return nested dicts of DTensors and tensors, without the parameters that `base` omits. Nothing is copied."""
         parts = {name: part.state_dict() for name, part in self.parts.items()}
+        weights = self.weights.state_dict()
+        omitted = () if self.base is None else self.base.omitted
         return {
-            **self.weights.state_dict(),
+            **weights,
+            "model": {name: tensor for name, tensor in weights["model"].items() if name not in omitted},
             **parts,
             "random": {self.random_key: self.random.state_dict()},
             "local_statistics": {rank_key(): self.local_statistics.state_dict()},

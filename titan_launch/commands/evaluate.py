@@ -9,6 +9,7 @@ from pathlib import Path
 from titan_launch.commands.generate import add_model, load_model
 from titan_launch.commands.parser import Parser, at_least
 from titan_launch.core.errors import UserError
+from titan_launch.core.files import refuse_weights_folder
 from titan_launch.core.process import OK
 
 
@@ -41,6 +42,8 @@ def run(arguments: Namespace) -> int:
     out = None if arguments.out is None else Path(arguments.out)
     if out is not None and not out.parent.is_dir():
         raise UserError(f"error: --out {out}: there is no folder {out.parent}")
+    if out is not None:
+        refuse_weights_folder(out)
     model = load_model(arguments)
 
     from titan_launch.inference.evaluation import as_json, evaluate, tables

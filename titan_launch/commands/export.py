@@ -18,6 +18,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("out", metavar="OUT", help="folder to write, which must not exist")
     text = "hf: config.json, *.safetensors and tokenizer of Hugging Face (the default); plain: one model.safetensors "
     parser.add_argument("--format", choices=("hf", "plain"), default="hf", help=f"{text}in the names of this package")
+    text = "write only the adapters ([lora]), as a folder that peft loads; default: the model with its adapters merged"
+    parser.add_argument("--adapter", action="store_true", help=text)
     text = "dtype of the weights (default: that of the parameters in the checkpoint)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     text = "largest size of a file with format hf (default: 5GB)"
@@ -43,6 +45,8 @@ def run(arguments: Namespace) -> int:
         max_shard_size=arguments.max_shard_size or DEFAULT_SHARD_SIZE,
         vocab_size=arguments.vocab_size,
         ema=arguments.ema,
+        is_adapter=arguments.adapter,
+        base=arguments.base,
     )
     try:
         print(export(Path(arguments.source), Path(arguments.out), options))

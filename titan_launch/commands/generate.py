@@ -66,7 +66,7 @@ def load_model(arguments: Namespace) -> LanguageModel:
     gc.enable()  # the start of the program disables garbage collection
     device, source = device_of(arguments.device), Path(arguments.source)
     try:
-        saved = open_saved_model(source, arguments.step, arguments.ema)
+        saved = open_saved_model(source, arguments.step, arguments.ema, arguments.base)
         for note in saved.notes:
             print(f"note: {note}", file=sys.stderr)
         dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)

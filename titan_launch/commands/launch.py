@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import SUPPRESS, Namespace
 
 from titan_launch.commands.parser import Parser, check_weights, load_to_train
-from titan_launch.commands.train import add_dry_run, add_verbose, dry_run, is_dry_run
+from titan_launch.commands.train import add_dry_run, add_output, dry_run, is_dry_run
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import BAD_INPUT
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
@@ -17,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_job("titan-launch launch --nproc-per-node 2 --config configs/llama_bn.toml --training.steps=20")
     for name, (metavar, text) in LAUNCH_OPTIONS.items():
         parser.add_argument(f"--{name}", dest=name, metavar=metavar, default=SUPPRESS, help=text)
-    add_verbose(parser)
+    add_output(parser)
     add_dry_run(parser)
 
 
@@ -36,5 +36,6 @@ def run(arguments: Namespace) -> int:
         dry_run(arguments)
     loaded = load_to_train(arguments, world_size, is_elastic=world_size is None)
     check_weights(loaded)
-    worker_args = ["--config", arguments.config, *["--verbose"] * arguments.verbose, *arguments.overrides]
+    output = ["--quiet"] * arguments.quiet + ([f"--log-level={arguments.log_level}"] if arguments.log_level else [])
+    worker_args = ["--config", arguments.config, *output, *arguments.overrides]
     return launch(processes, worker_args, final_statuses=(BAD_INPUT,), run_folder=loaded.config.job.run_folder)

@@ -136,6 +136,8 @@ def add_source(parser: Parser) -> None:
     parser.add_argument("--step", type=at_least(0), metavar="N", help="checkpoint of this step (default: the newest)")
     text = "the moving average of the weights (`[ema]`) in place of each parameter that has one"
     parser.add_argument("--ema", action="store_true", help=text)
+    text = "folder of the parameters that the checkpoint omits (default: model.weights of the run)"
+    parser.add_argument("--base", type=Path, metavar="FOLDER", help=text)
 
 
 def _is_key(name: str) -> bool:

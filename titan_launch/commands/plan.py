@@ -9,16 +9,19 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from titan_launch.commands.parser import Parser, at_least, check_weights, load
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
+from titan_launch.core.files import refuse_weights_folder
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
+from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_auto_batch, with_local_batch_size
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.experts import active_parameters, describe_load
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
@@ -75,9 +78,13 @@ def add_arguments(parser: Parser) -> None:
     )
     text = "rows to compare; own: only the modes that the job sets or that auto may choose (default: all)"
     parser.add_argument("--rows", choices=("all", "own"), default="all", help=text)
+    text = 'plan with the largest microbatch that fits, as with training.local_batch_size = "auto"'
+    parser.add_argument("--max-batch", action="store_true", help=text)
     parser.add_argument(
         "--verbose", action="store_true", help="also print more columns, the FSDP2 units, memory by category"
     )
+    text = "also train two steps as rank R on this device, without other ranks, to see whether its memory suffices"
+    parser.add_argument("--trial", type=at_least(0), metavar="R", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg (needs matplotlib)")
     parser.add_key_options("hardware", KEY_OPTIONS)
@@ -91,14 +98,15 @@ def run(arguments: Namespace) -> NoReturn:
         as_json=arguments.json,
         verbose=arguments.verbose,
         plot=arguments.plot,
+        trial=arguments.trial,
     )
     if options.plot is not None:
+        refuse_weights_folder(Path(options.plot))
         check_plot(options.plot)
     loaded, world_size = load(arguments, arguments.world_size), arguments.world_size
     check_weights(loaded)
-    run_and_exit(
-        lambda: print_plan(loaded.config, world_size, loaded.provenance.place, options), loaded.provenance.describe
-    )
+    config = with_auto_batch(loaded.config) if arguments.max_batch else loaded.config
+    run_and_exit(lambda: print_plan(config, world_size, loaded.provenance.place, options), loaded.provenance.describe)
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,9 @@ class PlanOptions:
 
     plot: str | None = None
     """Path of the picture to write. None: no picture."""
+
+    trial: int | None = None
+    """The rank of a trial. None: no trial."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,9 @@ class _Planned:
     plan: ModelPlan
     """The units of the job as resolved."""
 
+    has_chosen_batch: bool
+    """True if the plan has chosen the microbatch."""
+
     recommendation: Resolution | None
     """The best choice; for `auto`, the same as `resolution`. None if no choice fits, if no memory limit is known, or if
     not all choices are compared."""
@@ -154,6 +168,8 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
     """
     planned = _plan(config, world_size, options)
+    if options.trial is not None:
+        _try(planned, options.trial)
     if options.plot is not None:
         title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
         plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
@@ -164,12 +180,27 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
         print(_format(planned, locate_key, options.verbose))
 
 
+def _try(planned: _Planned, rank: int) -> None:
+    """Train two steps with the modes of a plan. Raises RunError if the memory of this device does not suffice."""
+    import torch
+
+    from titan_launch.trace.trial import run_trial
+
+    if rank >= planned.layout.world_size:
+        raise UserError(f"--trial {rank}: there are {planned.layout.world_size} ranks, counted from 0 (--world-size)")
+    config = planned.resolution.config
+    is_on_gpu = config.job.device != "cpu" and torch.cuda.is_available()
+    run_trial(config, planned.layout, rank, torch.device("cuda" if is_on_gpu else "cpu"))
+    print(f"trial: rank {rank} has trained two steps on {'the GPU' if is_on_gpu else 'the CPU'}", file=sys.stderr)
+
+
 def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
     """Run one training step as rank `rank` of `world_size`, on tensors without values. Print what the rank holds.
 
     Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
     """
-    layout, hardware = _divide(config, world_size)
+    config = with_batch_size(config, world_size)
+    layout, hardware = plan_layout(config.parallelism, config.training, world_size), _hardware(config, world_size)
     config = with_unsharded_parameters(config, layout)
     if is_auto(config):
         resolution = _plan(config, world_size, PlanOptions(only_own=True)).resolution
@@ -180,13 +211,30 @@ def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
     print(dry_run(config, layout, hardware, rank))
 
 
-def _divide(config: JobConfig, world_size: int) -> tuple[Layout, Hardware]:
-    layout = plan_layout(config.parallelism, config.training, world_size)
-    return layout, hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
+def _hardware(config: JobConfig, world_size: int) -> Hardware:
+    return hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
+
+
+def with_batch_size(config: JobConfig, world_size: int, engine: EngineName | None = None) -> JobConfig:
+    """Return the job with the largest microbatch that is planned to fit, if `training.local_batch_size` is `auto`."""
+    if not is_auto_batch(config):
+        return config
+    hardware = _hardware(config, world_size)
+
+    def predict(config: JobConfig, layout: Layout) -> Comparison:
+        config = with_unsharded_parameters(config, layout)
+        subject = _subject(config, layout, hardware, engine)
+        return compare(
+            config, layout, subject.inventory, subject.flops, hardware, subject.engine, True, subject.counted
+        )
+
+    return with_local_batch_size(config, largest_batch(config, world_size, hardware, predict))
 
 
 def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
-    layout, hardware = _divide(config, world_size)
+    chooses_batch = is_auto_batch(config)
+    config = with_batch_size(config, world_size, options.engine)
+    layout, hardware = plan_layout(config.parallelism, config.training, world_size), _hardware(config, world_size)
     config = with_unsharded_parameters(config, layout)
     subject = _subject(config, layout, hardware, options.engine)
     model = (subject.inventory, subject.flops)
@@ -194,7 +242,7 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     resolution = resolve(comparison, hardware)
     plan = plan_job(resolution.config, subject.inventory)
     best = resolution if is_auto(config) else None if options.only_own else recommend(comparison, hardware)
-    return _Planned(layout, hardware, subject, comparison, resolution, plan, best)
+    return _Planned(layout, hardware, subject, comparison, resolution, plan, chooses_batch, best)
 
 
 def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: EngineName | None) -> _Subject:
@@ -214,15 +262,15 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: Engi
 
 def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
     try:
-        from titan_launch.models.build import build_model
         from titan_launch.trace.engine import trace_engine
         from titan_launch.train.auto_mode import inspect_model
+        from titan_launch.train.model import build_job_model
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise UserError(f"model {config.model.name} must be traced, which needs torch: pip install torch") from None
 
-    built = build_model(config.model, config.training.seq_len)
+    built = build_job_model(config)
     inventory = inspect_model(config, built)
     flops = flops_of_model(config.model, config.training.seq_len, built.blocks, built.flops_per_sample)
     engine = trace_engine(config, layout, hardware.kernels)
@@ -260,6 +308,9 @@ def _best(planned: _Planned) -> tuple[Row | None, str | None]:
 def _answer(planned: _Planned) -> str:
     """Return the first lines of the output: the verdict on memory, and the recommended modes or the remedies."""
     row, hardware, best = planned.resolution.row, planned.hardware, planned.recommendation
+    if planned.has_chosen_batch:
+        size = planned.layout.local_batch_size
+        return f"Largest microbatch that fits: {size}.\n{_answer(replace(planned, has_chosen_batch=False))}"
     needed = f"about {format_gib(row.reserved_bytes)}"
     if hardware.memory_gib is None:
         return (
@@ -306,7 +357,11 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
         "flops_are_exact": planned.subject.flops.is_exact,
         "rows": describe_comparison(planned.comparison, planned.resolution.row),
         "notes": list(planned.comparison.notes),
-        "resolved": {**_modes(config), "reason": planned.resolution.reason},
+        "resolved": {
+            **_modes(config),
+            "local_batch_size": planned.layout.local_batch_size,
+            "reason": planned.resolution.reason,
+        },
         "recommended": None if best is None else {**_modes(best.config), "reason": best.reason},
         "accuracy": accuracy(planned.subject.flops, config),
     }

@@ -20,15 +20,21 @@ MOST_FAKE_RANKS = 16384
 def add_arguments(parser: Parser) -> None:
     """Add the options of `train`."""
     parser.add_job("python -m titan_launch --config configs/llama_bn.toml --training.steps=20")
-    add_verbose(parser)
+    add_output(parser)
     add_dry_run(parser)
 
 
-def add_verbose(parser: Parser) -> None:
-    """Add the option `--verbose` of a run."""
-    parser.add_argument(
-        "--verbose", action="store_true", help="also print the table of FSDP2 units (always in the logs)"
-    )
+def add_output(parser: Parser) -> None:
+    """Add the options that choose what a run prints."""
+    group = parser.add_argument_group("output", "the log files always have everything")
+    text = "print no reports and no progress bar, and only warnings and errors"
+    group.add_argument("--quiet", action="store_true", help=text)
+    text = f"lowest level of the messages to print: {', '.join(LOG_LEVELS)} (default: info; with --quiet: warning)"
+    group.add_argument("--log-level", choices=LOG_LEVELS, metavar="LEVEL", help=text)
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+"""Levels of `--log-level`. `debug` has the table of FSDP2 units."""
 
 
 def add_dry_run(parser: Parser) -> None:
@@ -49,7 +55,7 @@ def run(arguments: Namespace) -> NoReturn:
     stop = StopRequest()
     with stop.listening():  # before torch is imported, so that no signal during the import is lost
         loaded = load_to_train(arguments, _world_size())
-        run_and_exit(lambda: _import_and_train(loaded, stop, arguments.verbose), loaded.provenance.describe)
+        run_and_exit(lambda: _import_and_train(loaded, stop, arguments), loaded.provenance.describe)
 
 
 def is_dry_run(arguments: Namespace) -> bool:
@@ -77,11 +83,12 @@ def _world_size() -> int:
         raise UserError(f"error: environment variable WORLD_SIZE: {error}") from None
 
 
-def _import_and_train(loaded: LoadedJob, stop: StopRequest, verbose: bool) -> None:
+def _import_and_train(loaded: LoadedJob, stop: StopRequest, arguments: Namespace) -> None:
     with without_garbage_collection():
         from titan_launch.train.main import train
 
-    train(loaded.config, loaded.provenance, stop, verbose)
+    level = arguments.log_level or ("warning" if arguments.quiet else "info")
+    train(loaded.config, loaded.provenance, stop, level.upper(), arguments.quiet)
 
 
 def _import_and_build(loaded: LoadedJob, world_size: int, rank: int) -> None:

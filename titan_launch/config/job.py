@@ -7,10 +7,18 @@ from pydantic import Field
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.config.sections.data import DataSource, TextData, ValidationConfig
+from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config, KernelsConfig, PrecisionConfig
-from titan_launch.config.sections.run import CommConfig, DebugConfig, GeneralConfig, MetricsConfig, PlannerConfig
+from titan_launch.config.sections.run import (
+    CommConfig,
+    DebugConfig,
+    GeneralConfig,
+    MetricsConfig,
+    PlannerConfig,
+    ProfilingConfig,
+)
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.config.sections.training import (
     EMAConfig,
@@ -28,6 +36,7 @@ class JobConfig(Section):
 
     job: GeneralConfig = Field(default_factory=GeneralConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+    lora: LoRAConfig = Field(default_factory=LoRAConfig)
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     data: DataSource = Field(default_factory=TextData)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
@@ -46,6 +55,7 @@ class JobConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
     planner: PlannerConfig = Field(default_factory=PlannerConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)

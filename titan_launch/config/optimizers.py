@@ -16,6 +16,21 @@ if TYPE_CHECKING:
     from titan_launch.config.sections.training import OptimizerConfig
 
 
+BLOCK = 256
+"""Elements that share a scale if the optimizer's state is in 8 bits (`optimizer.state_dtype = "int8"`)."""
+
+
+def names_in_8_bits(name: str) -> tuple[str, str]:
+    """Return the names of the codes and the scales of a state tensor in 8 bits. Both differ from its name, so that a
+    checkpoint with codes is not read as one with values."""
+    return f"{name}_codes", f"{name}_scales"
+
+
+def shape_of_scales(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales of a state tensor of this `shape`: one for each block within a row."""
+    return (*shape[:-1], -(-shape[-1] // BLOCK))
+
+
 class ShardSize(NamedTuple):
     """The shard of a trained parameter on one rank."""
 
@@ -38,9 +53,39 @@ class ShardSize(NamedTuple):
         """Bytes of a float32 copy of the gradient; 0 if the gradient is float32."""
         return 0 if self.dtype == "float32" else 4 * self.num_elements
 
+    def state_dtype(self, config: OptimizerConfig) -> str:
+        """Return the dtype of the state tensors. The state of vectors is not in 8 bits."""
+        if config.state_dtype == "int8" and len(self.shape) < 2:
+            return "float32"
+        return config.state_dtype or self.dtype
+
+    def state_size(self, config: OptimizerConfig) -> int:
+        """Return the bytes of a state tensor, with the scales of a tensor in 8 bits."""
+        dtype = self.state_dtype(config)
+        scales = 4 * self._padded // BLOCK if dtype == "int8" else 0
+        return self.num_elements * DTYPE_BYTES[dtype] + scales
+
+    @property
+    def _padded(self) -> int:
+        """Elements of the shard, if its rows have whole blocks."""
+        columns = self.shape[-1]
+        return self.num_elements // columns * (-(-columns // BLOCK) * BLOCK)
+
     def state_copy(self, config: OptimizerConfig) -> int:
         """Return the bytes of a float32 copy of a state tensor; 0 if the state is float32."""
-        return 4 * self.num_elements if DTYPE_BYTES[config.state_dtype or self.dtype] < 4 else 0
+        return 4 * self.num_elements if DTYPE_BYTES[self.state_dtype(config)] < 4 else 0
+
+    def decoding(self, config: OptimizerConfig) -> int:
+        """Return the bytes that are allocated to copy a state tensor in 8 bits to float32, beside the copy: int32
+        indices, or the scale of each element."""
+        return 4 * self._padded if self.state_dtype(config) == "int8" else 0
+
+    def encoding(self, config: OptimizerConfig) -> int:
+        """Return the bytes that are allocated to store float32 values in a state tensor: int32 indices of codes, and a
+        copy of the values if the rows have no whole blocks; or those of `draw`."""
+        if self.state_dtype(config) != "int8":
+            return self.draw(config) if self.state_copy(config) else 0
+        return (4 if self._padded == self.num_elements else 8) * self._padded
 
     def parameter_copy(self, config: OptimizerConfig) -> int:
         """Return the bytes of a float32 copy of the parameter; 0 if the parameter is float32 or has a master weight."""
@@ -158,12 +203,12 @@ def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
     roots = 4 * sum(shard.num_elements for shard in shards)
     parameters = sum(shard.parameter_copy(config) for shard in shards)
     draw = max(shard.draw(config) for shard in shards)
-    state_draw = draw if moments else 0
+    encoding = max(shard.encoding(config) for shard in shards)
     return max(
-        gradients + 2 * moments,
-        roots + 2 * moments + state_draw,
+        gradients + 2 * moments + max(shard.decoding(config) for shard in shards),
+        roots + 2 * moments + encoding,
         roots + moments + parameters,
-        parameters + moments + state_draw,
+        parameters + moments + encoding,
         parameters + (draw if parameters else 0),
     )
 
@@ -196,7 +241,10 @@ def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
     draw = max(shard.draw(config) for shard in shards)
     return max(
         parameters + updates + gradients,
-        parameters + updates + momenta + (draw if momenta else 0),
+        parameters
+        + updates
+        + momenta
+        + max(max(s.encoding(config), s.decoding(config)) for s in shards) * bool(momenta),
         parameters + (draw if parameters else 0),
     )
 
@@ -256,8 +304,8 @@ def _muon_direction(shard: ShardSize, config: OptimizerConfig) -> int:
     direction, and the direction in bfloat16."""
     momentum = shard.state_copy(config)
     direction = 4 * shard.num_elements if config.muon.nesterov else 0
-    draw = shard.draw(config) if momentum else 0
-    return shard.gradient_copy + momentum + max(direction, draw) + 2 * shard.num_elements
+    encoding = shard.encoding(config)
+    return shard.gradient_copy + momentum + max(direction, encoding) + 2 * shard.num_elements
 
 
 def _numel(shard: ShardSize) -> int:

@@ -14,6 +14,9 @@ SKLEARN_DIGITS = "sklearn-digits"
 COMPRESSED = (".gz", ".zst")
 """Ends of the names of compressed files."""
 
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+"""Ends of the names of image files, in lower case."""
+
 
 def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Path]]:
     """Return (name, file) for each file that `path` names: one entry or several, each a file, a folder or a glob.

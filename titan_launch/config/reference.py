@@ -12,6 +12,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ def section_doc(section: type[Section]) -> str:
     return _unwrap(section.__doc__ or "")
 
 
+@cache
 def _own_docs(cls: type[Section]) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
@@ -220,6 +222,7 @@ _FOREIGN_INTRODUCTION = """\
 
 If a job file contains a key of these tables, `check` and every run print the remedy. TorchTitan's other keys have the
 same section and name here, or are unknown. For an unknown key the error suggests the most similar key or section.
+`titan-launch migrate` [converts a whole job file of TorchTitan](../how_to/from_torchtitan.md#convert-a-job-file).
 """
 
 _TYPES = {"integer": "whole number", "number": "number", "string": "string", "boolean": "bool", "object": "table"}

@@ -8,7 +8,9 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
+
+from titan_launch.core.errors import UserError
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -21,6 +23,30 @@ def replace_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+class RecordFile:
+    """A file that grows by whole records: if the disk has no room for a record, nothing of the record stays."""
+
+    def __init__(self, path: Path, mode: Literal["ab", "xb"]):
+        """Open the file. `mode`: `ab` appends to a file that may exist, `xb` creates a file."""
+        self._file = path.open(mode, buffering=0)
+
+    def append(self, record: bytes) -> None:
+        """Hand a record to the operating system. If the process is killed afterwards, the record is not lost."""
+        end = os.fstat(self._file.fileno()).st_size
+        rest = memoryview(record)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(end)
+            self._file.seek(end)
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def sync_folder(folder: Path) -> None:
@@ -60,3 +86,19 @@ def read_regular(path: Path) -> bytes:
     """Return the content of a regular file. Raises OSError, also for other kinds of file."""
     with open_regular(path) as file:
         return file.read()
+
+
+def weights_folder_around(path: Path) -> Path | None:
+    """Return the folder with weights (`*.safetensors`) that `path` is, or is inside of; None if there is none. Nothing
+    is written into such a folder, because other programs and runs read it."""
+    whole = path.expanduser().resolve()
+    return next((folder for folder in (whole, *whole.parents) if next(folder.glob("*.safetensors"), None)), None)
+
+
+def refuse_weights_folder(path: Path) -> None:
+    """Raise UserError if `path` is inside of a folder with weights."""
+    found = weights_folder_around(path)
+    if found is not None:
+        raise UserError(
+            f"error: {path} is in {found}, which holds weights, and is never written to; choose another path"
+        )

@@ -37,6 +37,11 @@ class Fingerprint:
     tokenizer: str = ""
     """Digest of the tokenizer that made the tokens; "" for data without tokens."""
 
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of a digest of sizes and contents. Compare it with a digest of the same seed."""
+        return _digest([f"{self.samples} {self.files} {self.states} {self.content}".encode()])[:16]
+
     def changed_to(self, now: Fingerprint) -> str:
         """Return a clause that says how the data has changed; "" if the data is the same. `now`: a fingerprint of the
         present data, made with the same seed."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import remove
+from titan_launch.core.files import refuse_weights_folder, remove
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ def built_once(
     folder = cache_folder() / kind / digest
     if folder.is_dir() and not is_damaged(folder):
         return folder
+    refuse_weights_folder(folder)
     if task:
         _log.info("%s, into %s", task, folder)
     try:

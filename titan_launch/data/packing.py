@@ -74,26 +74,33 @@ class Packing:
 
 def cached_packing(stream: TokenStream, header: Header, seq_len: int) -> Packing:
     """Return the packing of token files. The first process of a host computes it, and the cache keeps it."""
-    identity = [VERSION, seq_len, [(shard.digest, shard.num_documents) for shard in header.shards]]
-    folder = built_once("packing", identity, lambda folder: _write(folder, stream.document_ends(), seq_len))
+    identity = [VERSION, seq_len, header.has_pairs, [(shard.digest, shard.num_documents) for shard in header.shards]]
+    ends = stream.document_ends
+    folder = built_once("packing", identity, lambda folder: _write(folder, pack(ends(), seq_len, header.has_pairs)))
     summary = PackingSummary(**json.loads((folder / _SUMMARY).read_text()))
     mode: Literal["r"] | None = "r" if summary.num_samples else None  # an empty file cannot be mapped
     mapped = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode=mode)) for name in _ARRAYS)
     return Packing(seq_len, summary, *mapped)
 
 
-def _write(folder: Path, document_ends: Indices, seq_len: int) -> None:
-    packing = pack(document_ends, seq_len)
+def _write(folder: Path, packing: Packing) -> None:
     for name in _ARRAYS:
         np.save(folder / f"{name}.npy", getattr(packing, name))
     (folder / _SUMMARY).write_text(json.dumps(asdict(packing.summary)))
 
 
-def pack(document_ends: Indices, seq_len: int) -> Packing:
-    """Return the packing of documents. `document_ends`: number of tokens up to the end of each document."""
+def pack(document_ends: Indices, seq_len: int, has_pairs: bool = False) -> Packing:
+    """Return the packing of documents. `document_ends`: number of tokens up to the end of each document.
+
+    `has_pairs`: documents 2k and 2k + 1 belong to one sample, in which they have consecutive numbers, of which the
+    first is even. Each has at least two tokens, and both fit into a sample (`longest_pair`).
+    """
     num_pairs = np.maximum(np.diff(document_ends, prepend=0) - 1, 0)
     starts, lengths = _pieces(document_ends, num_pairs, seq_len)
-    sample_of = best_fit_decreasing(lengths, seq_len)
+    if has_pairs:
+        sample_of = best_fit_decreasing(lengths[0::2] + lengths[1::2], seq_len).repeat(2)
+    else:
+        sample_of = best_fit_decreasing(lengths, seq_len)
     num_samples = int(sample_of.max(initial=-1)) + 1
 
     first_pieces = np.zeros(num_samples, np.int64)
@@ -108,6 +115,12 @@ def pack(document_ends: Indices, seq_len: int) -> Packing:
     num_documents, num_cut = int((num_pairs > 0).sum()), int((num_pairs > seq_len).sum())
     summary = PackingSummary(num_documents, num_cut, num_samples, padding)
     return Packing(seq_len, summary, starts[by_sample], lengths[by_sample], ends)
+
+
+def longest_pair(document_ends: Indices) -> int:
+    """Return the largest number of places that documents 2k and 2k + 1 take together; 0 without documents."""
+    lengths = np.diff(document_ends, prepend=0) - 1
+    return int((lengths[0::2] + lengths[1::2]).max(initial=0))
 
 
 def _pieces(document_ends: Indices, num_pairs: Indices, seq_len: int) -> tuple[Indices, npt.NDArray[np.int32]]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, UserError, config_error
-from titan_launch.core.files import read_regular, replace_text
+from titan_launch.core.files import read_regular, refuse_weights_folder, replace_text
 from titan_launch.core.signals import signals_blocked, stop_with_parent
 from titan_launch.data.cache import built_once
 from titan_launch.data.corpora.base import Corpus, Document, File, Part, Skipped, in_split
@@ -207,6 +207,7 @@ def _header_of(corpus: Corpus, folder: Path) -> Header | None:
 @contextmanager
 def _claimed(corpus: Corpus, folder: Path) -> Iterator[None]:
     """Lock a folder for a corpus. Raises UserError if the folder has other files, or if another process writes it."""
+    refuse_weights_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / UNFINISHED
     identity = json.dumps([VERSION, corpus.tokenizer.digest, _source(corpus, lambda file: [file.modified_ns])])
@@ -307,6 +308,7 @@ def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]]) -> Header:
         tuple((name, size, f"{checksum:08x}") for (name, size), checksum in files.items()),
         dict(sum((counts.skipped for _, counts in records), Counter[str]())),
         next((counts.first_skipped for _, counts in records if counts.first_skipped), ""),
+        corpus.has_pairs,
         _source(corpus),
     )
 

@@ -55,6 +55,9 @@ class Encoded:
     targets: npt.NDArray[np.bool_] | None = None
     """True for each token that counts as a target; None if all do."""
 
+    first_length: int | None = None
+    """Number of tokens of the first document of a pair. None: the tokens are one document."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -87,6 +90,9 @@ class Header:
     """Number of skipped files or documents, by reason."""
 
     first_skipped: str = ""
+    has_pairs: bool = False
+    """True if documents 2k and 2k + 1 of every shard are a pair: the chosen and the rejected answer to a prompt."""
+
     source: str = ""
     """Digest of the keys of the corpus, and of the names and sizes of its files."""
 
@@ -119,6 +125,8 @@ def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: st
             targets_file = stack.enter_context(_path(folder, name, "targets.part").open("wb"))
         for document in documents:
             tokens_file.write(document.tokens.astype(dtype, copy=False).data)
+            if document.first_length is not None:
+                ends.append(num_tokens + document.first_length)
             num_tokens += len(document.tokens)
             ends.append(num_tokens)
             if targets_file is not None:

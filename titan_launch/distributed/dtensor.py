@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -21,6 +22,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return local
     inner: Tensor = local._tensor  # type: ignore[attr-defined]  # private to torchao; no public name
     return inner
+
+
+def number_of_copies(tensor: Tensor) -> int:
+    """Return how many ranks hold each element of a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(axis) for axis, place in enumerate(tensor.placements) if place.is_replicate())
 
 
 def own_part(full: Tensor, like: DTensor) -> Tensor:

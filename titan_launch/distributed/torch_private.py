@@ -12,7 +12,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,27 @@ class _Watched:
         return self._inner(output_tensor, input_tensor, *args, **kwargs)
 
 
+@contextmanager
+def communication_wrapped(group: FSDPParamGroup, counted: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter `counted()` around everything in which a unit communicates or waits for it, until the end of the block: the
+    all-gather, the wait for it, the reduction of gradients, and the wait for it at the end of backward.
+
+    These functions also copy between parameters and buffers.
+    """
+    with ExitStack() as stack:
+        for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
+            stack.enter_context(replaced(group, name, _counted(getattr(group, name), counted)))
+        yield
+
+
+def _counted(function: Callable[..., None], counted: Callable[[], AbstractContextManager[None]]) -> Callable[..., None]:
+    def call(*args: Any, **kwargs: Any) -> None:
+        with counted():
+            function(*args, **kwargs)
+
+    return call
+
+
 class ReplicaGroup(ABC):
     """Base class of stand-ins for the process group over which FSDP2 all-reduces a unit's gradients (HSDP)."""
 
@@ -220,6 +241,16 @@ def unsharded_parameter(parameter: Any) -> nn.Parameter:
 def shard_to_send(parameter: Any) -> tuple[Tensor, torch.dtype | None]:
     """Return the padded flat shard, and the dtype to which it is cast for the all-gather (None: no cast)."""
     return parameter._sharded_param_data, parameter.param_dtype
+
+
+def update_trained_parameters(model: nn.Module) -> None:
+    """Tell FSDP2 that `requires_grad` of parameters has changed since the first forward.
+
+    FSDP2 passes `requires_grad` on to unsharded parameters itself. But it reads the dtypes of a unit's gradients from
+    the trained parameters once, before the first forward, and finds none in a unit that is frozen then.
+    """
+    for group in parameter_groups(model):
+        group._init_mp_dtypes()
 
 
 def was_gathered(module: nn.Module) -> bool:
@@ -364,6 +395,16 @@ def clear_mesh_caches() -> None:
         torch._C._clear_DTensor_sharding_propagator_cache()
 
 
+def record_memory_history() -> None:
+    """Record all allocations on GPUs from now on, with stack traces. The functions are documented, but private."""
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
+
+
+def write_memory_snapshot(file: str) -> None:
+    """Write the recorded allocations to a file, for https://docs.pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(file)
+
+
 def process_groups() -> Iterable[dist.ProcessGroup]:
     """Return all process groups of this rank, including those of a DeviceMesh."""
     try:
@@ -406,3 +447,13 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """
     set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_group_timeout(timeout, group)
+
+
+# Autograd
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return an alias of `tensor` outside of the graph, in a dispatch mode. Unlike `tensor.detach()` there, the alias
+    has the version counter of `tensor`, so operations in place are noticed."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 
-from titan_launch.config.architectures import ARCHITECTURES, resolve_args
+from titan_launch.config.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.config_json import config_of, model_type_of, read_json
+from titan_launch.config.huggingface.adapters import CONFIG as ADAPTER_CONFIG
+from titan_launch.config.huggingface.config_json import config_of, read_json
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.inference.saved_model import SavedModel, open_saved_model
-from titan_launch.models.weights.folder import VOCABULARY
-from titan_launch.models.weights.tensor_names import Shape, is_selection_bias, pieces_of, tensor_shapes
+from titan_launch.core.errors import listed
+from titan_launch.inference.model_card import write_card
+from titan_launch.inference.saved_model import SavedModel, adapters_of_saved, merged, open_saved_model
+from titan_launch.models.weights.adapters import BASE, Target, file_places, targets_of
+from titan_launch.models.weights.adapters import FILE as ADAPTER_FILE
+from titan_launch.models.weights.adapters import config_of as adapter_config
+from titan_launch.models.weights.tensor_names import is_selection_bias, tensor_shapes
 from titan_launch.models.weights.writing import (
     COMPANIONS,
     Entry,
@@ -26,6 +33,7 @@ from titan_launch.models.weights.writing import (
     write_json,
     write_tensors,
 )
+from titan_launch.plan.freezing import Freezing
 
 DEFAULT_SHARD_SIZE = "5GB"
 
@@ -44,13 +52,20 @@ class ExportOptions:
     ema: bool = False
     """Write the moving average of the weights in place of each parameter that has one."""
 
+    is_adapter: bool = False
+    """Write only the adapters, as a folder of `peft`, instead of the model with its adapters added to its weights."""
+
+    base: Path | None = None
+    """Folder of the parameters that the checkpoint omits; None: `model.weights` of the run."""
+
 
 def export(run: Path, out: Path, options: ExportOptions) -> str:
     """Write the weights of a run, or of a folder that `open_saved_model` takes. Return a line about the result.
 
     Host memory stays near twice the largest tensor. Raises WeightsError, DamagedCheckpointError and UserError.
     """
-    source = open_saved_model(run, options.step, options.ema)
+    saved = open_saved_model(run, options.step, options.ema, options.base)
+    source = saved if options.is_adapter else merged(saved)
     if options.dtype is not None:
         dtype = getattr(torch, options.dtype)
         entries = {
@@ -61,8 +76,12 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
         }
         source = replace(source, entries=entries)
     write = _write_plain if options.is_plain else _write_huggingface
+    if options.is_adapter:
+        write = _write_adapter
     with new_folder(out) as folder:
         num_tensors, num_bytes = write(source, folder, options)
+        library = "transformers" if not options.is_plain else "titan_launch"
+        write_card(folder, saved, run, "peft" if options.is_adapter else library)
     return f"wrote {num_tensors} tensors ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}"
 
 
@@ -78,18 +97,12 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
     model, entries = source.job.model, _without_shared(source)
     if model.name == HUGGINGFACE:
         return _write_class(source, folder, options)
-    model_type = model_type_of(model.name)  # raises for models that are not decoders
     original = None if source.companions is None else read_json(source.companions / CONFIG_FILE)
+    rows = _rows(source, options)
+    shapes, pieces = file_places(model, {name: entry.shape for name, entry in entries.items()}, rows)
     args = cast(DecoderArgs, resolve_args(model.name, model.flavor, model.args))
-    rows = args.vocab_size
-    kept = min(rows, options.vocab_size or (original or {}).get("vocab_size", rows))
-    if options.vocab_size is not None and options.vocab_size > rows:
-        raise WeightsError(f"--vocab-size {options.vocab_size} is larger than the model's vocab_size, {rows}")
-    args = args.model_copy(update={"vocab_size": kept})
+    args = args.model_copy(update={"vocab_size": rows})
     config = config_of(model.name, args, _dtype_name(source), source.job.training.seq_len, original)
-    shapes: dict[str, Shape] = {name: entry.shape for name, entry in entries.items()}
-    shapes |= {name: (kept, *shapes[name][1:]) for name in VOCABULARY if name in shapes}
-    pieces = pieces_of(model_type, shapes, args.head_width)
     dtype_of = {tensor: entries[name].dtype for name, piece in pieces.items() for tensor in piece.tensors}
     files = [Entry(name, shape, dtype_of[name]) for name, shape in tensor_shapes(pieces, shapes).items()]
     num_bytes = write_tensors(
@@ -106,6 +119,63 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key)}
         write_json(generation, {"_from_model_config": True, **ids})
     return len(files), num_bytes
+
+
+def _rows(source: SavedModel, options: ExportOptions) -> int | None:
+    """Return the rows of the vocabulary to write; None if the model has no such argument."""
+    model = source.job.model
+    rows: int | None = getattr(known_args(model), "vocab_size", None)
+    if rows is None or model.name == HUGGINGFACE:
+        return None
+    if options.vocab_size is not None and options.vocab_size > rows:
+        raise WeightsError(f"--vocab-size {options.vocab_size} is larger than the model's vocab_size, {rows}")
+    original = {} if source.companions is None else read_json(source.companions / CONFIG_FILE)
+    return min(rows, options.vocab_size or original.get("vocab_size", rows))
+
+
+def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
+    """Write the adapters as a folder of `peft`, for the model with which the run began."""
+    adapters, lora = adapters_of_saved(source), source.job.lora
+    if not adapters:
+        raise WeightsError("it has no adapters ([lora] was not set); remove --adapter")
+    own = {name for adapter in adapters for name in (adapter.a, adapter.b)}
+    if others := _other_trained(source, own):
+        reason = f"it trained {len(others)} parameters besides its adapters: {listed(others)}"
+        raise WeightsError(f"{reason}; a folder of adapters would lack them: remove --adapter")
+    weights = {name: entry.shape for name, entry in source.entries.items() if name not in own}
+    shapes, pieces = file_places(source.job.model, weights, _rows(source, options), options.is_plain)
+    targets = targets_of(adapters, shapes, pieces)
+    entries, parts = [], dict[str, tuple[Target, int]]()
+    for target in targets:
+        of_target = target.shapes(lora.rank * len(target.parts))
+        for index, (key, shape) in enumerate(zip(target.keys, of_target, strict=True)):
+            entries.append(Entry(key, shape, source.entries[target.parts[0].adapter.a].dtype))
+            parts[key] = target, index
+
+    def read(entry: Entry) -> Tensor:
+        target, index = parts[entry.name]
+        return target.to_file(source.read, lora.rank)[index].to(entry.dtype).contiguous()
+
+    recorded = None if source.manifest is None else source.manifest.base
+    metadata = {} if recorded is None else {BASE: recorded.fingerprint.digest}
+    num_bytes = write_tensors(folder, entries, read, file=ADAPTER_FILE, metadata=metadata)
+    base = None if recorded is None else recorded.folder
+    if source.base is not None:
+        base = str(source.base.resolve())
+    modules = {tensor.rpartition(".")[0] for piece in pieces.values() for tensor in piece.tensors}
+    is_conv = any(piece.is_transposed and piece.num_experts is None for piece in pieces.values())
+    write_json(folder / ADAPTER_CONFIG, adapter_config(targets, lora, modules, base, is_conv))
+    return len(entries), num_bytes
+
+
+def _other_trained(source: SavedModel, own: Collection[str]) -> list[str]:
+    """Return the parameters that a run trained besides its adapters, whose names are `own`."""
+    freezing = Freezing(source.job.training, has_adapters=True)
+    return [
+        name
+        for name in source.entries
+        if name not in own and freezing.trained_from([name], requires_grad=True) is not None
+    ]
 
 
 def _write_class(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConf
 from titan_launch.core.errors import UserError, listed
 from titan_launch.core.import_string import refuse_imports_from
 from titan_launch.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_beside
-from titan_launch.inference.saved_model import SavedModel
+from titan_launch.inference.saved_model import SavedModel, merged
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
@@ -63,6 +63,7 @@ def load_language_model(
     `dtype`: dtype of the parameters, by default the widest of the saved ones. `model`: name of the model by the user,
     who may choose code; a folder may not. Raises WeightsError, ConfigError and UserError.
     """
+    saved = merged(saved)
     job = saved.job
     _check_model(job, model)
     refuse_imports_from([source], Path(job.job.dump_folder))
@@ -130,7 +131,8 @@ def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.d
     model = saved.job.model
     if model.name == HUGGINGFACE:  # so that the class does not initialise its parameters
         model = model.model_copy(update={"weights": str(source)})
-    built = build_model(model, max_tokens, HostBuild(seed=0, free_bytes=int(free_memory_gib() * GIB)))
+    host = HostBuild(seed=0, free_bytes=int(free_memory_gib() * GIB))
+    built = build_model(model, max_tokens, host)
     _allocate(built.module, device, dtype)
     _fill(built, saved, device)
     for child in built.module.modules():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,22 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
-from titan_launch.checkpoint.manifest import check, checkpoint_name, complete_steps
+from titan_launch.checkpoint.manifest import Base, Manifest, check, checkpoint_name, complete_steps
 from titan_launch.config.huggingface.config_json import longest_sequence, read_folder_config, read_json
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model, take_inventory
-from titan_launch.models.weights.folder import FLOATS, WeightsFolder, find_weights
-from titan_launch.models.weights.tensor_names import is_selection_bias
+from titan_launch.models.lora import Adapter, adapters_of, delta
+from titan_launch.models.weights.folder import FLOATS, Weights, WeightsFolder, find_weights, open_weights
+from titan_launch.models.weights.tensor_names import Piece, is_selection_bias
 from titan_launch.models.weights.writing import Entry, companions_of
+from titan_launch.plan.freezing import ADAPTER
 from titan_launch.train.run_folder.folder import checkpoint_folder
+
+_OF_FROZEN = ("trainable", "frozen", "unfreeze")
+"""Keys of `[training]` that a model without adapters has no use for."""
 
 _LONGEST = 2048
 """Largest `training.seq_len` in the record of a Hugging Face folder."""
@@ -50,6 +55,13 @@ class SavedModel:
     notes: tuple[str, ...] = ()
     """Sentences about keys of a Hugging Face `config.json` that have no effect here."""
 
+    base: Path | None = None
+    """Folder of the weights with which the run began, as far as it still exists; the folder itself for Hugging Face
+    weights."""
+
+    manifest: Manifest | None = None
+    """Manifest of the checkpoint; None for a folder that is not of a run."""
+
     @property
     def num_parameters(self) -> int:
         """Number of elements of all tensors."""
@@ -63,11 +75,13 @@ class SavedModel:
         return max(floating, key=lambda dtype: dtype.itemsize)
 
 
-def open_saved_model(folder: Path, step: int | None = None, ema: bool = False) -> SavedModel:
+def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, base: Path | None = None) -> SavedModel:
     """Open a run folder, a folder that `import` or `export` wrote, or a Hugging Face folder. No values are read.
 
     `step`: step of the run's checkpoint, by default the newest. `ema`: use the moving average of the weights in place
-    of each parameter that has one. Raises WeightsError, DamagedCheckpointError and UserError.
+    of each parameter that has one. `base`: folder of the parameters that the checkpoint omits, by default the first
+    that exists of `model.weights` and the path in the manifest. Adapters are tensors of their own; see `merged`. Raises
+    WeightsError, DamagedCheckpointError and UserError.
     """
     record = read_json(folder / CONFIG_FILE)
     steps = complete_steps(checkpoint_folder(folder))
@@ -85,24 +99,61 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False) -
     if not has_checkpoint:
         return _open_imported(folder, record, job)
     checkpoint = checkpoint_folder(folder) / checkpoint_name(max(steps) if step is None else step)
-    check_step(checkpoint, check(checkpoint).step)
+    manifest = check(checkpoint)
+    check_step(checkpoint, manifest.step)
     tensors = model_tensors(checkpoint, ema)
     entries = {name: Entry(name, t.shape, getattr(torch, t.dtype)) for name, t in tensors.items()}
-    began_with = job.model.weights or job.model.path
-    companions = None if began_with is None else companions_of(Path(began_with))
-    return SavedModel(
-        record, job, entries, lambda name: read_tensor(checkpoint, tensors[name]), checkpoint.name, companions
+
+    def read(name: str) -> Tensor:
+        return read_tensor(checkpoint, tensors[name])
+
+    started_from = _base_folder(job, manifest.base, base)
+    companions = None if started_from is None else companions_of(started_from)
+    saved = SavedModel(record, job, entries, read, checkpoint.name, companions, (), started_from, manifest)
+    return _with_base(saved)
+
+
+def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> Path | None:
+    """Return the folder with whose weights a run began: `given`, or the first that exists of `model.weights`, the path
+    in the manifest, and `model.path`. None without such a folder."""
+    if given is not None:
+        return given
+    named = (job.model.weights, recorded and recorded.folder, job.model.path)
+    return next((Path(path) for path in named if path and Path(path).is_dir()), None)
+
+
+def _with_base(saved: SavedModel) -> SavedModel:
+    """Return the model with the parameters that the checkpoint omits, which are in the folder that the run began with.
+
+    Raises WeightsError if that folder is missing, or has another fingerprint.
+    """
+    base = None if saved.manifest is None else saved.manifest.base
+    if base is None or not base.omitted:
+        return saved
+    needed = (
+        f"{saved.description} omits {base.omitted} parameters that are never trained; their values are in "
+        f"{base.folder}, with the fingerprint {base.fingerprint.digest}; name this folder with --base"
     )
+    if saved.base is None:
+        raise WeightsError(needed)
+    folder = _FolderWeights.of(saved.job, saved.base)
+    if change := base.fingerprint.changed_to(now := folder.weights.folder.fingerprint()):
+        raise WeightsError(f"{saved.base} has the fingerprint {now.digest} ({change}), but {needed}")
+    added = {name: entry for name, entry in folder.entries.items() if name not in saved.entries}
+    if len(added) != base.omitted:
+        raise WeightsError(f"{saved.base} has {len(added)} of the parameters; {needed}")
+
+    def read(name: str) -> Tensor:
+        return folder.read(name) if name in added else saved.read(name)
+
+    return replace(saved, entries={**saved.entries, **added}, read=read)
 
 
 def _open_imported(folder: Path, record: Mapping[str, Any], job: JobConfig) -> SavedModel:
     if not any(folder.glob("*.safetensors")):
         raise WeightsError("it has neither checkpoints nor *.safetensors")
     files = WeightsFolder(folder)
-    entries = {
-        name: Entry(name, tensor.shape, getattr(torch, FLOATS.get(tensor.dtype, "int64")))
-        for name, tensor in files.tensors.items()
-    }
+    entries = {name: Entry(name, tensor.shape, _dtype(tensor.dtype)) for name, tensor in files.tensors.items()}
 
     def read(name: str) -> Tensor:
         shape = entries[name].shape
@@ -113,24 +164,100 @@ def _open_imported(folder: Path, record: Mapping[str, Any], job: JobConfig) -> S
 
 def _open_huggingface(folder: Path) -> SavedModel:
     found = read_folder_config(folder)
-    model = ModelConfig(name=found.name, flavor=found.flavor, args=dict(found.args), weights=str(folder))
+    model = ModelConfig(name=found.name, flavor=found.flavor, args=dict(found.args))
     seq_len = min(longest_sequence(found.config) or _LONGEST, _LONGEST)
-    module = build_model(model, seq_len).module
-    try:
-        weights = find_weights(model, take_inventory(module, ()))
-    except ConfigError as error:
-        raise WeightsError(error.problems[0].reason) from None
-    shapes = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    dtypes = {name: FLOATS[weights.folder.tensors[piece.tensors[0]].dtype] for name, piece in weights.pieces.items()}
-    entries = {name: Entry(name, shapes[name], getattr(torch, dtype)) for name, dtype in dtypes.items()}
+    record = {"model": model.model_dump(mode="json", exclude_none=True), "training": {"seq_len": seq_len}}
+    job = JobConfig.model_validate(record)
+    weights = _FolderWeights.of(job, folder)
+    return SavedModel(
+        record, job, weights.entries, weights.read, "the Hugging Face weights", folder, found.notes, base=folder
+    )
+
+
+def adapters_of_saved(saved: SavedModel) -> list[Adapter]:
+    """Return the adapters among the tensors of a model. Raises WeightsError if the kind of one is unknown."""
+    if not saved.job.lora.targets:
+        return []
+    if ":" not in saved.job.model.name:
+        return list(adapters_of(build_model(saved.job.model, saved.job.training.seq_len, lora=saved.job.lora).module))
+    return [_adapter_by_shape(saved, a) for a in saved.entries if a.endswith(f".{ADAPTER}.a")]
+
+
+def _adapter_by_shape(saved: SavedModel, a: str) -> Adapter:
+    """Return an adapter of a user's own model, whose code is not run: the shapes tell a linear layer from an
+    embedding."""
+    path = a.removesuffix(".a")
+    weight, b = f"{path.removesuffix(f'.{ADAPTER}')}.weight", f"{path}.b"
+    rows, columns = saved.entries[weight].shape
+    if rows == columns:
+        reason = "is square, so it may be of a linear layer or of an embedding, and a folder may not choose code"
+        raise WeightsError(f"{weight} {reason}; its adapter cannot be merged")
+    is_embedding = saved.entries[a].shape[1] == rows
+    return Adapter(weight, a, b, saved.job.lora.scale, is_embedding)
+
+
+def merged(saved: SavedModel) -> SavedModel:
+    """Return the model with its adapters added to its weights. A weight with an adapter is read in fp32, so that it is
+    rounded once. Without adapters, return the model itself."""
+    adapters = {adapter.weight: adapter for adapter in adapters_of_saved(saved)}
+    if not adapters:
+        return saved
+    parts = {name for adapter in adapters.values() for name in (adapter.a, adapter.b)}
 
     def read(name: str) -> Tensor:
-        shape = entries[name].shape
-        return weights.read(name, (0,) * len(shape), shape).contiguous()
+        if name not in adapters:
+            return saved.read(name)
+        adapter = adapters[name]
+        return saved.read(name).float() + delta(
+            saved.read(adapter.a), saved.read(adapter.b), adapter.scale, adapter.is_embedding
+        )
 
-    record = {
-        "model": model.model_dump(mode="json", exclude={"weights"}, exclude_none=True),
-        "training": {"seq_len": seq_len},
-    }
-    job = JobConfig.model_validate(record)
-    return SavedModel(record, job, entries, read, "the Hugging Face weights", folder, found.notes)
+    training = {key: value for key, value in saved.record["training"].items() if key not in _OF_FROZEN}
+    record = {**{key: value for key, value in saved.record.items() if key != "lora"}, "training": training}
+    return replace(
+        saved,
+        record=record,
+        job=JobConfig.model_validate(record),
+        entries={name: entry for name, entry in saved.entries.items() if name not in parts},
+        read=read,
+        description=f"{saved.description} with its adapters",
+    )
+
+
+@dataclass(frozen=True)
+class _FolderWeights:
+    """The parameters of a model in a folder."""
+
+    weights: Weights
+    entries: Mapping[str, Entry]
+
+    @classmethod
+    def of(cls, job: JobConfig, folder: Path) -> _FolderWeights:
+        """Compare a folder with the model of a job. The code of a user's own model is not run: the folder then has the
+        names of the model. Raises WeightsError."""
+        model = job.model.model_copy(update={"weights": str(folder)})
+        try:
+            if ":" in model.name:
+                files = open_weights(model)
+                weights = Weights(files, {name: Piece(name) for name in files.tensors})
+                shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
+            else:
+                module = build_model(model, job.training.seq_len, lora=job.lora).module
+                weights = find_weights(model, take_inventory(module, ()), getattr(module, "names_in_files", None))
+                shapes = {name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}
+        except ConfigError as error:
+            raise WeightsError(error.problems[0].reason) from None
+        dtypes = {name: weights.folder.tensors[piece.tensors[0]].dtype for name, piece in weights.pieces.items()}
+        entries = {name: Entry(name, shapes[name], _dtype(dtype)) for name, dtype in dtypes.items()}
+        return cls(weights, entries)
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole parameter."""
+        shape = self.entries[name].shape
+        return self.weights.read(name, (0,) * len(shape), shape).contiguous()
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Return the dtype with a name in a file."""
+    dtype: torch.dtype = getattr(torch, FLOATS.get(name, "int64"))
+    return dtype

@@ -86,11 +86,27 @@ def _processes_per_node(text: str) -> int:
 
 def count_gpus() -> int:
     """Return the number of visible GPUs of this host, from `CUDA_VISIBLE_DEVICES` or `nvidia-smi`, without torch."""
+    visible = _visible_gpus()
+    return sum(line.startswith("GPU ") for line in _ask_driver("-L")) if visible is None else visible
+
+
+def find_gpus() -> list[tuple[str, float]]:
+    """Return (name, memory in GiB) of each visible GPU of this host, as the driver reports them, without torch."""
+    rows = _ask_driver("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+    gpus = [(name.strip(), float(mib) / 1024) for name, _, mib in (row.rpartition(",") for row in rows)]
+    return gpus[: _visible_gpus()]
+
+
+def _visible_gpus() -> int | None:
+    """Return the number of GPUs in `CUDA_VISIBLE_DEVICES`; None if it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return None if visible is None else len([gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")])
+
+
+def _ask_driver(*options: str) -> list[str]:
+    """Return the lines that `nvidia-smi` prints; none without a driver."""
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+        answer = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+        return []
+    return answer.stdout.splitlines() if answer.returncode == 0 else []

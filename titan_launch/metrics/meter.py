@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titan_launch.config.sections.data import SampleUnit
 from titan_launch.metrics.tags import tag_of
+from titan_launch.metrics.timeline import PAUSES, STEP_PARTS, Timeline
 from titan_launch.plan.hardware import GIB
 
 _WINDOW_TARGETS = "targets in the window"
@@ -22,14 +23,14 @@ _WINDOW_TARGETS = "targets in the window"
 class Meter:
     """Collector of the metrics of `titan_launch.metrics.tags` over a window, which is the time between two reports.
 
-        with meter.loading():
+        with meter.timeline.part("data"):
             batch = next(batches)
         ...                                     # forward, backward
-        meter.end_step(valid_global)
+        meter.end_step(...)
         if is_time_to_report:
             scalars = meter.report(...)
-        with meter.paused():
-            ...                                 # validation, checkpoint
+        with meter.paused("validation"):
+            ...
 
     Only `report` and both ends of `paused` wait for the device. The first window starts when the meter is created.
     """
@@ -42,6 +43,7 @@ class Meter:
         unit: SampleUnit = "tokens",
         flops_per_step_per_device: float | None = None,
         peak_flops: float | None = None,
+        timeline: Timeline | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """`world_size`: number of ranks of the default process group; with 1 no group is needed.
@@ -49,7 +51,8 @@ class Meter:
         `unit`: the kind of sample that throughput counts. A token and an image have one target each.
 
         `flops_per_step_per_device`: FLOPs including ignored positions. If None, no TFLOP/s are reported. `peak_flops`:
-        peak of one device in FLOP/s. If None, no MFU is reported.
+        peak of one device in FLOP/s. If None, no MFU is reported. `timeline`: the timeline in which the step counts its
+        parts; None: a new one.
         """
         self._device = device
         self._world_size = world_size
@@ -57,43 +60,47 @@ class Meter:
         self._flops_per_step = flops_per_step_per_device
         self._peak_flops = peak_flops
         self._clock = clock
-        self._targets = torch.zeros((), dtype=torch.float64, device=device)
+        self.timeline = Timeline(device, clock) if timeline is None else timeline
+        """The parts of the window's time on this rank."""
+
+        self._targets, self._losses, self._counted = (
+            torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)
+        )
+        self.timeline.take()
         self._start_window()
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Count the time of the block as waiting for data."""
-        start = self._clock()
-        yield
-        self._loading_s += self._clock() - start
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time of the block from step time and throughput.
+    def paused(self, part: str) -> Iterator[None]:
+        """Exclude the time of the block from step time and throughput. `part`: one of `PAUSES`, under which it counts.
 
         The host waits for the device at both ends of the block. So the time of training work that was queued before the
         block counts, and the time of work queued in the block does not.
         """
         self._synchronize()
         start = self._clock()
-        yield
-        self._synchronize()
+        with self.timeline.part(part):
+            yield
+            self._synchronize()
         self._paused_s += self._clock() - start
 
-    def end_step(self, valid_global: Tensor) -> None:
+    def end_step(self, num_targets: Tensor, loss_sum: Tensor, is_skipped: Tensor) -> None:
         """Count a step that the host has finished. The device may still run it.
 
-        `valid_global`: number of valid targets of the step over all ranks; a tensor with one element.
+        `num_targets`: number of valid targets of the step over all ranks. `loss_sum`: sum of this rank's losses of the
+        step divided by the number of the loss's items. `is_skipped`: 1 if the step was skipped, else 0; the loss of a
+        skipped step does not count. All have one element.
         """
-        self._targets += valid_global
+        self._targets += num_targets
+        self._losses += torch.where(is_skipped == 0, loss_sum.detach(), 0)
+        self._counted += is_skipped == 0
         self._steps += 1
 
     def report(
         self,
         *,
         loss_sum: Tensor,
-        valid_local: Tensor,
-        valid_global: Tensor,
+        items_local: Tensor,
+        items_global: Tensor,
         grad_norm: Tensor,
         measured: Mapping[str, float | Tensor] | None = None,
     ) -> dict[str, float]:
@@ -103,19 +110,19 @@ class Meter:
         maxima. It copies the results to the host in one transfer, which waits for the device. Metrics that are reduced
         over ranks are equal on all ranks. `time/step_s` and throughputs are measured on this rank.
 
-        `loss_sum`: sum of this rank's losses of the last step divided by `valid_global`. The sum over ranks is the mean
-        loss. `valid_local`, `valid_global`: number of valid targets of the last step on this rank and on all ranks.
-        `grad_norm`: norm of the whole gradient, equal on all ranks. All four have one element. `measured`: further
-        metrics of this rank by tag; all ranks pass the same tags.
+        `loss_sum`: sum of this rank's losses of the last step divided by `items_global`. It is reported only if all
+        steps of the window were skipped. `items_local`, `items_global`: number of the loss's items (valid targets, or
+        pairs of answers) of the last step on this rank and on all ranks. `grad_norm`: norm of the whole gradient, equal
+        on all ranks. All four have one element. `measured`: further metrics of this rank by tag; all ranks pass the
+        same tags.
         """
         if not self._steps:
             raise RuntimeError("report() was called without a step since the last report; call end_step first")
         values = self._combine(
             {
-                "train/loss": loss_sum,
-                "train/loss_max": _own_mean(loss_sum, valid_local, valid_global),
+                "train/loss": torch.where(self._counted > 0, self._losses / self._counted, loss_sum),
+                "train/loss_max": _own_mean(loss_sum, items_local, items_global),
                 "train/grad_norm": grad_norm,
-                "time/data_s": self._loading_s / self._steps,
                 _WINDOW_TARGETS: self._targets,
                 **_memory(self._device),
                 **(measured or {}),
@@ -123,7 +130,7 @@ class Meter:
         )
         targets = values.pop(_WINDOW_TARGETS)
         if values["train/loss_max"] == -torch.inf:
-            del values["train/loss_max"]  # no rank had a valid target
+            del values["train/loss_max"]  # no rank had an item
         # The device has finished the window only now, so the time is read here.
         values |= self._rates(targets, self._clock() - self._window_start - self._paused_s)
         self._start_window()
@@ -132,6 +139,7 @@ class Meter:
     def _rates(self, targets: float, seconds: float) -> dict[str, float]:
         rates = {
             "time/step_s": seconds / self._steps,
+            **self._parts(seconds),
             f"throughput/{self._unit}_per_second": targets / seconds,
             f"throughput/{self._unit}_per_second_per_device": targets / seconds / self._world_size,
         }
@@ -141,6 +149,15 @@ class Meter:
             if self._peak_flops is not None:
                 rates["throughput/mfu_percent"] = 100 * flops_per_second / self._peak_flops
         return rates
+
+    def _parts(self, seconds: float) -> dict[str, float]:
+        """Return the parts of a step's time, and the time of pauses, in seconds per step. `seconds`: time of all steps
+        of the window."""
+        spent = self.timeline.take()
+        parts = {name: spent.get(name, 0.0) for name in STEP_PARTS}
+        parts["other"] = seconds - sum(parts.values())
+        parts |= {name: spent.get(name, 0.0) for name in PAUSES}
+        return {f"time/{name}_s": part / self._steps for name, part in parts.items()}
 
     @torch.no_grad()
     def _combine(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
@@ -173,9 +190,9 @@ class Meter:
 
     def _start_window(self) -> None:
         self._steps = 0
-        self._loading_s = 0.0
         self._paused_s = 0.0
-        self._targets.zero_()
+        for total in (self._targets, self._losses, self._counted):
+            total.zero_()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._window_start = self._clock()
@@ -185,12 +202,12 @@ class Meter:
             torch.cuda.synchronize(self._device)
 
 
-def _own_mean(loss_sum: Tensor, valid_local: Tensor, valid_global: Tensor) -> Tensor:
-    """Return this rank's mean loss. Return -inf if it has no valid target, and inf if the loss is NaN.
+def _own_mean(loss_sum: Tensor, items_local: Tensor, items_global: Tensor) -> Tensor:
+    """Return this rank's mean loss. Return -inf if it has no item, and inf if the loss is NaN.
 
     A maximum over ranks ignores -inf. Some backends would ignore NaN in a maximum."""
-    mean = (loss_sum.double() * valid_global / valid_local).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return torch.where(valid_local > 0, mean, -torch.inf)
+    mean = (loss_sum.double() * items_global / items_local).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return torch.where(items_local > 0, mean, -torch.inf)
 
 
 def _memory(device: torch.device) -> dict[str, float]:

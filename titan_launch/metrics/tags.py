@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,14 +12,15 @@ class Tag:
     """A metric."""
 
     name: str
-    """Name, in which `<source>` stands for the name of a source of a mixture, and `<layer>` for the path of a layer."""
+    """Name, in which `<source>` stands for the name of a source of a mixture, `<layer>` and `<module>` for the path of
+    a layer or module, and `<group>` for the name of a group of parameters."""
 
     combine: Literal["sum", "max", "same"]
     """Reduction over the ranks. `same`: no reduction, because all ranks have the same value."""
 
     meaning: str
     chart: tuple[str, str] | None = None
-    """(group, title) of the dashboard's chart that shows the metric. Tags with the same pair share a chart."""
+    """(page, title) of the dashboard's chart that shows the metric. Tags with the same pair share a chart."""
 
     console: str | None = None
     """`str.format` pattern of the metric's field in a console line. Ordinary values must give fields of equal width."""
@@ -32,40 +33,141 @@ class Tag:
     that measures the value passes it to the meter."""
 
 
+PAGES = ("Learning", "Speed", "Memory", "Precision", "Data", "Experts", "Health")
+"""The pages of the dashboard, in order."""
+
 TAGS = [
     Tag(
         "train/loss",
         "sum",
-        "Mean cross-entropy of the step over all targets of all ranks that are not ignored, with label smoothing and "
-        "without the z-loss.",
-        chart=("loss", "loss"),
+        "Mean loss over all ranks: the cross-entropy of all targets that are not ignored, with label smoothing and "
+        "without the z-loss, or the loss that `loss.name` names; mean of the steps since the last report that were not "
+        "skipped.",
+        chart=("Learning", "loss"),
         console="loss {:8.4f}",
+    ),
+    Tag(
+        "train/perplexity",
+        "same",
+        "Exponential of `train/loss`; only for tokens without label smoothing.",
+        chart=("Learning", "perplexity"),
     ),
     Tag(
         "train/z_loss",
         "sum",
         "With `loss.z_loss`: mean z-loss of the step over the same targets, times its weight.",
-        chart=("loss", "z-loss"),
+        chart=("Learning", "z-loss"),
+    ),
+    Tag(
+        "distillation/kl_divergence",
+        "sum",
+        'With `loss.name = "distillation"`: mean KL divergence from the probabilities of the teacher at '
+        "`loss.distillation.temperature`, without its weight.",
+        chart=("Learning", "parts of the distillation loss"),
+    ),
+    Tag(
+        "distillation/cross_entropy",
+        "sum",
+        'With `loss.name = "distillation"`: mean cross-entropy of the step, without its weight.',
+        chart=("Learning", "parts of the distillation loss"),
+    ),
+    Tag(
+        "dpo/reward_chosen",
+        "sum",
+        'With `loss.name = "dpo"`: mean reward of the chosen answers of the step, `loss.dpo.beta` times the log-ratio.',
+        chart=("Learning", "rewards of answers"),
+    ),
+    Tag(
+        "dpo/reward_rejected",
+        "sum",
+        'With `loss.name = "dpo"`: mean reward of the rejected answers of the step.',
+        chart=("Learning", "rewards of answers"),
+    ),
+    Tag(
+        "dpo/reward_margin",
+        "sum",
+        "`dpo/reward_chosen` minus `dpo/reward_rejected`.",
+        chart=("Learning", "rewards of answers"),
+        console="margin {:8.4f}",
+    ),
+    Tag(
+        "dpo/accuracy",
+        "sum",
+        'With `loss.name = "dpo"`: fraction of the pairs of the step whose chosen answer has the higher reward, from 0 '
+        "to 1.",
+        chart=("Learning", "accuracy of preferences"),
+        console="preferred {:7.2%}",
     ),
     Tag(
         "train/loss_max",
         "max",
         "Largest mean loss of a single rank; infinite if a rank's loss is NaN.",
-        chart=("loss", "loss"),
+        chart=("Learning", "loss"),
     ),
     Tag(
         "train/grad_norm",
         "same",
         "Norm of the whole gradient before clipping.",
-        chart=("loss", "gradient norm"),
+        chart=("Learning", "gradient norm"),
         console="grad norm {:8.3f}",
     ),
     Tag(
         "train/lr",
         "same",
         "Learning rate of the step.",
-        chart=("loss", "learning rate"),
+        chart=("Learning", "learning rate"),
         console="lr {:9.3e}",
+    ),
+    Tag(
+        "train/lr/<group>",
+        "same",
+        "Learning rate of a group of `[[optimizer.param_groups]]`, if groups have different ones.",
+        chart=("Learning", "learning rate"),
+    ),
+    Tag(
+        "learned/grad_norm/<module>",
+        "same",
+        "With `metrics.modules`: norm of the gradients of a module's parameters in the reported step, before clipping.",
+        chart=("Learning", "gradient norm of modules"),
+    ),
+    Tag(
+        "learned/param_norm/<module>",
+        "same",
+        "With `metrics.modules`: norm of a module's parameters before the update.",
+        chart=("Learning", "parameter norm of modules"),
+    ),
+    Tag(
+        "learned/update_norm/<module>",
+        "same",
+        "With `metrics.modules`: norm of the change of a module's parameters in the reported step.",
+        chart=("Learning", "update norm of modules"),
+    ),
+    Tag(
+        "learned/update_ratio/<module>",
+        "same",
+        "With `metrics.modules`: `learned/update_norm` divided by `learned/param_norm`.",
+        chart=("Learning", "update norm over parameter norm"),
+    ),
+    Tag(
+        "activations/rms/<module>",
+        "same",
+        "With `metrics.modules`: root mean square of a module's outputs in the reported step; also of all outputs of "
+        "the modules of a precision rule together.",
+        chart=("Precision", "root mean square of outputs"),
+    ),
+    Tag(
+        "activations/underflow/<module>",
+        "same",
+        "With `metrics.modules`: share of the same outputs that are not 0 and smaller than the smallest normal "
+        "bfloat16 number, 1.2e-38.",
+        chart=("Precision", "share of outputs that underflow"),
+    ),
+    Tag(
+        "activations/overflow/<module>",
+        "same",
+        "With `metrics.modules`: share of the same outputs that are larger than the largest bfloat16 number, 3.4e38, "
+        "or not a number.",
+        chart=("Precision", "share of outputs that overflow"),
     ),
     Tag(
         "train/samples_seen",
@@ -84,80 +186,133 @@ TAGS = [
         "data/share/<source>",
         "same",
         "Share of a source of the mixture in all samples so far, from 0 to 1.",
-        chart=("data", "share of samples"),
+        chart=("Data", "share of samples"),
+    ),
+    Tag(
+        "data/tokens/<source>",
+        "same",
+        "Tokens of a source of the mixture so far, with padding.",
+        chart=("Data", "tokens"),
     ),
     Tag(
         "data/epoch/<source>",
         "same",
         "Position in a source of the mixture, in epochs of this source.",
-        chart=("data", "epochs"),
+        chart=("Data", "epochs"),
     ),
     Tag(
         "train/skipped_steps",
         "same",
         "Skipped steps so far: their loss or gradient was not finite, or was a spike.",
-        chart=("loss", "skipped steps"),
+        chart=("Health", "skipped steps"),
         value=lambda run: run.progress.skipped_steps,
     ),
     Tag(
         "train/rollbacks",
         "same",
         "Rollbacks so far: returns to a checkpoint after too many skipped steps.",
-        chart=("loss", "rollbacks"),
+        chart=("Health", "rollbacks"),
         value=lambda run: run.progress.rollbacks,
     ),
     Tag(
         "throughput/tokens_per_second",
         "same",
         "Targets that are not ignored, per second of training, over all ranks.",
-        chart=("throughput", "tokens per second"),
+        chart=("Speed", "tokens per second"),
         console="{:>11,.0f} tok/s",
     ),
     Tag(
         "throughput/tokens_per_second_per_device",
         "same",
         "`throughput/tokens_per_second` divided by the number of devices.",
-        chart=("throughput", "tokens per second per device"),
+        chart=("Speed", "tokens per second per device"),
     ),
     Tag(
         "throughput/images_per_second",
         "same",
         "Images per second of training, over all ranks. It replaces tokens per second if samples are images.",
-        chart=("throughput", "images per second"),
+        chart=("Speed", "images per second"),
         console="{:>11,.0f} img/s",
     ),
     Tag(
         "throughput/images_per_second_per_device",
         "same",
         "`throughput/images_per_second` divided by the number of devices.",
-        chart=("throughput", "images per second per device"),
+        chart=("Speed", "images per second per device"),
     ),
     Tag(
         "throughput/tflops_per_device",
         "same",
         "Floating-point operations of the model per second of training and device, in TFLOP/s. Every position counts; "
         "activation checkpointing does not.",
-        chart=("throughput", "TFLOP/s per device"),
+        chart=("Speed", "TFLOP/s per device"),
     ),
     Tag(
         "throughput/mfu_percent",
         "same",
         "`throughput/tflops_per_device` in percent of the device's bf16 peak. Reported if the peak is known or given.",
-        chart=("throughput", "model FLOPs utilization (%)"),
+        chart=("Speed", "model FLOPs utilization (%)"),
         console="MFU {:5.1f} %",
     ),
     Tag(
         "time/step_s",
         "same",
         "Seconds per step, without validation and checkpoints.",
-        chart=("time", "seconds per step"),
+        chart=("Speed", "seconds per step"),
         console="{:8.3f} s/step",
     ),
     Tag(
         "time/data_s",
-        "max",
-        "Seconds per step that training waits for data; a part of `time/step_s`.",
-        chart=("time", "seconds per step"),
+        "same",
+        "Seconds per step that training waits for data. This and the next five metrics are parts of `time/step_s` on "
+        "rank 0, and add up to it. On CUDA they are times of the stream that computes, so data that arrives in time "
+        "counts 0.",
+        chart=("Speed", "where the time of a step goes"),
+    ),
+    Tag(
+        "time/forward_s",
+        "same",
+        "Seconds per step of forwards and losses, without communication.",
+        chart=("Speed", "where the time of a step goes"),
+    ),
+    Tag(
+        "time/backward_s",
+        "same",
+        "Seconds per step of backwards, with the second forwards of activation checkpointing and without "
+        "communication.",
+        chart=("Speed", "where the time of a step goes"),
+    ),
+    Tag(
+        "time/communication_s",
+        "same",
+        "Seconds per step in which computation waits for FSDP2's collectives or copies to and from their buffers, and "
+        "in which a pipeline rank waits for other stages. Collectives of other axes count as forward or backward.",
+        chart=("Speed", "where the time of a step goes"),
+    ),
+    Tag(
+        "time/optimizer_s",
+        "same",
+        "Seconds per step of clipping and of the update.",
+        chart=("Speed", "where the time of a step goes"),
+    ),
+    Tag(
+        "time/other_s",
+        "same",
+        "Seconds per step of everything else: counts of targets, agreement of the ranks, metrics and reports.",
+        chart=("Speed", "where the time of a step goes"),
+    ),
+    Tag(
+        "time/validation_s",
+        "same",
+        "Seconds of validations since the last report, divided by the number of steps. They are not in `time/step_s`.",
+        chart=("Speed", "where the time of a step goes"),
+    ),
+    Tag(
+        "time/checkpoint_s",
+        "same",
+        "Seconds for which training waited for checkpoints since the last report, divided by the number of steps, also "
+        "for the return to a checkpoint. They are not in `time/step_s`.",
+        chart=("Speed", "where the time of a step goes"),
     ),
     Tag(
         "time/compile_s",
@@ -169,7 +324,7 @@ TAGS = [
         "max",
         "Seconds that training waited for checkpoints since the last report: for the previous checkpoint, and for the "
         'copy of the state (with `async_mode = "disabled"`, for the complete checkpoint).',
-        chart=("time", "seconds of a checkpoint"),
+        chart=("Speed", "seconds of checkpoints"),
     ),
     Tag(
         "checkpoint/failed_saves",
@@ -181,62 +336,62 @@ TAGS = [
         "same",
         "With `comm.count_traffic`: bytes of all-gathered parameters on one rank per step, in GiB, without validation; "
         "mean of the steps since the last report.",
-        chart=("communication", "GiB per step"),
+        chart=("Speed", "GiB communicated per step"),
     ),
     Tag(
         "comm/reduce_scatter_gib",
         "same",
         "With `comm.count_traffic`: bytes of reduce-scattered gradients on one rank per step, in GiB; mean of the "
         "steps since the last report.",
-        chart=("communication", "GiB per step"),
+        chart=("Speed", "GiB communicated per step"),
     ),
     Tag(
         "comm/all_reduce_gib",
         "same",
         "With `comm.count_traffic`: bytes of gradients that are all-reduced between replicas (HSDP) on one rank per "
         "step, in GiB; mean of the steps since the last report.",
-        chart=("communication", "GiB per step"),
+        chart=("Speed", "GiB communicated per step"),
     ),
     Tag(
         "comm/collectives",
         "same",
         "With `comm.count_traffic`: number of all-gathers, reduce-scatters and all-reduces of FSDP2 on one rank per "
         "step, without validation; mean of the steps since the last report.",
-        chart=("communication", "collectives"),
+        chart=("Speed", "collectives per step"),
     ),
     Tag(
         "comm/exposed_s",
         "max",
         "With `comm.profile_freq`: seconds in which only NCCL kernels ran on the GPU, in the last profiled step since "
         "the last report.",
-        chart=("communication", "seconds per step"),
+        chart=("Speed", "seconds of exposed communication"),
     ),
     Tag(
         "memory/predicted_active_gib",
         "same",
         "The planner's prediction of `memory/max_active_gib`. If the model must be traced, it is reported after the "
         "trace.",
-        chart=("memory", "GiB"),
+        chart=("Memory", "GiB"),
     ),
     Tag(
         "memory/max_active_gib",
         "max",
         "Peak memory of tensors since the last report, in GiB. On a CPU it is measured once, in the third step of the "
         "process.",
-        chart=("memory", "GiB"),
+        chart=("Memory", "GiB"),
     ),
     Tag(
         "memory/max_reserved_gib",
         "max",
         "Peak memory that the CUDA allocator reserved since the last report, in GiB.",
-        chart=("memory", "GiB"),
+        chart=("Memory", "GiB"),
         console="reserved memory {:6.2f} GiB",
     ),
     Tag(
         "memory/max_rss_gib",
         "max",
         "Peak resident host memory of the process so far, in GiB, without the data workers.",
-        chart=("memory", "GiB"),
+        chart=("Memory", "GiB"),
         console="host memory {:6.2f} GiB",
         console_fallback_for="memory/max_reserved_gib",
     ),
@@ -244,53 +399,61 @@ TAGS = [
         "memory/alloc_retries",
         "max",
         "Allocations so far for which the CUDA allocator first had to free cached memory, which is slow.",
-        chart=("memory", "allocator"),
+        chart=("Health", "allocator"),
     ),
     Tag(
         "memory/ooms",
         "max",
         "CUDA out-of-memory errors so far.",
-        chart=("memory", "allocator"),
+        chart=("Health", "allocator"),
     ),
     Tag(
         "validation/loss",
         "same",
-        "Mean cross-entropy over all targets of the held-out samples, without label smoothing and z-loss.",
-        chart=("loss", "loss"),
+        "Mean cross-entropy over all targets of the held-out samples, without label smoothing and z-loss. With "
+        '`loss.name = "dpo"` or a function of your own: the mean of that loss, without label smoothing.',
+        chart=("Learning", "loss"),
         console="validation loss {:8.4f}",
+    ),
+    Tag(
+        "validation/perplexity",
+        "same",
+        "Exponential of `validation/loss`; only for tokens.",
+        chart=("Learning", "perplexity"),
     ),
     Tag(
         "validation/accuracy",
         "same",
         "Fraction of the validation targets (images or next tokens) that are predicted correctly, from 0 to 1. A "
-        "target is predicted correctly if its class has the largest logit.",
-        chart=("loss", "accuracy"),
+        'target is predicted correctly if its class has the largest logit. With `loss.name = "dpo"`: fraction of the '
+        "held-out pairs whose chosen answer has the higher reward.",
+        chart=("Learning", "accuracy"),
         console="accuracy {:7.2%}",
     ),
     Tag(
         "validation/loss/<source>",
         "same",
         "`validation/loss` of one source of a mixture.",
-        chart=("data", "validation loss"),
+        chart=("Data", "validation loss"),
     ),
     Tag(
         "validation/accuracy/<source>",
         "same",
         "`validation/accuracy` of one source of a mixture.",
-        chart=("data", "validation accuracy"),
+        chart=("Data", "validation accuracy"),
     ),
     Tag(
         "validation/ema_loss",
         "same",
         "`validation/loss` of the moving average of the weights (`[ema]`), also for each source of a mixture.",
-        chart=("loss", "loss"),
+        chart=("Learning", "loss"),
         console="EMA loss {:8.4f}",
     ),
     Tag(
         "validation/ema_accuracy",
         "same",
         "`validation/accuracy` of the moving average of the weights (`[ema]`), also for each source of a mixture.",
-        chart=("loss", "accuracy"),
+        chart=("Learning", "accuracy"),
         console="EMA accuracy {:7.2%}",
     ),
     Tag(
@@ -298,14 +461,14 @@ TAGS = [
         "same",
         "Largest distance of a rank's running mean from the pooled mean, in pooled standard deviations. Reported at "
         "validations and checkpoints, with BatchNorm and several ranks.",
-        chart=("batchnorm", "divergence of running statistics"),
+        chart=("Health", "divergence of running statistics"),
     ),
     Tag(
         "batchnorm/running_var_divergence",
         "same",
         "Largest distance of a rank's running variance from the pooled variance, as a fraction of the pooled variance. "
         "Reported at validations and checkpoints, with BatchNorm and several ranks.",
-        chart=("batchnorm", "divergence of running statistics"),
+        chart=("Health", "divergence of running statistics"),
     ),
     Tag(
         "experts/load_max_over_mean/<layer>",
@@ -313,35 +476,35 @@ TAGS = [
         "Load of the expert with the largest load, divided by the mean load of the layer's experts. The load is the "
         "number of choices since the last report, over all ranks. 1 is an equal load; `num_experts / top_k` is the "
         "largest possible value.",
-        chart=("experts", "largest load over mean load"),
+        chart=("Experts", "largest load over mean load"),
     ),
     Tag(
         "experts/entropy/<layer>",
         "max",
         "Entropy of the distribution of the load over the layer's experts, divided by the logarithm of their number. "
         "1 is an equal load; 0 is the load of a single expert.",
-        chart=("experts", "entropy of the load"),
+        chart=("Experts", "entropy of the load"),
     ),
     Tag(
         "experts/unused/<layer>",
         "max",
         "Share of the layer's experts with a load below 1 % of the mean load, from 0 to 1. 0 if the mean load is below "
         "20, which is too small to tell.",
-        chart=("experts", "share of unused experts"),
+        chart=("Experts", "share of unused experts"),
     ),
     Tag(
         "experts/balance_loss",
         "sum",
         "Balance loss with its weight, as it enters the gradient: sum over layers, mean over the samples of all steps "
         "since the last report. It is not part of `train/loss`.",
-        chart=("experts", "auxiliary losses"),
+        chart=("Experts", "auxiliary losses"),
     ),
     Tag(
         "experts/z_loss",
         "sum",
         "Router z-loss with its weight, as it enters the gradient: sum over layers, mean over the samples of all steps "
         "since the last report. It is not part of `train/loss`.",
-        chart=("experts", "auxiliary losses"),
+        chart=("Experts", "auxiliary losses"),
     ),
     Tag(
         "experts/dropped",
@@ -350,29 +513,28 @@ TAGS = [
     ),
 ]
 
-_OF_SOME_MODELS = ("experts",)
-"""Groups of the dashboard that exist only for models whose first report has a metric of the group."""
-
 
 def tag_of(name: str) -> Tag | None:
-    """Return the tag of a metric, also if `<source>` or `<layer>` stands for the last part of its name. None if there
+    """Return the tag of a metric, also if `<source>` or the like stands for the last part of its name. None if there
     is none."""
     group, _, rest = name.partition("/")
     kind, separator, _ = rest.partition("/")
-    known = (name, *(f"{group}/{kind}/<{part}>" for part in ("source", "layer") if separator))
+    known = (name, *(f"{group}/{kind}/<{part}>" for part in ("source", "layer", "module", "group") if separator))
     return next((tag for tag in TAGS if tag.name in known), None)
 
 
-def dashboard_layout(reported: Iterable[str] = ()) -> dict[str, dict[str, list[str]]]:
-    """Return the dashboard: a dict from group to a dict from chart title to the names of its tags. `reported`: the
-    metrics of the first report."""
-    layout: dict[str, dict[str, list[str]]] = {}
-    groups = {name.partition("/")[0] for name in reported}
+def dashboard_layout(expected: Collection[str]) -> dict[str, dict[str, list[str]]]:
+    """Return the dashboard: a dict from page to a dict from chart title to the names of its tags.
+
+    `expected`: the metrics that the run reports, first or later. Other tags, and charts without a tag, are left out.
+    """
+    layout: dict[str, dict[str, list[str]]] = {page: {} for page in PAGES}
+    reported = {tag.name for name in expected if (tag := tag_of(name)) is not None}
     for tag in TAGS:
-        if tag.chart and (tag.chart[0] not in _OF_SOME_MODELS or tag.chart[0] in groups):
-            group, title = tag.chart
-            layout.setdefault(group, {}).setdefault(title, []).append(tag.name)
-    return layout
+        if tag.chart and tag.name in reported:
+            page, title = tag.chart
+            layout[page].setdefault(title, []).append(tag.name)
+    return {page: charts for page, charts in layout.items() if charts}
 
 
 def markdown_table() -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,11 @@ from titan_launch.distributed.torch_private import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     collectives_watched,
+    communication_wrapped,
     parameter_groups,
     sharded_parameters,
 )
+from titan_launch.metrics.timeline import Timeline
 from titan_launch.plan.communication import Collectives, Traffic
 
 
@@ -42,8 +45,8 @@ class TrafficCount:
 
 
 @contextmanager
-def count_collectives(model: nn.Module) -> Iterator[TrafficCount]:
-    """Count the collectives of a wrapped model on this rank until the end of the block.
+def count_collectives(*models: nn.Module) -> Iterator[TrafficCount]:
+    """Count the collectives of wrapped models on this rank until the end of the block.
 
     The count includes all-gathers of parameters, reduce-scatters of gradients, and all-reduces between replicas (HSDP),
     with the bytes that `titan_launch.plan.communication.Traffic` defines. It does not include communication along other
@@ -61,10 +64,33 @@ def count_collectives(model: nn.Module) -> Iterator[TrafficCount]:
         count.add(replace(seen, expert_all_gather_bytes=gathered, expert_reduce_scatter_bytes=scattered))
 
     with ExitStack() as stack:
-        for group in parameter_groups(model):
+        for group in (group for model in models for group in parameter_groups(model)):
             is_divided = any(_is_of_experts(parameter) for parameter in sharded_parameters(group))
             stack.enter_context(collectives_watched(group, record_of_experts if is_divided else record))
         yield count
+
+
+@contextmanager
+def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None]:
+    """Count the time in which a wrapped model's FSDP2 units communicate, or wait for it, as the part `communication`
+    until the end of the block. On CUDA it is the time for which the computing stream waits, and copies.
+
+    Also note the unit in the timeline. A unit of a single rank does not communicate.
+    """
+
+    @contextmanager
+    def counted(unit: str, communicates: bool) -> Iterator[None]:
+        timeline.last_unit = unit
+        with timeline.part("communication") if communicates else nullcontext():
+            yield
+
+    paths = {id(module): path for path, module in model.named_modules()}
+    with ExitStack() as stack:
+        for group in parameter_groups(model):
+            unit = paths.get(id(group.modules[0]), "")
+            is_shared = group.mesh_info.mesh.size() > 1
+            stack.enter_context(communication_wrapped(group, partial(counted, unit, is_shared)))
+        yield
 
 
 def _is_of_experts(parameter: nn.Parameter) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_launch.config.architectures import resolve_args
+from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.core.globs import matches
@@ -30,9 +31,12 @@ from titan_launch.models.factory import (
     uses_meta_device,
 )
 from titan_launch.models.host_values import HostValues
+from titan_launch.models.init import load_weights
 from titan_launch.models.initializers import Initializer, call_reset_parameters
+from titan_launch.models.lora import StackedLoRA, add_adapters
 from titan_launch.models.mixture_of_experts import Experts
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
+from titan_launch.models.weights.folder import find_weights
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
 
@@ -57,12 +61,16 @@ def take_inventory(
             same_as=first if (first := first_path.setdefault(id(module), path)) != path else None,
             classes=_class_names(module),
             has_forward=has_forward(module),
-            parameters=_tensors(path, module._parameters.items(), first_owner, isinstance(module, Experts)),
+            parameters=_tensors(path, module._parameters.items(), first_owner, isinstance(module, _STACKED)),
             buffers=_tensors(path, module._buffers.items(), first_owner),
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
     return Inventory(modules, blocks, head, embeddings, pipeline_order, output_layer, blocks_origin)
+
+
+_STACKED = (Experts, StackedLoRA)
+"""Classes of modules whose parameters have one row for each expert."""
 
 
 def _class_names(module: nn.Module) -> tuple[str, ...]:
@@ -145,18 +153,27 @@ class BuiltModel:
 _BY_KEY = "by model.blocks"
 
 
-def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None) -> BuiltModel:
+def build_model(
+    config: ModelConfig, seq_len: int, host: HostBuild | None = None, lora: LoRAConfig | None = None
+) -> BuiltModel:
     """Build the model that `model.name` selects: a model of this package, or a user's factory by its import string.
+    With `lora`, add its adapters.
 
     With `host`, a user's factory is called on the host, and the result includes the values of its tensors. Without
     `host`, the model has no values and serves for planning.
 
     A user's module may define the method `flops_per_sample(seq_len)`. It may have the attributes `pipeline_order`,
     `tensor_parallel` and `context_parallel`, which `ModelSpec` explains. Raise ConfigError for errors of a user's
-    model. (`titan_launch.config` has already checked the arguments of this package's models.)
+    model, and for targets of `lora` that cannot have an adapter. (`titan_launch.config` has already checked the
+    arguments of this package's models.)
     """
-    if not config.is_of_package:
-        return _build_users_own(config, seq_len, host)
+    built = _build_of_package(config, seq_len) if config.is_of_package else _build_users_own(config, seq_len, host)
+    if lora is not None:
+        add_adapters(built.module, lora)
+    return built
+
+
+def _build_of_package(config: ModelConfig, seq_len: int) -> BuiltModel:
     spec = SPECS[config.name]
     args = resolve_args(config.name, config.flavor, config.args)
     with torch.device("meta"):
@@ -189,15 +206,29 @@ def recorded_model(config_file: str | Path) -> nn.Module:
     """Build the model of a finished run in plain PyTorch, from the `config.json` in the run's folder.
 
     The module is not sharded, and is on the default device. Load a checkpoint into it: its values are initial values.
+    If the run froze parameters, which its checkpoints omit, the module has the values of `model.weights`; raises
+    ConfigError if that folder does not hold them.
     """
     recorded = json.loads(Path(config_file).read_text())
     config = ModelConfig.model_validate(recorded["model"])
-    if not config.is_of_package:
-        module: nn.Module = _factory(config, recorded["training"]["seq_len"])(**config.args)
+    if config.is_of_package:
+        args = resolve_args(config.name, config.flavor, config.args)
+        module = SPECS[config.name].build(args, recorded["training"]["seq_len"])
+    else:
+        module = _factory(config, recorded["training"]["seq_len"])(**config.args)
         scalars_as_vectors(module)
-        return module
-    args = resolve_args(config.name, config.flavor, config.args)
-    return SPECS[config.name].build(args, recorded["training"]["seq_len"])
+    add_adapters(module, LoRAConfig.model_validate(recorded.get("lora", {})), torch.get_default_device())
+    if config.weights is not None and _omits_frozen(recorded):
+        names_in_files = getattr(module, "names_in_files", None)
+        load_weights(module, find_weights(config, take_inventory(module, ()), names_in_files))
+    return module
+
+
+def _omits_frozen(recorded: Mapping[str, Any]) -> bool:
+    """Return True if the checkpoints of a run may lack parameters. `recorded`: its `config.json`."""
+    training, lora = recorded["training"], recorded.get("lora", {})
+    has_frozen = bool(lora.get("targets") or training.get("frozen") or training.get("trainable"))
+    return has_frozen and not recorded.get("checkpoint", {}).get("save_frozen", False)
 
 
 def _factory(config: ModelConfig, seq_len: int) -> Callable[..., Any]:

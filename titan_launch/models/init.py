@@ -8,7 +8,7 @@ one rank of each host has them, and sends every rank its shards.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_launch.distributed.dtensor import local_tensor, own_box, own_part
 from titan_launch.models.host_values import Box, HostValues
-from titan_launch.models.initializers import Initializer, own_tensors
+from titan_launch.models.initializers import Initializer, call_reset_parameters, own_tensors
+from titan_launch.models.lora import LoRA
 from titan_launch.models.weights.folder import Weights
 from titan_launch.plan.types import full_name
 
@@ -40,17 +41,21 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
 def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: int, device: torch.device) -> None:
     """Fill the tensors of an allocated model, sharded or not, in place. Collective if `initializer` is a HostValues.
 
+    Adapters (`models.lora`) have initial values of their own, wherever those of the model come from.
+
     Values are computed on `device` even if the parameters are on the host, so offloading does not change them. A shared
     tensor is filled once, by the first module in `named_modules` that owns it. Children are filled before parents.
     Extra memory: the largest single module, unsharded and in fp32.
     """
     if isinstance(initializer, HostValues):
         _copy_values(model, initializer)
-        return
     for path, module, names in reversed(list(_owners(model))):
+        fill = call_reset_parameters if isinstance(module, LoRA) else initializer
+        if isinstance(fill, HostValues):
+            continue
         twin = _unsharded_twin(module, device)
         with _seeded(_module_seed(seed, path), device), torch.no_grad():
-            initializer(twin, path)
+            fill(twin, path)
             for name in names:
                 _copy_shard(own_tensors(module)[name], own_tensors(twin)[name])
 
@@ -65,22 +70,50 @@ def _copy_values(model: nn.Module, values: HostValues) -> None:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: Weights) -> int:
+def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | None = None) -> int:
     """Copy the weights into a model that is allocated, sharded or not, in place. Tensors that `weights` does not have
     keep their values. Return the bytes that were copied.
 
-    Nothing is communicated: this rank reads its parts of the tensors.
+    `names`: full names of the tensors to copy, by default all. Nothing is communicated: this rank reads its parts of
+    the tensors.
     """
     num_bytes = 0
-    for path, module, names in _owners(model):
-        for name in (name for name in names if full_name(path, name) in weights.pieces):
-            target = own_tensors(module)[name]
-            offsets, lengths = _box(target)
-            if 0 not in lengths:
-                part = weights.read(full_name(path, name), offsets, lengths)
-                local_tensor(target).copy_(part)
-                num_bytes += part.nbytes
+    for _, target, part in _own_parts(model, weights, weights.pieces if names is None else names):
+        target.copy_(part)
+        num_bytes += part.nbytes
     return num_bytes
+
+
+@torch.no_grad()
+def differing_weights(model: nn.Module, weights: Weights, names: Collection[str]) -> list[str]:
+    """Return those of `names` of which this rank's part of the model has other values than the weights, converted to
+    the dtype of the model."""
+    parts = _own_parts(model, weights, names)
+    return [name for name, own, part in parts if not torch.equal(own, part.to(own))]
+
+
+@torch.no_grad()
+def copy_whole(target: Tensor, values: Tensor) -> None:
+    """Copy this rank's part of a whole tensor into a parameter, sharded or not. Rows and columns that only the
+    parameter has become 0."""
+    if values.shape != target.shape:
+        whole = values.new_zeros(target.shape)
+        whole[tuple(map(slice, values.shape))] = values
+        values = whole
+    _copy_shard(target, values)
+
+
+def _own_parts(model: nn.Module, weights: Weights, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the full name, this rank's part in the model and this rank's part in the weights, of each tensor in `names`
+    that both have."""
+    for path, module, own_names in _owners(model):
+        for name in own_names:
+            full = full_name(path, name)
+            if full in weights.pieces and full in names:
+                target = own_tensors(module)[name]
+                offsets, lengths = _box(target)
+                if 0 not in lengths:
+                    yield full, local_tensor(target), weights.read(full, offsets, lengths)
 
 
 def _box(target: Tensor) -> Box:

@@ -1,4 +1,6 @@
-"""The loss of a job as sums over targets. The training step divides them by its global number of valid targets.
+"""The loss of a job as sums over items. The training step divides them by its global number of items.
+
+The items of the cross-entropy are the valid targets. `train.losses` has losses with other items.
 
 Without chunks a model returns logits, and the loss is computed from them. With chunks (`loss.chunks`) the output layer
 of the model computes the loss itself (`models.chunked_loss`), and logits exist for one chunk of classes at a time.
@@ -32,10 +34,23 @@ class LogitsCheck(Protocol):
 class Loss:
     """The loss of a job.
 
+    loss.prepare(inputs, targets, documents)
     with loss.given(targets):
         outputs = model(inputs)
     sums = loss.sums(outputs, targets)
     """
+
+    num_sums = 2
+    """Number of sums with gradients enabled."""
+
+    accuracy_of_items = False
+    """True if validation reports a fraction of the items as accuracy. False: a fraction of the valid targets."""
+
+    tags: tuple[str, ...]
+    """Metrics of the sums after the first one, with gradients enabled. Sums without a tag are not reported."""
+
+    frozen: nn.Module | None = None
+    """A second model, which is not trained, and whose outputs the loss reads. It is wrapped like the trained model."""
 
     def __init__(
         self,
@@ -46,6 +61,7 @@ class Loss:
         """`compiled` compiles a function of tensors."""
         self._config = LossConfig() if config is None else config
         self._validation = LossConfig(chunks=self._config.chunks)
+        self.tags = (Z_LOSS,) if self._config.z_loss else ()
         self._check = check
         self._plain = compiled(_plain_sums)
         self._kernels = Kernels.compiled(compiled)
@@ -63,6 +79,14 @@ class Loss:
         self._has_head = True
         adjust = _adjustment(getattr(head, "adjust_logits", None), dtypes)
         head.forward = MethodType(_head_forward(self, head.forward, adjust), head)
+
+    def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
+        """Return the number of items, by which sums are divided, and of valid targets: int64 (2), on the device of the
+        targets. `documents`: as in `data.sources.Batch`."""
+        return count_valid(targets).expand(2)
+
+    def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
+        """Compute what the loss needs besides the outputs of the model, before the model's forward. Collective."""
 
     @contextmanager
     def given(self, targets: Tensor) -> Iterator[None]:
@@ -166,6 +190,9 @@ def _adjustment(adjust: Adjust | None, dtypes: Sequence[torch.dtype]) -> Adjust 
     return adjusted
 
 
+Z_LOSS = "train/z_loss"
+"""Metric of a sum that is part of the loss, but not of `train/loss`."""
+
 _SUM: dict[str, Any] = {"ignore_index": IGNORED_TARGET, "reduction": "sum"}
 
 
@@ -180,10 +207,10 @@ def _plain_sums(logits: Tensor, targets: Tensor, z_loss: float, label_smoothing:
     return torch.stack([cross_entropy + weighted, weighted.detach()])
 
 
-def means_of_step(sums: Tensor, valid_global: Tensor) -> Tensor:
-    """Return a microbatch's part of the step's loss: its sums, divided by the number of the step's valid targets over
-    all ranks."""
-    return sums / valid_global.clamp(min=1)
+def means_of_step(sums: Tensor, num_items: Tensor) -> Tensor:
+    """Return a microbatch's part of the step's loss: its sums, divided by the number of the step's items over all
+    ranks."""
+    return sums / num_items.clamp(min=1)
 
 
 def count_valid(targets: Tensor) -> Tensor:

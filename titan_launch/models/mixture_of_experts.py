@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.distributed.collectives import all_reduced
+from titan_launch.plan.experts import is_grouped
 
 _GATE_SLOPE = 1.702
 """Factor in the sigmoid of GPT-OSS's activation, which approximates GELU."""
@@ -92,6 +93,7 @@ class Experts(nn.Module):
         self.b1 = nn.Parameter(torch.empty(num_experts, hidden)) if args.expert_bias else None
         self.b2 = nn.Parameter(torch.empty(num_experts, dim)) if args.expert_bias else None
         self.b3 = nn.Parameter(torch.empty(num_experts, hidden)) if args.expert_bias else None
+        self.lora: nn.ModuleDict | None = None  # `models.lora` adds an adapter for each of w1, w2 and w3
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -102,27 +104,35 @@ class Experts(nn.Module):
                 if tensor is not None:
                     nn.init.uniform_(tensor, -bound, bound)
 
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs of the chosen experts, not weighted: (tokens, top_k, dim).
 
-        `x`: (tokens, dim). `chosen`: numbers of experts (tokens, top_k).
+        `x`: (tokens, dim). `chosen`: numbers of experts (tokens, top_k). `counts`: result of `count_choices`.
         """
         order = chosen.flatten().argsort(stable=True)
-        counts = count_choices(chosen, self.num_experts)
-        rows = _Spread.apply(x, order, chosen.shape[1])
+        inverse = inverse_of(order).view(chosen.shape)
+        rows = _Spread.apply(x, order, inverse)
         results = self.compute(rows, counts) if self.dispatch is None else self.dispatch(self.compute, rows, counts)
-        return Permuted.apply(results, order, chosen.shape)
+        return Permuted.apply(results, inverse, order)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows that are sorted by expert, (rows, dim), to the same shape. `counts`: rows of each expert."""
-        product = expert_product(rows, counts)
-        gate, up = product(rows, self.w1, self.b1), product(rows, self.w3, self.b3)
+        multiply = expert_product(rows, counts, self.w1)
+        of_adapters = (
+            multiply if self.lora is None else expert_product(rows, counts, self.lora["w1"].get_parameter("a"))
+        )
+
+        def product(rows: Tensor, name: str, weights: Tensor, bias: Tensor | None) -> Tensor:
+            result = multiply(rows, weights, bias)
+            return result if self.lora is None else result + self.lora[name](rows, of_adapters)
+
+        gate, up = product(rows, "w1", self.w1, self.b1), product(rows, "w3", self.w3, self.b3)
         if self.gate_limit is None:
             hidden = self.activation(gate) * up
         else:
             gate, up = gate.clamp(max=self.gate_limit), up.clamp(-self.gate_limit, self.gate_limit)
             hidden = gate * torch.sigmoid(_GATE_SLOPE * gate) * (up + 1)
-        return product(hidden, self.w2, self.b2)
+        return product(hidden, "w2", self.w2, self.b2)
 
 
 def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
@@ -136,9 +146,14 @@ ExpertProduct = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 multiplied by the matrix of its expert."""
 
 
-def expert_product(rows: Tensor, counts: Tensor) -> ExpertProduct:
-    """Return the product for rows that are sorted by expert: grouped on CUDA in bf16, elsewhere one for each expert."""
-    if rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows):
+def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
+    """Return the product for rows that are sorted by expert.
+
+    `weights`: stacked matrices (experts, out, in), of the first product. `plan.experts.is_grouped` decides whether one
+    kernel computes all experts.
+    """
+    kind, (_, *widths) = rows.device.type, weights.shape
+    if len(rows) and is_grouped(kind, str(rows.dtype).removeprefix("torch."), widths):
         return grouped_product(counts)
     return looped_product(counts_on_host(counts, len(rows)))
 
@@ -164,43 +179,86 @@ def grouped_product(counts: Tensor) -> ExpertProduct:
     return product
 
 
-def looped_product(counts: list[int]) -> ExpertProduct:
+def looped_product(counts: Sequence[int]) -> ExpertProduct:
     """Return a product that computes the experts one after another."""
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-        parts, biases = rows.split(counts), [None] * len(counts) if bias is None else bias.unbind()
-        return torch.cat([F.linear(*given) for given in zip(parts, weights.unbind(), biases, strict=True)])
+        return _Looped.apply(rows, weights, bias, counts)
 
     return product
 
 
-class _Spread(torch.autograd.Function):
-    """The rows of the tokens, one for each of their choices, in the order of the experts."""
+class _Looped(torch.autograd.Function):
+    """One product for each expert. Each is written to its part of the result and of the gradients, without a copy.
+
+    `F.grouped_mm` does the same on a CPU, but its meta function rejects fp32 before PyTorch 2.15, and it requires rows
+    of matrices whose size is a multiple of 16 bytes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.top_k = top_k
-        return x[order // top_k]
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights)
+        ctx.counts = counts
+        results = rows.new_empty(len(rows), weights.shape[1])
+        parts = zip(results.split(counts), rows.split(counts), weights.mT.unbind(), strict=True)
+        for index, (result, own, weight) in enumerate(parts):
+            if bias is None:
+                torch.mm(own, weight, out=result)
+            else:
+                torch.addmm(bias[index], own, weight, out=result)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        rows, weights = ctx.saved_tensors
+        parts = gradients[0].split(ctx.counts)
+        for_rows = for_weights = for_bias = None
+        if ctx.needs_input_grad[0]:
+            for_rows = gradients[0].new_empty(len(gradients[0]), weights.shape[2])
+            for own, part, weight in zip(for_rows.split(ctx.counts), parts, weights.unbind(), strict=True):
+                torch.mm(part, weight, out=own)
+        if ctx.needs_input_grad[1]:
+            for_weights = torch.empty_like(weights)
+            for own, part, given in zip(for_weights.unbind(), parts, rows.split(ctx.counts), strict=True):
+                torch.mm(part.T, given, out=own)
+        if ctx.needs_input_grad[2]:
+            for_bias = torch.stack([part.sum(0) for part in parts])
+        return for_rows, for_weights, for_bias, None
+
+
+class _Spread(torch.autograd.Function):
+    """The rows of the tokens, one for each of their choices, in the order of the experts: (tokens, dim) to (rows, dim).
+
+    `order`: result of `argsort` (rows). `inverse`: its inverse (tokens, top_k).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return F.embedding(order // inverse.shape[1], x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return gradients[0][inverse_of(order)].unflatten(0, (-1, ctx.top_k)).sum(1), None, None
+        (inverse,) = ctx.saved_tensors
+        return F.embedding(inverse, gradients[0]).sum(1), None, None  # embedding_bag would round ties in bf16 upwards
 
 
 class Permuted(torch.autograd.Function):
-    """Rows in the order of the choices, from rows in the order of the experts: (rows, dim) to (*shape, dim)."""
+    """The rows whose numbers are in `places`: (rows, dim) to (*places.shape, dim). `places` is a permutation.
+
+    `inverse`: the inverse of `places` (rows). A lookup in a table, `F.embedding`, copies whole rows, so it is several
+    times faster on a CPU than an index. Its result is not a view, of which FSDP2 would warn.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, shape: Sequence[int]) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows[inverse_of(order).view(shape)]  # a view of the result would make FSDP2 warn
+    def forward(ctx: Any, rows: Tensor, places: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return F.embedding(places, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return gradients[0].flatten(0, -2)[order], None, None
+        (inverse,) = ctx.saved_tensors
+        return F.embedding(inverse, gradients[0].flatten(0, -2)), None, None
 
 
 def inverse_of(order: Tensor) -> Tensor:
@@ -251,10 +309,11 @@ class MixtureOfExperts(nn.Module):
         """Map (batch, tokens, dim) to the same shape."""
         logits = self.router(x)
         choice = choose(logits, self.args, self.selection_bias)
-        outputs = self.experts(x.flatten(0, 1), choice.experts.flatten(0, 1)).unflatten(0, x.shape[:2])
+        counts = count_choices(choice.experts, self.args.num_experts)
+        outputs = self.experts(x.flatten(0, 1), choice.experts.flatten(0, 1), counts).unflatten(0, x.shape[:2])
         combined = combine(outputs, choice.weights).to(x.dtype)
         if self.training:
-            self.load.add_(count_choices(choice.experts, self.args.num_experts))
+            self.load.add_(counts)
             combined = self._with_losses(combined, logits, choice)
         return combined if self.shared_experts is None else combined + self.shared_experts(x)
 
@@ -276,9 +335,26 @@ def combine(outputs: Tensor, weights: Tensor) -> Tensor:
 
     `outputs`: (..., top_k, dim). `weights`: fp32 (..., top_k).
     """
-    pairs = zip(outputs.unbind(-2), weights.unbind(-1), strict=True)
-    first, *others = (output * weight[..., None] for output, weight in pairs)
-    return sum(others, start=first)
+    return _Combined.apply(outputs, weights)
+
+
+class _Combined(torch.autograd.Function):
+    """Weighted sums. Autograd's own backward would need more time, and memory for a copy of the outputs' gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(outputs, weights)
+        (first, weight), *others = zip(outputs.unbind(-2), weights[..., None].unbind(-2), strict=True)
+        total = first * weight
+        for output, weight in others:
+            total.addcmul_(output, weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, weights = ctx.saved_tensors
+        for_outputs = torch.mul(gradients[0][..., None, :], weights[..., None], out=torch.empty_like(outputs))
+        return for_outputs, torch.stack([(output * gradients[0]).sum(-1) for output in outputs.unbind(-2)], -1)
 
 
 def balance_losses(choice: Choice, group: ContextGroup | None = None) -> Tensor:

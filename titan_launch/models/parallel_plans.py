@@ -16,9 +16,11 @@ from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_location
+from titan_launch.models.lora import LoRA
 from titan_launch.models.mixture_of_experts import Experts, MixtureOfExperts
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.stages import PassThrough
+from titan_launch.plan.freezing import ADAPTER
 from titan_launch.plan.types import full_name
 from titan_launch.plan.units.rule_assignment import nothing_matched
 
@@ -39,7 +41,7 @@ _CLASSES: dict[str, type[nn.Module]] = {
 }
 """The class of module that a style requires; other styles allow any module."""
 
-_DIVIDED_AXIS = {
+DIVIDED_AXIS = {
     "embedding": 0,
     "colwise": 0,
     "by_head": 0,
@@ -120,6 +122,11 @@ def _problems(
     found = style_by_module(model, styles)
     for path, style in found.items():
         yield from _misfits(path, model.get_submodule(path), style, degree)
+        if style == "embedding" and ADAPTER in model.get_submodule(path)._modules:
+            reason = (
+                f"divides the rows of {path}, whose adapter (lora.targets) needs all of them; set 1, or other targets"
+            )
+            yield Problem(_TENSOR_DEGREE, reason, degree, also=(("lora", "targets"),))
     yield from _unassigned(model, found)
     yield from _divided_ties(model, found)
     if "head" not in found.values():
@@ -153,10 +160,10 @@ def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> I
         reason = f'{path} is a {type(module).__name__}, but its style in tensor_parallel, "{style}", requires an '
         yield Problem(_NAME, f"{reason}nn.{wanted.__name__}")
         return
-    if style not in _DIVIDED_AXIS:
+    if style not in DIVIDED_AXIS:
         return
     names = {"experts": ["w1"], "by_head": [name for name, _ in module.named_parameters(recurse=False)]}
-    sizes = {module.get_parameter(name).shape[_DIVIDED_AXIS[style]] for name in names.get(style, ["weight"])}
+    sizes = {module.get_parameter(name).shape[DIVIDED_AXIS[style]] for name in names.get(style, ["weight"])}
     for size in sorted(size for size in sizes if size % degree):
         reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, which is not a multiple of {degree}'
         yield Problem(
@@ -173,7 +180,9 @@ def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[
     """Yield a problem if modules with parameters have no style. Without a style it is not known how to reduce the
     gradients of a module."""
     owners = (
-        path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
+        path
+        for path, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None and not isinstance(module, LoRA)
     )
     paths = [path for path in owners if found.get(path) in (None, "input", "mixture")]
     if paths:
@@ -193,7 +202,7 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
             if parameter is None:
                 continue
             other = first.setdefault(id(parameter), path)
-            if _DIVIDED_AXIS.get(found[other]) != _DIVIDED_AXIS.get(style):
+            if DIVIDED_AXIS.get(found[other]) != DIVIDED_AXIS.get(style):
                 reason = f'{other} ("{found[other]}") and {path} ("{style}") share the parameter {name}, but their '
                 yield Problem(_NAME, f"{reason}styles shard it differently; shard it along one dimension")
 

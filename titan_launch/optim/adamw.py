@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from titan_launch.config.optimizers import batches
 from titan_launch.config.sections.training import OptimizerConfig
-from titan_launch.optim.shards import ShardGroup, count_step, in_float32, masters, store
+from titan_launch.optim.shards import ShardGroup, count_step, in_float32, masters, moments, store
 
 
 def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
@@ -63,10 +63,10 @@ class _Corrections(NamedTuple):
 def _update(group: ShardGroup, config: OptimizerConfig, applied: Tensor, corrections: _Corrections) -> None:
     shards, beta1, beta2 = group.shards, config.beta1, config.beta2
     gradients = in_float32([shard.gradient for shard in shards])
-    means = in_float32([shard.state["exp_avg"] for shard in shards])
+    means = moments(shards, "exp_avg")
     torch._foreach_mul_(means, (1 - (1 - beta1) * applied).float())
     torch._foreach_add_(means, gradients, alpha=1 - beta1)
-    squares = in_float32([shard.state["exp_avg_sq"] for shard in shards])
+    squares = moments(shards, "exp_avg_sq")
     torch._foreach_mul_(squares, (1 - (1 - beta2) * applied).float())
     torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
     del gradients

@@ -19,7 +19,7 @@ from titan_launch.plan.param_groups import (
     matches_any,
     settings_of,
 )
-from titan_launch.plan.types import EXPERTS, parent, sharded_dim
+from titan_launch.plan.types import EXPERTS, STACKED_LORA, parent, sharded_dim
 
 
 class Group(NamedTuple):
@@ -123,7 +123,7 @@ def _num_axes(parameter: nn.Parameter, module: nn.Module) -> int:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    return any(f"{cls.__module__}.{cls.__qualname__}" == EXPERTS for cls in type(module).__mro__)
+    return any(f"{cls.__module__}.{cls.__qualname__}" in (EXPERTS, STACKED_LORA) for cls in type(module).__mro__)
 
 
 def _stacked(model: nn.Module) -> set[nn.Parameter]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_launch.config.sections.training import MuonConfig, OptimizerConfig
 from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
-from titan_launch.optim.shards import LocalShard, ShardGroup, masters, store
+from titan_launch.optim.shards import LocalShard, ShardGroup, masters, moments, store
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial. Its slope at 0 is large, so small singular values grow fast."""
@@ -109,7 +109,7 @@ def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[MatrixGather, list[Ma
 def _direction(shard: LocalShard, config: MuonConfig, applied: Tensor) -> Tensor:
     """Update the momentum in the state with this step's gradient. Return the update's direction, in bfloat16."""
     shard.state["step"].add_(applied)
-    gradient, momentum = shard.gradient.float(), shard.state["momentum_buffer"].float()
+    gradient, (momentum,) = shard.gradient.float(), moments([shard], "momentum_buffer")
     momentum.lerp_(gradient, ((1 - config.momentum) * applied).float())
     direction = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
     direction = direction.to(torch.bfloat16, copy=True)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from titan_launch.config.optimizers import ALGORITHMS, PyTorchUpdate
 from titan_launch.config.sections.training import OptimizerConfig
+from titan_launch.optim.eight_bit import initial_codes
 from titan_launch.optim.groups import Group, group_parameters
 from titan_launch.optim.shards import LocalShard, ShardGroup, applied_or_skipped, mask_gradients, shard_of
 from titan_launch.plan.param_groups import is_mixed
@@ -112,9 +113,12 @@ class MixedOptimizer(Optimizer):
         config, pytorch = self._config, self._pytorchs(algorithm)
         on_host = pytorch is not None and pytorch.counts_on_host and config.implementation != "fused"
         state = {"step": torch.zeros((), device="cpu" if on_host else parameter.device)}
-        dtype = parameter.dtype if config.state_dtype is None else getattr(torch, config.state_dtype)
-        names = ALGORITHMS[algorithm].state(config)
-        state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in names}
+        for name in ALGORITHMS[algorithm].state(config):
+            if config.state_dtype == "int8" and parameter.dim() > 1:
+                state |= initial_codes(parameter, name)
+            else:
+                dtype = "float32" if config.state_dtype == "int8" else config.state_dtype
+                state[name] = torch.zeros_like(parameter, dtype=None if dtype is None else getattr(torch, dtype))
         if config.master_weights and parameter.dtype == torch.bfloat16:
             state["master"] = parameter.detach().float()
         return state

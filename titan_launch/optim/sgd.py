@@ -10,7 +10,7 @@ from torch.optim.sgd import sgd
 
 from titan_launch.config.optimizers import batches
 from titan_launch.config.sections.training import OptimizerConfig, SGDConfig
-from titan_launch.optim.shards import ShardGroup, applied_or_skipped, count_step, in_float32, masters, store
+from titan_launch.optim.shards import ShardGroup, applied_or_skipped, count_step, in_float32, masters, moments, store
 
 
 def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
@@ -47,7 +47,7 @@ def _update(group: ShardGroup, config: SGDConfig, applied: Tensor) -> None:
     updates = torch._foreach_mul(parameters, (group.weight_decay * applied).float())
     torch._foreach_add_(updates, in_float32([shard.gradient for shard in shards]))
     if config.momentum:
-        momenta = in_float32([shard.state["momentum_buffer"] for shard in shards])
+        momenta = moments(shards, "momentum_buffer")
         torch._foreach_mul_(momenta, (1 - (1 - config.momentum) * applied).float())
         torch._foreach_add_(momenta, updates)
         if config.nesterov:

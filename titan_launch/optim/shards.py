@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_launch.config.optimizers import names_in_8_bits
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.optim.eight_bit import decode, encode
 from titan_launch.optim.matrix_gather import matrix_gather_of
 
 
@@ -28,6 +30,11 @@ class LocalShard:
     state: dict[str, Tensor]
     seed: int | None
     """Seed of stochastic rounding; None rounds to the nearest."""
+
+    def in_8_bits(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the codes and the scales of a state tensor that is stored in 8 bits."""
+        codes, scales = names_in_8_bits(name)
+        return self.state[codes], self.state[scales]
 
     def draw(self, what: str) -> Draw | None:
         """Return the random numbers for stochastic rounding of `what`: `parameter` or the name of a state tensor.
@@ -103,6 +110,12 @@ def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
     return results
 
 
+def moments(shards: Sequence[LocalShard], name: str) -> list[Tensor]:
+    """Return the state tensors `name` in float32: themselves, or copies."""
+    others = iter(in_float32([shard.state[name] for shard in shards if name in shard.state]))
+    return [next(others) if name in shard.state else decode(*shard.in_8_bits(name), name) for shard in shards]
+
+
 def masters(shards: Sequence[LocalShard]) -> list[Tensor]:
     """Return float32 tensors for the update of the parameters: master weights, float32 parameters, or copies."""
     return in_float32([shard.state.get("master", shard.parameter) for shard in shards])
@@ -116,6 +129,9 @@ def store(shards: Sequence[LocalShard], name: str, values: Sequence[Tensor]) -> 
     """
     nearest: list[tuple[Tensor, Tensor]] = []
     for shard, value in zip(shards, values, strict=True):
+        if name != "parameter" and name not in shard.state:
+            encode(*shard.in_8_bits(name), name, value)
+            continue
         target = shard.parameter if name == "parameter" else shard.state[name]
         if shard.seed is None or (name == "parameter" and "master" in shard.state):
             nearest.append((target, value))

@@ -7,10 +7,11 @@ inputs.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -26,7 +28,9 @@ from torch.utils.checkpoint import (
 )
 
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.distributed.torch_private import detached
 from titan_launch.models.mixture_of_experts import MixtureOfExperts
+from titan_launch.parallel.activation_offload import saved_for_backward
 from titan_launch.parallel.fsdp import cast_at_boundaries
 from titan_launch.plan.module_selection import selection
 from titan_launch.plan.types import ModelPlan, is_within
@@ -72,9 +76,11 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
     counting = [module for module in block.modules() if isinstance(module, _Counting)]
 
     def contexts() -> _Contexts:
-        inner = [_SavableOps(mode) for mode in _selective_modes()] if selects_ops else [nullcontext(), nullcontext()]
-        call = object()
-        return _Forward(call, inner[0]), _Forward(call, inner[1], counting)
+        call, results = object(), deque[Any]()
+        first, second = (
+            _SelectiveMode(results, is_first) if selects_ops else nullcontext() for is_first in (True, False)
+        )
+        return _Forward(call, first), _Forward(call, second, counting)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -120,20 +126,31 @@ class _Forward:
 
 
 def _selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return two dispatch modes: the first forward saves the results of `SAVED_OPS`, and the second reuses them."""
-    return create_selective_checkpoint_contexts(_SavePolicy())
+    """Return two dispatch modes for a graph: the first forward saves the results of `SAVED_OPS`, and the second reuses
+    them."""
+    policies = {is_second: _SavePolicy() for is_second in (False, True)}
+
+    def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_saved = policies[context.is_recompute].saves(op)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
-class _SavableOps(TorchDispatchMode):
-    """Dispatch mode that passes only the operations of `SAVED_OPS` on to a mode of `_selective_modes`.
+class _SelectiveMode(TorchDispatchMode):
+    """Dispatch mode of a forward: the first one saves results of `SAVED_OPS`, and the second one reuses them.
 
-    The inner mode requires that both forwards run the same operations. But if a block contains FSDP2 units, their hooks
-    may all-gather in only one of the two forwards.
+    PyTorch's own modes are for graphs only. They require that both forwards run the same operations. But if a block
+    contains FSDP2 units, their hooks may all-gather in only one of the two forwards. And only torch 2.15 can offload
+    the results.
     """
 
-    def __init__(self, mode: TorchDispatchMode):
+    def __init__(self, results: deque[Any], is_first: bool):
+        """`results`: the saved results, which both modes share."""
         super().__init__()
-        self._mode = mode
+        self._results = results
+        self._is_first = is_first
+        self._policy = _SavePolicy()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -141,22 +158,36 @@ class _SavableOps(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SAVED_OPS:
-            return self._mode.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
+        is_saved = self._policy.saves(func)
+        if is_saved and not self._is_first:
+            return tree_map(lambda recall: recall(), self._results.popleft())
+        result = func(*args, **(kwargs or {}))
+        if is_saved:
+            is_complete = func.namespace != "_c10d_functional"
+            self._results.append(tree_map(partial(_saved, is_complete=is_complete), result))
+        return result
+
+
+def _saved(value: Any, is_complete: bool) -> Callable[[], Any]:
+    """Return a function that returns a result of an operation: a tensor, or a number.
+
+    `is_complete`: False for the result of a collective, which cannot be offloaded before somebody waits for it.
+    """
+    if not isinstance(value, Tensor):
+        return lambda: value
+    return saved_for_backward(detached(value), may_be_offloaded=is_complete)
 
 
 class _SavePolicy:
-    """Decision whether an operation's result is saved. Called for every operation of both forwards, in order."""
+    """Decision whether an operation's result is saved, for the operations of one forward, in order."""
 
     def __init__(self) -> None:
-        self._num_products: Counter[bool] = Counter()
+        self._num_products = 0
 
-    def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        self._num_products[context.is_recompute] += op in _MATRIX_PRODUCTS
-        is_every_second = op in _MATRIX_PRODUCTS and self._num_products[context.is_recompute] % 2 == 0
-        keeps = op in SAVED_OPS and not is_every_second
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+    def saves(self, op: Any) -> bool:
+        """Return True if the result of `op` is saved."""
+        self._num_products += op in _MATRIX_PRODUCTS
+        return op in SAVED_OPS and not (op in _MATRIX_PRODUCTS and self._num_products % 2 == 0)
 
 
 def cast_in_second_forward(model: nn.Module, plan: ModelPlan, modules: Sequence[str]) -> None:

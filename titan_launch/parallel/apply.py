@@ -13,6 +13,7 @@ from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.models.spec import TensorStyle
 from titan_launch.parallel.activation_checkpoint import cast_in_second_forward, checkpoint_activations
+from titan_launch.parallel.activation_offload import offload_activations
 from titan_launch.parallel.batchnorm import prepare_batch_norms
 from titan_launch.parallel.compile import compile_pieces
 from titan_launch.parallel.expert_balance import prepare_experts
@@ -21,7 +22,7 @@ from titan_launch.parallel.float8 import convert_to_float8
 from titan_launch.parallel.fsdp import apply_fsdp
 from titan_launch.parallel.tensor_parallel import apply_tensor_parallel
 from titan_launch.plan.module_selection import checkpoints_compiled
-from titan_launch.plan.types import ModelPlan
+from titan_launch.plan.types import ModelPlan, outermost
 from titan_launch.precision.policy import cast_storage
 
 
@@ -50,7 +51,8 @@ def parallelize(
     5. Apply activation checkpointing inside of FSDP2's hooks. The second forward then gets inputs that FSDP2 has cast.
     6. Compile around activation checkpointing, so that one graph contains both forwards. With tensor parallelism a
        graph cannot contain both, so compilation is inside. FSDP2's hooks cannot be in a graph, and stay outside.
-    7. Apply FSDP2 last, because it shards the parameters that exist at its call. `offloads`: shards stay on the host.
+    7. Offload activations around compiled forwards and checkpoints, so that it sees all that backward needs of them.
+    8. Apply FSDP2 last, because it shards the parameters that exist at its call. `offloads`: shards stay on the host.
     """
     cast_storage(model, plan)
     convert_to_float8(model, plan, float8)
@@ -59,13 +61,15 @@ def parallelize(
         apply_tensor_parallel(model, styles, mesh.tensor, parallelism, plan.loss_head is not None)
     divide_experts(model, mesh)
     prepare_batch_norms(model, batchnorm, mesh.layout.num_microbatches, statistics_group)
-    prepare_experts(model, plan, mesh.layout, mesh.context)
+    prepare_experts(model, plan, mesh.layout, mesh.context, mesh.ranks.device_type)
     if checkpoints_compiled(activation_checkpoint, mesh.layout.tensor):
         compile_pieces(model, plan, compilation, activation_checkpoint)
         checkpoint_activations(model, plan.checkpointed, activation_checkpoint)
     else:
         checkpoint_activations(model, plan.checkpointed, activation_checkpoint)
         compile_pieces(model, plan, compilation, activation_checkpoint)
+    if activation_checkpoint.offload:
+        offload_activations(model, outermost(plan.inventory.blocks), mesh.ranks.device_type)
     apply_fsdp(model, plan, mesh, offloads)
     if not CAN_SHARE_UNITS:
         cast_in_second_forward(model, plan, plan.checkpointed)

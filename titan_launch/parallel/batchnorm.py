@@ -32,6 +32,11 @@ def prepare_batch_norms(
     `group`: the data-parallel ranks if statistics are synchronized, else None. Call `check_batch_norms` first.
     """
     norms = dict(_batch_norms(model))
+    if config.of_frozen == "fixed":
+        frozen = [path for path, norm in norms.items() if _is_frozen(norm)]
+        for path in frozen:
+            _fix_statistics(norms.pop(path))
+        _log.info("batchnorm statistics: those of %d frozen layers are fixed", len(frozen))
     if config.momentum_per == "step":
         for norm in norms.values():
             if norm.momentum is not None:  # None: a cumulative average of all microbatches with equal weights
@@ -41,6 +46,17 @@ def prepare_batch_norms(
         _log.info("%s", _describe_synchronized(len(norms), group.size()))
     if norms:
         _ValuesCheck(group).watch(model, norms)
+
+
+def _is_frozen(norm: _BatchNorm) -> bool:
+    parameters = list(norm.parameters(recurse=False))
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def _fix_statistics(norm: _BatchNorm) -> None:
+    """Let a layer normalize with its running statistics also in training."""
+    norm.train = lambda mode=True: nn.Module.train(norm, False)  # type: ignore[method-assign]
+    norm.eval()
 
 
 def _momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:

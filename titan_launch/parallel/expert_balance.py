@@ -15,8 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from titan_launch.core.errors import listed
 from titan_launch.distributed.collectives import warn
+from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.models.mixture_of_experts import ContextGroup, MixtureOfExperts
 from titan_launch.parallel.activation_checkpoint import current_forward
+from titan_launch.plan.experts import is_grouped
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
 
@@ -30,12 +32,13 @@ _MIN_MEAN_LOAD = 20
 of 0 with probability e^-20."""
 
 
-def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: DeviceMesh | None) -> None:
+def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: DeviceMesh | None, device: str) -> None:
     """Set the scale of the auxiliary losses of all mixtures of experts, in place. Nothing is communicated.
 
     All ranks and microbatches of a step add up to means over the step's samples. With tensor parallelism, each rank
     computes the whole losses, and the router's gradients are summed over these ranks. With context parallelism, each
-    rank computes its tokens' part. `context`: the ranks that divide every sequence; None if there is one.
+    rank computes its tokens' part. `context`: the ranks that divide every sequence; None if there is one. `device`:
+    type of the device that will compute.
     """
     layers = _layers(model)
     for layer in layers.values():
@@ -52,6 +55,28 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: 
             '[[precision.rules]] with match = "**.router", param_dtype = "float32" and output_dtype = "float32"',
             listed(reduced),
         )
+    slow = {path: widths for path, widths in _bf16_widths(layers, plan) if not is_grouped(device, "bfloat16", widths)}
+    if slow and device == "cuda":
+        path, (width, hidden) = next(iter(slow.items()))
+        warn(
+            _log,
+            "products of experts: grouped products in bfloat16 require widths that are multiples of 8, but a rank has "
+            "the widths %d and %d in %s. The experts of %s are computed one after another, which is slower. Change "
+            "model.args.experts.hidden_dim, the width of the model or parallelism.tensor_parallel_degree",
+            width,
+            hidden,
+            path,
+            listed(list(slow)),
+        )
+
+
+def _bf16_widths(layers: Mapping[str, MixtureOfExperts], plan: ModelPlan) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the path of each layer whose experts compute in bfloat16, with the widths of their inputs and hidden states
+    on this rank."""
+    for path, layer in layers.items():
+        if plan.unit_of[f"{path}.experts"].compute_dtype == "bfloat16":
+            _, hidden, width = local_tensor(layer.experts.w1).shape
+            yield path, (width, hidden)
 
 
 def _logits_dtype(plan: ModelPlan, router: str) -> str:

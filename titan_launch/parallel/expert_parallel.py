@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from titan_launch.distributed.mesh import EXPERT, Mesh
+from titan_launch.models.lora import LoRA
 from titan_launch.models.mixture_of_experts import Experts, Permuted, inverse_of
-from titan_launch.parallel.tensor_parallel import divide_locally
+from titan_launch.parallel.tensor_parallel import divide_adapter, divide_locally
 
 _WIDTH_DIM = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 """The dim along which tensor parallelism divides a parameter of experts. It replicates `b2`."""
@@ -36,13 +37,20 @@ def divide_experts(model: nn.Module, mesh: Mesh) -> None:
         return
     for module in model.modules():
         if isinstance(module, Experts):
-            divide_locally(module, ranks, {name: _placements(name, ranks) for name in module._parameters})
+            divide_locally(
+                module, ranks, {name: _placements(_WIDTH_DIM.get(name), ranks) for name in module._parameters}
+            )
+            for name, adapter in (module.lora or {}).items():
+                assert isinstance(adapter, LoRA)
+                along = {"a": 2} if name == "w2" else {"b": 1}
+                divide_adapter(adapter, ranks, {matrix: _placements(along.get(matrix), ranks) for matrix in "ab"})
             if mesh.expert is not None:
                 module.dispatch = Dispatch(mesh.expert)
 
 
-def _placements(name: str, ranks: DeviceMesh) -> list[Placement]:
-    width: Placement = Shard(_WIDTH_DIM[name]) if name in _WIDTH_DIM else Replicate()
+def _placements(width_dim: int | None, ranks: DeviceMesh) -> list[Placement]:
+    """Return the placements of stacked parameters. `width_dim`: the dim along which tensor parallelism divides them."""
+    width: Placement = Replicate() if width_dim is None else Shard(width_dim)
     return [Shard(0) if axis == EXPERT else width for axis in ranks.mesh_dim_names or ()]
 
 
@@ -67,10 +75,13 @@ class Dispatch:
         """
         there = exchanged_counts(counts, self._ranks, self._group)
         sent, received = split_sizes(counts, there, len(rows))
-        arrived = _Exchanged.apply(rows, received, sent, self._group)
-        order = order_by_expert(there, len(arrived))
-        results = compute(Permuted.apply(arrived, inverse_of(order), order.shape), there.sum(0))
-        return _Exchanged.apply(Permuted.apply(results, order, order.shape), sent, received, self._group)
+        rows = _Exchanged.apply(rows, received, sent, self._group)
+        order = order_by_expert(there, len(rows))
+        places = inverse_of(order)
+        rows = Permuted.apply(rows, order, places)
+        rows = compute(rows, there.sum(0))
+        rows = Permuted.apply(rows, places, order)
+        return _Exchanged.apply(rows, sent, received, self._group)
 
 
 def exchanged_counts(counts: Tensor, ranks: int, group: str) -> Tensor:

@@ -13,6 +13,8 @@ from torch import nn
 from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import config_error
 from titan_launch.core.patches import torchao_import_silenced
+from titan_launch.models.lora import LoRA, attach
+from titan_launch.plan.freezing import ADAPTER
 from titan_launch.plan.module_selection import describe_float8
 from titan_launch.plan.types import ModelPlan
 
@@ -36,7 +38,12 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
         recipe = replace(Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
         recipe = replace(recipe, enable_fsdp_float8_all_gather=config.all_gather)
     chosen = set(plan.float8)
+    adapters = {path: getattr(model.get_submodule(path), ADAPTER, None) for path in plan.float8}
     convert_to_float8_training(model, module_filter_fn=lambda _, path: path in chosen, config=recipe)
+    for path, adapter in adapters.items():
+        if isinstance(adapter, LoRA):
+            layer = model.get_submodule(path)  # torchao replaces the layer, without its adapter
+            attach(layer, adapter, type(layer))
     _log.info("float8: %s", describe_float8(config, plan))
 
 

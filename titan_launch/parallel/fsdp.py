@@ -19,9 +19,11 @@ from titan_launch.distributed.torch_private import (
     drop_unsharded_gradients,
     reset_iteration,
     roots,
+    update_trained_parameters,
 )
+from titan_launch.models.lora import StackedLoRA
 from titan_launch.models.mixture_of_experts import Experts
-from titan_launch.plan.types import ModelPlan, Policy, sharded_dim
+from titan_launch.plan.types import ModelPlan, Policy, full_name, sharded_dim
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 
@@ -103,7 +105,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 def _placement_of_experts(modules: Sequence[nn.Module], shards: int) -> Callable[[nn.Parameter], Shard | None] | None:
     """Return a function that chooses the dim along which FSDP2 shards a parameter; None for modules without experts."""
-    inner = (module for outer in modules for module in outer.modules() if isinstance(module, Experts))
+    inner = (module for outer in modules for module in outer.modules() if isinstance(module, (Experts, StackedLoRA)))
     stacked = {parameter for module in inner for parameter in module.parameters()}
     if not stacked:
         return None
@@ -120,6 +122,42 @@ def _sum_gradients(unit: FSDPModule) -> None:
     """
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
+
+
+class Unfreezing:
+    """The parameters of a wrapped model that are trained only after a number of steps (`training.unfreeze`).
+
+    Until the first call of `apply` they count as trained: the optimizer and checkpoints know all parameters that the
+    run will ever train.
+    """
+
+    def __init__(self, model: nn.Module, plan: ModelPlan):
+        steps = {
+            full_name(module.path, info.name): info.trained_from
+            for module in plan.inventory.modules
+            for info in module.parameters
+            if info.requires_grad and info.trained_from
+        }
+        self._model = model
+        self._parameters = [(p, steps[name]) for name, p in model.named_parameters() if name in steps]
+
+    @property
+    def is_finished(self) -> bool:
+        """True if no parameter is still frozen that the run will train."""
+        return all(parameter.requires_grad for parameter, _ in self._parameters)
+
+    def apply(self, num_steps: int) -> int:
+        """Freeze or unfreeze parameters between two steps, after `num_steps` steps. Return how many were unfrozen.
+
+        A return to an earlier checkpoint freezes parameters again, and drops nothing: their optimizer state is that of
+        the checkpoint.
+        """
+        changed = [(p, num_steps >= step) for p, step in self._parameters if p.requires_grad != (num_steps >= step)]
+        for parameter, is_trained in changed:
+            parameter.requires_grad_(is_trained)
+        if changed:
+            update_trained_parameters(self._model)
+        return sum(is_trained for _, is_trained in changed)
 
 
 def discard_pending(model: nn.Module) -> None:

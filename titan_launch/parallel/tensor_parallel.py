@@ -18,8 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.distributed.mesh import TENSOR
-from titan_launch.models.parallel_plans import style_by_module
+from titan_launch.models.lora import LoRA
+from titan_launch.models.parallel_plans import DIVIDED_AXIS, style_by_module
 from titan_launch.models.spec import TensorStyle
+from titan_launch.plan.freezing import ADAPTER
 
 TOKENS, FEATURES = 1, -1
 """The dimensions along which activations and logits are divided."""
@@ -41,7 +43,14 @@ def apply_tensor_parallel(
     ties = _ties(model)
     appliers = _appliers(mesh, parallelism, parallelism.loss_parallel and not has_loss_head)
     for path, style in style_by_module(model, styles).items():
-        appliers[style](model.get_submodule(path))
+        module = model.get_submodule(path)
+        adapter = module._modules.get(ADAPTER)
+        if isinstance(adapter, LoRA):
+            delattr(module, ADAPTER)  # PyTorch's styles would divide the parameters of children, too
+            _divide_adapter(adapter, style, mesh, parallelism.sequence_parallel)
+        appliers[style](module)
+        if isinstance(adapter, LoRA):
+            module.register_module(ADAPTER, adapter)
     for (owner, name), others in ties:
         for module, other in others:
             module.register_parameter(other, owner._parameters[name])
@@ -167,10 +176,38 @@ def divide_locally(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str,
     first compute with zeros in its place, and the gradients of all ranks are added.
     """
     _distribute(module, mesh, placements)
-    biases = [name for name, _ in module.named_parameters() if any(p.is_replicate() for p in placements[name])]
+    names = (name for name, _ in module.named_parameters(recurse=False))
+    biases = [name for name in names if any(placement.is_replicate() for placement in placements[name])]
     is_first = TENSOR not in (mesh.mesh_dim_names or ()) or mesh[TENSOR].get_local_rank() == 0
-    gradients = {name: [Partial() if p.is_replicate() else p for p in where] for name, where in placements.items()}
-    _compute_locally(module, gradients, () if is_first else biases)
+    _compute_locally(module, _of_gradients(placements), () if is_first else biases)
+
+
+def divide_adapter(adapter: LoRA, mesh: DeviceMesh, placements: Mapping[str, Sequence[Placement]]) -> None:
+    """Divide the parameters of an adapter over ranks, and let its forward use plain tensors: this rank's parts.
+
+    `placements`: of `a` and `b`, on the axes of `mesh`. The gradients of a matrix that is not divided are added.
+    """
+    _distribute(adapter, mesh, placements)
+    _compute_locally(adapter, _of_gradients(placements))
+
+
+def _of_gradients(placements: Mapping[str, Sequence[Placement]]) -> dict[str, list[Placement]]:
+    return {name: [Partial() if p.is_replicate() else p for p in where] for name, where in placements.items()}
+
+
+def _divide_adapter(adapter: LoRA, style: TensorStyle, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Divide an adapter as the style divides its target: `b` along the output features, or `a` along the input
+    features. The other matrix is replicated, and needs no communication in forward.
+
+    If `a` is divided, `a x` is a part of a sum on each rank, and so is `b a x`, to which the target adds its own part.
+    """
+    if style in ("sequence", "positions"):
+        _replicate(adapter, mesh, Partial() if sequence_parallel else Replicate())
+        return
+    axis = DIVIDED_AXIS.get(style)
+    a: Placement = Shard(1) if axis == 1 else Replicate()
+    b: Placement = Shard(0) if axis == 0 else Replicate()
+    divide_adapter(adapter, mesh, {"a": [a], "b": [b]})
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Sequence[Placement]]) -> None:

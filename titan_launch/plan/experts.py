@@ -6,7 +6,7 @@ that the planned rank receives `planner.expert_load` times the mean of the ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -24,6 +24,17 @@ def equal_parts(total: int, parts: int) -> list[int]:
     """Return `parts` numbers with the sum `total`, which differ by at most 1. The larger ones come first."""
     quotient, remainder = divmod(total, parts)
     return [quotient + (index < remainder) for index in range(parts)]
+
+
+def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
+    """Return True if one kernel, `torch.nn.functional.grouped_mm`, computes the products of all experts of a layer.
+
+    It does so on CUDA in bf16, if a row of every matrix has a multiple of 16 bytes. PyTorch checks these strides in
+    forward and in backward (2.11 to 2.15: `GroupedMMUtils.h`). Otherwise the experts are computed one after another.
+    `device`: type of the device. `widths`: widths of the experts' inputs and hidden states on a rank.
+    """
+    is_aligned = all(width * DTYPE_BYTES[dtype] % 16 == 0 for width in widths)
+    return device == "cuda" and dtype == "bfloat16" and is_aligned
 
 
 def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:

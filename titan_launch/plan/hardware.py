@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ Kernels = Literal["cuda", "cpu"]
 """The device family. It decides which tensors each operation saves for backward."""
 
 GIB = 2**30
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a number of bytes as text: `22.4 GiB`, or `22.4 MiB` below 1 GiB."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.1f} MiB"
+
 
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
 """Defaults on a GPU. The first is a guess. The second was fitted to TorchTitan's published figures for Llama 3 8B."""
@@ -128,9 +135,25 @@ def _memory(
     if found_gib is not None:
         return found_gib, "the smallest device of this run"
     if kernels == "cpu":
-        machine = machine_memory_gib()
+        machine, limit = machine_memory_gib(), process_memory_gib()
+        if limit is not None and limit < machine / ranks_on_machine:
+            return limit, f"the limit of this process (ulimit): {limit:.1f} GiB"
         return machine / ranks_on_machine, f"this machine: {machine:.1f} GiB / {ranks_on_machine} ranks"
     return None, "unknown"
+
+
+def process_memory_gib() -> float | None:
+    """Return the memory that this process may hold by its resource limits (`ulimit -v`, `ulimit -d`), in GiB; None
+    without a limit. Address space that is reserved but not used does not count."""
+    limits = {"VmSize:": resource.RLIMIT_AS, "VmData:": resource.RLIMIT_DATA}
+    found = []
+    for name, kind in limits.items():
+        limit = resource.getrlimit(kind)[0]
+        with suppress(OSError, ValueError):
+            used, resident = (_table(Path("/proc/self/status"), (row,))[0] * 1024 for row in (name, "VmRSS:"))
+            if limit != resource.RLIM_INFINITY:
+                found.append(max(0, limit - used + resident))
+    return min(found) / GIB if found else None
 
 
 _CGROUPS = (

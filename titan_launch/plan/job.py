@@ -13,6 +13,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, Problem, format_key
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
+from titan_launch.plan.freezing import freeze
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import checkpointed_modules, compiled_modules, float8_modules, loss_head
 from titan_launch.plan.pipeline import plan_stages
@@ -65,6 +66,8 @@ def activation_checkpoint_label(config: ActivationCheckpointConfig) -> str:
         details.append(f"{config.memory_budget:g}")
     if config.modules:
         details.append("listed modules")
+    if config.offload:
+        details.append("offloaded")
     return f"{config.mode} ({', '.join(details)})" if details else config.mode
 
 
@@ -116,13 +119,15 @@ def plan_units(config: JobConfig, inventory: Inventory, keep_params_unsharded: b
 def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
     """Return units, dtypes, checkpointed and compiled modules, pipeline stages and loss head of a job without `auto`.
 
-    Raises ConfigError for precision rules, activation checkpointing, compilation or stages that the model does not
-    support.
+    Raises ConfigError for frozen parameters, precision rules, activation checkpointing, compilation or stages that the
+    model does not support.
     """
+    inventory = freeze(inventory, config.training, bool(config.lora.targets))
     checkpointed = checkpointed_modules(inventory, config.activation_checkpoint)
     resharding = plan_resharding(config.parallelism, config.gradient_accumulation)
     expert_parallel = config.parallelism.expert_parallel_degree
-    plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS, expert_parallel)
+    is_pipelined = config.parallelism.pipeline_parallel_degree > 1
+    plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS, expert_parallel, is_pipelined)
     plan = replace(
         plan,
         checkpointed=checkpointed,
@@ -229,11 +234,12 @@ def _effect(accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[b
 
 def _activation_checkpoints(config: JobConfig) -> Iterator[ActivationCheckpointConfig]:
     own = config.activation_checkpoint
-    yield ActivationCheckpointConfig(mode="none")
-    yield ActivationCheckpointConfig(mode="selective", modules=own.modules)
+    offload = own.offload
+    yield ActivationCheckpointConfig(mode="none", offload=offload)
+    yield ActivationCheckpointConfig(mode="selective", modules=own.modules, offload=offload)
     if own.mode == "memory_budget" or (own.mode == "selective" and own.selective_ac_option != "op"):
         yield own
-    yield ActivationCheckpointConfig(mode="full", modules=own.modules)
+    yield ActivationCheckpointConfig(mode="full", modules=own.modules, offload=offload)
 
 
 def _problem_of(config: JobConfig, accumulation: GradientAccumulationConfig) -> Problem | None:

@@ -114,13 +114,15 @@ class Layout:
 
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:
-    """Return the layout of `world_size` ranks.
+    """Return the layout of `world_size` ranks. Before `plan.batch_size` has chosen it, a microbatch of `auto` has one
+    sample.
 
     Raises ConfigError if the degrees do not match `world_size`, or if the global batch cannot be divided evenly.
     """
     shard = _shard_degree(parallelism, world_size)
     ranks = parallelism.data_parallel_replicate_degree * shard
-    per_round = training.local_batch_size * ranks
+    local_batch_size = 1 if training.local_batch_size == "auto" else training.local_batch_size
+    per_round = local_batch_size * ranks
     batch = training.global_batch_size if training.global_batch_size is not None else per_round
     if batch % per_round:
         raise config_error(
@@ -140,7 +142,7 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
     return Layout(
         replicate=parallelism.data_parallel_replicate_degree,
         shard=shard,
-        local_batch_size=training.local_batch_size,
+        local_batch_size=local_batch_size,
         num_microbatches=batch // per_round,
         context=parallelism.context_parallel_degree,
         tensor=parallelism.tensor_parallel_degree,

@@ -17,8 +17,19 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, listed
+from titan_launch.plan.freezing import ADAPTER
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
+from titan_launch.plan.types import (
+    Inventory,
+    ModelPlan,
+    ModuleInfo,
+    Unit,
+    enclosing,
+    full_name,
+    is_within,
+    outermost,
+    parent,
+)
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_mixture_of_experts, matched_modules
 
 _MODE: KeyPath = ("activation_checkpoint", "mode")
@@ -189,6 +200,12 @@ def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collect
         'set precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "remove those precision rules"
     )
     what = f"the FSDP2 units of {', '.join(reasons)}, whose hooks cannot be part of a graph"
+    if any(reason.startswith("trained") for reason in reasons):
+        remedy = (
+            "leave modules of each block without adapters and trained parameters (lora.targets, training.trainable)"
+        )
+        what = "FSDP2 units of trained parameters in frozen blocks, whose hooks cannot be part of a graph"
+        keys = [("lora", "targets"), ("training", "trainable")]
     if not inside:
         what = f"checkpointed modules ({listed(sorted(outside))})"
         remedy = "remove these modules from activation_checkpoint.modules"
@@ -306,6 +323,8 @@ def _why_logits(plan: ModelPlan) -> str | None:
         return "the logits are not known to be the unchanged output of an nn.Linear"
     if path in plan.float8:
         return f"{path} computes in float8"
+    if full_name(path, ADAPTER) in plan.inventory.by_path:
+        return f"{path} has an adapter"
     around = enclosing(path, plan.checkpointed)
     if around:
         return f"{path} is in {around}, which is checkpointed"

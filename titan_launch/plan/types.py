@@ -23,11 +23,16 @@ class TensorInfo:
 
     is_floating: bool
     requires_grad: bool = False
+    """True if the parameter is trained in any step."""
+
+    trained_from: int = 0
+    """Number of steps during which a trained parameter is still frozen."""
+
     tied_to: str | None = None
     """Full name of the first occurrence of a shared (tied) parameter; None for the first occurrence itself."""
 
     is_stacked: bool = False
-    """True for a parameter of `Experts`: its first dim counts the experts of a layer."""
+    """True for a parameter of `Experts` or of their adapters: its first dim counts the experts of a layer."""
 
     @property
     def numel(self) -> int:
@@ -40,6 +45,13 @@ MIXTURE_OF_EXPERTS = "titan_launch.models.mixture_of_experts.MixtureOfExperts"
 
 EXPERTS = "titan_launch.models.mixture_of_experts.Experts"
 """Full name of the class of modules whose parameters are stacked: the first dim counts the experts."""
+
+
+LORA = "titan_launch.models.lora.LoRA"
+"""Full name of the class of adapters, and base class of those of embeddings and experts."""
+
+STACKED_LORA = "titan_launch.models.lora.StackedLoRA"
+"""Full name of the class of the adapters of experts."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +79,19 @@ class ModuleInfo:
         return self.classes[0].rpartition(".")[2]
 
     @property
+    def is_frozen(self) -> bool:
+        """True if the module owns parameters, and none of them is ever trained."""
+        return bool(self.parameters) and not any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
     def has_experts(self) -> bool:
         """True if the module is the `Experts` of a layer."""
         return EXPERTS in self.classes
+
+    @property
+    def is_adapter(self) -> bool:
+        """True if the module is an adapter (`[lora]`)."""
+        return LORA in self.classes
 
 
 @dataclass(frozen=True)
@@ -202,7 +224,7 @@ class Unit:
 
     expert_parallel: int = 1
     """Number of ranks over which expert parallelism has divided the parameters, before FSDP2 shards each part over
-    `Layout.shards_of` ranks. Above 1, the unit is the `Experts` of one layer, and has no other parameters."""
+    `Layout.shards_of` ranks. Above 1, the unit is the `Experts` of one layer, or has only adapters of experts."""
 
     @property
     def num_gathers(self) -> int:

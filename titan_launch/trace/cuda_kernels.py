@@ -12,9 +12,10 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
   fp32.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
   inputs, its output, and an fp32 logarithm for each query. Its table of blocks is not counted.
-- Products of experts: CUDA runs one grouped product in bf16, which saves rows and stacked matrices. Other dtypes and a
-  CPU run one product for each expert. A trace has no counts of rows, so it divides the rows of a rank equally among its
-  experts. With expert parallelism, the rank receives `planner.expert_load` times as many rows as the mean rank.
+- Products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). Other dtypes and a CPU run one
+  product for each expert. Both save rows and stacked matrices. A trace has no counts of rows, so it divides the rows of
+  a rank equally among its experts. With expert parallelism, the rank receives `planner.expert_load` times as many rows
+  as the mean rank.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
@@ -42,7 +43,7 @@ from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wra
 from titan_launch.models import attention, layers, mixture_of_experts
 from titan_launch.models.mixture_of_experts import ExpertProduct, grouped_product, looped_product
 from titan_launch.parallel import expert_parallel
-from titan_launch.plan.experts import equal_parts, received_rows
+from titan_launch.plan.experts import equal_parts, is_grouped, received_rows
 from titan_launch.plan.hardware import Kernels
 
 _aten = torch.ops.aten
@@ -197,9 +198,9 @@ def _flex_attention_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, *options: An
     return attention.Attended(*_FlexAttention.apply(q, k, v))
 
 
-def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor) -> ExpertProduct:
+def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
     """Replace `mixture_of_experts.expert_product`. The values of `counts` are not read."""
-    if kernels == "cuda" and rows.dtype == torch.bfloat16:
+    if is_grouped(kernels, str(rows.dtype).removeprefix("torch."), weights.shape[1:]):
         return grouped_product(counts)
     return looped_product(equal_parts(rows.shape[0], counts.shape[0]))
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.models.build import build_model
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.groups import check_param_groups, check_stacks
 from titan_launch.optim.registry import build_optimizer
@@ -27,7 +26,7 @@ from titan_launch.plan.report.unit_table import summary_of_batch
 from titan_launch.trace.engine import trace_rank
 from titan_launch.trace.step import TracedStep, assemble_without_values
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.model import AssembledModel
+from titan_launch.train.model import AssembledModel, build_job_model
 
 
 def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) -> str:
@@ -37,12 +36,12 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     backward are traced; equal blocks are traced only once. No data is read, and nothing is written. The job's modes
     must not be `auto`. Raises ConfigError as a run would, before memory is allocated.
     """
-    built = build_model(config.model, config.training.seq_len)
+    built = build_job_model(config)
     check_param_groups(built.module, config.optimizer, built.head)
     check_stacks(built.module, config.optimizer, built.head, layout)
     plan = plan_precision(config, built)
     with ExitStack() as stack:
-        model, _ = assemble_without_values(config, built, plan, layout, hardware.kernels, rank, stack)
+        model, _, _ = assemble_without_values(config, built, plan, layout, hardware.kernels, rank, stack)
         optimizer = build_optimizer(model.module, config.optimizer, built.head, config.training.seed)
         _update(model, optimizer)
         held = list(_describe_rank(model, optimizer))

@@ -23,7 +23,6 @@ from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.core.errors import ConfigError, UserError, config_error
 from titan_launch.core.import_string import user_location, user_traceback
 from titan_launch.core.torch_release import NEWEST_TESTED, is_tested_release, torch_release
-from titan_launch.models.build import build_model
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
@@ -35,6 +34,7 @@ from titan_launch.plan.pipeline import parts_on_rank
 from titan_launch.plan.types import Inventory, ModelPlan, outermost, parent
 from titan_launch.trace.step import TracedStep, trace_step
 from titan_launch.train.auto_mode import inspect_model
+from titan_launch.train.model import build_job_model
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _are_alike(a: TracedStep | None, b: TracedStep) -> bool:
 def _trace_without(
     config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int, removed: Sequence[str]
 ) -> TracedStep:
-    built = build_model(config.model, config.training.seq_len)
+    built = build_job_model(config)
     remove_blocks(built.module, removed)
     return trace_step(config, built, without_blocks(plan, removed), layout, kernels, rank)
 
@@ -215,7 +215,7 @@ class TraceEngine:
         if choice not in self._known:
             config = with_choice(self._config, choice)
             if self._inventory is None:
-                self._inventory = inspect_model(config, build_model(config.model, config.training.seq_len))
+                self._inventory = inspect_model(config, build_job_model(config))
             plan = plan_job(config, self._inventory)
             self._known[choice] = max(
                 (self._trace(config, plan, pipeline_rank) for pipeline_rank in representative_ranks(plan)),

@@ -60,17 +60,24 @@ class StepPoints:
                 hooks.callback(module.register_forward_pre_hook(partial(self._begin, path), prepend=True).remove)
                 hooks.callback(module.register_forward_hook(partial(self._end, path), prepend=True).remove)
             if has_loss:
-                hooks.callback(model.register_forward_hook(lambda *_: self._enter("loss", "")).remove)
+                hooks.callback(model.register_forward_hook(self._begin_loss).remove)
             yield
 
     def _enter(self, phase: str, unit: str) -> None:
         self._ledger.enter(StepPoint(self.microbatch, phase, unit))
 
     def _begin_next(self, model: nn.Module, _: Any) -> None:
-        """Begin the next microbatch of a model or of a pipeline stage."""
+        """Begin the next microbatch of a model or of a pipeline stage. A forward without gradients belongs to the
+        microbatch whose backward comes next."""
+        if not torch.is_grad_enabled():
+            return
         index = self._counts.get(model, 0)
         self._counts[model] = index + 1
         self.begin_microbatch(index)
+
+    def _begin_loss(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._enter("loss", "")
 
     def _begin(self, path: str, *_: Any) -> None:
         """Begin the forward of a module, unless it runs inside another observed module.

@@ -18,6 +18,7 @@ from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.data import separates_documents
+from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch, build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.dtensor import local_tensor
@@ -28,6 +29,7 @@ from titan_launch.models.build import BuiltModel
 from titan_launch.models.loss import Loss
 from titan_launch.optim.groups import group_parameters
 from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.activation_offload import HostCopies
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import SequencePart, sequence_part
 from titan_launch.parallel.fsdp import discard_pending
@@ -53,6 +55,8 @@ from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
+from titan_launch.train.frozen_model import FrozenModel, assemble_frozen_model
+from titan_launch.train.measure import hold_frozen
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model, build_loss
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward
@@ -127,11 +131,11 @@ def trace_step(
     and backward are raised unchanged.
     """
     with ExitStack() as stack:
-        model, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
+        model, frozen, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
         held_on_host = on_host(config.training, kernels)
         if layout.pipeline == 1:
             num_microbatches = min(layout.num_microbatches, MICROBATCHES)
-            return _trace_microbatches(config, model, batches, Ledger(held_on_host), num_microbatches)
+            return _trace_microbatches(config, model, batches, Ledger(held_on_host), num_microbatches, frozen)
         num_microbatches = sufficient_microbatches(config.parallelism, layout)
         traced = _trace_microbatches(config, model, batches, Ledger(held_on_host), num_microbatches)
         untraced = layout.num_microbatches - num_microbatches
@@ -152,9 +156,9 @@ def assemble_without_values(
     kernels: Kernels,
     rank: int,
     stack: ExitStack,
-) -> tuple[AssembledModel, Batches]:
-    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Return it and its
-    microbatches.
+) -> tuple[AssembledModel, FrozenModel | None, Batches]:
+    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Return it, the second
+    model of the job's loss, and the microbatches.
 
     Until `stack` is closed, this process acts as that rank, tensors are fake, and operations save the same tensors for
     backward as `kernels`. No layer is converted to float8, because the memory that torchao needs is not known.
@@ -164,33 +168,44 @@ def assemble_without_values(
     mesh = build_mesh(layout, "cpu")
     batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
     model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
+    frozen = assemble_frozen_model(config, mesh, batches)
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load))
-    if on_host(config.training, kernels):
+    if Category.PARAMETERS in on_host(config.training, kernels):
         stack.enter_context(copies_from_host())
     attention_device = torch.device("meta" if kernels == "cuda" else "cpu")  # PyTorch has no ring attention for CPUs
     allocate_model(model, config, torch.device("cpu"), stack, initial_values=False, attention_device=attention_device)
-    return model, batches
+    if frozen is not None:
+        frozen.allocate(torch.device("cpu"), stack, initial_values=False)
+    return model, frozen, batches
 
 
 def _trace_microbatches(
-    config: JobConfig, assembled: AssembledModel, batches: Batches, ledger: Ledger, num_microbatches: int
+    config: JobConfig,
+    assembled: AssembledModel,
+    batches: Batches,
+    ledger: Ledger,
+    num_microbatches: int,
+    frozen: FrozenModel | None = None,
 ) -> TracedStep:
     """Trace forward and backward of `num_microbatches`, and add the memory of the optimizer's update by a formula.
 
-    `assembled`: on the CPU, with real tensors or fake ones, without gradients.
+    `assembled`: on the CPU, with real tensors or fake ones, without gradients. `frozen`: the second model of the loss.
     """
     model, plan, mesh = assembled.module, assembled.plan, assembled.mesh
     ledger.enter(StepPoint(0, "forward", ""))
     step_points = StepPoints(ledger)
     with ExitStack() as stack:
         memory = stack.enter_context(track(model, ledger))
+        for name, category in (("to_host", Category.OFFLOADED), ("to_device", Category.ACTIVATIONS)):
+            copy = memory.allocating_for(category, getattr(HostCopies, name))
+            stack.enter_context(replaced(HostCopies, name, copy))
         for module, part in parts(model, plan):
             stack.enter_context(
                 step_points.watch(module, modules_in_order(module, part.inventory), _makes_logits(model, module))
             )
             stack.enter_context(dtype_failures_explained(module, part, config.precision))
-        count = stack.enter_context(count_collectives(model))
+        count = stack.enter_context(count_collectives(model, *([] if frozen is None else [frozen.module])))
         stack.enter_context(count_exchanges(mesh, count))
         groups = _group_sizes(config, model, plan)
         ledger.allocate(state_bytes(config.optimizer, groups), Category.OPTIMIZER)
@@ -198,7 +213,8 @@ def _trace_microbatches(
         memory.scope(Category.BUFFERS)
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         memory.scope(None)
-        loss = build_loss(model, plan, config, batches.num_classes, has_values=False)
+        loss = build_loss(model, plan, config, batches.num_classes, has_values=False, frozen=frozen)
+        hold_frozen(memory, loss)
         traffic = _Accumulation(
             config, model, mesh.layout, num_microbatches, batches, loss, step_points, memory, count
         ).run()
@@ -230,12 +246,12 @@ class _Accumulation:
 
     def run(self) -> Traffic:
         """Compute the gradients of all microbatches. Return the traffic of the whole step."""
-        pipeline, valid_global = pipeline_of(self.model), torch.ones((), dtype=torch.int64)
+        pipeline, num_items = pipeline_of(self.model), torch.ones((), dtype=torch.int64)
         if pipeline is None:
-            return self._run_in_sequence(valid_global)
-        return self._run_pipeline(pipeline, valid_global)
+            return self._run_in_sequence(num_items)
+        return self._run_pipeline(pipeline, num_items)
 
-    def _run_in_sequence(self, valid_global: Tensor) -> Traffic:
+    def _run_in_sequence(self, num_items: Tensor) -> Traffic:
         strategy = build_strategy(self.config.gradient_accumulation)
         traffic = []
         for index in range(self.num_microbatches):
@@ -243,18 +259,18 @@ class _Accumulation:
             strategy.begin_microbatch(self.model, is_last=index == self.num_microbatches - 1)
             microbatch = self.batches.make()
             self.memory.hold(microbatch, Category.INPUTS)
-            forward_backward(self.model, microbatch, torch.device("cpu"), lambda: valid_global, self.loss)
+            forward_backward(self.model, microbatch, torch.device("cpu"), lambda: num_items, self.loss)
             del microbatch
             traffic.append(self.count.take())
         return _traffic_of_step(traffic, self.layout.num_microbatches)
 
-    def _run_pipeline(self, pipeline: Pipeline, valid_global: Tensor) -> Traffic:
+    def _run_pipeline(self, pipeline: Pipeline, num_items: Tensor) -> Traffic:
         """Run the microbatches through the pipeline's stages, by its schedule."""
         config, layout = self.config, self.layout
         microbatch = self.memory.paused(self.batches.make)()  # on the host
         strategy = build_strategy(config.gradient_accumulation)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
-        step([microbatch] * self.num_microbatches, self.loss, valid_global)
+        step([microbatch] * self.num_microbatches, self.loss, num_items)
         traffic = self.count.take()
         return scaled_to_step(traffic, self.num_microbatches, layout, config.gradient_accumulation)
 

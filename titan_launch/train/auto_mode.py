@@ -16,15 +16,16 @@ from titan_launch.config.rules.data import keys_of_packed_documents
 from titan_launch.config.rules.precision import ACCUMULATION_RULES
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.core.errors import ConfigError, RunError, UserError, format_key
+from titan_launch.core.errors import ConfigError, RunError, UserError, config_error, format_key
 from titan_launch.core.torch_release import is_tested_release
-from titan_launch.distributed.collectives import on_rank_0
+from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel, take_inventory
 from titan_launch.models.documents import check_documents
 from titan_launch.models.parallel_plans import check_context_plan, check_tensor_plan
 from titan_launch.parallel.batchnorm import check_batch_norms
 from titan_launch.plan.auto_mode import resolve_auto
+from titan_launch.plan.batch_size import is_auto_batch, largest_batch, possible_batch_sizes, with_local_batch_size
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import (
     Choice,
@@ -34,9 +35,11 @@ from titan_launch.plan.job import (
     plan_job,
     possible_choices,
     with_choice,
+    with_unsharded_parameters,
 )
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
+from titan_launch.plan.memory.analytic.engine import analytic_engine, model_inventory, unknown_part
+from titan_launch.plan.report.comparison import Comparison, compare
 from titan_launch.plan.step_time import flops_of_model
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.forward import check_signature, find_output_layer
@@ -98,6 +101,55 @@ def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
     memory = torch.tensor(properties.total_memory, dtype=torch.int64, device=ranks.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MIN)
     return hardware_of(config, ranks.on_host, "cuda", properties.name, memory.item() / GIB)
+
+
+def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> JobConfig:
+    """Return the job with a number in place of `training.local_batch_size = "auto"`. Collective.
+
+    Rank 0 chooses the largest microbatch that is planned to fit. Then each rank tries it in a process of its own, and
+    the next smaller ones until no rank runs out of memory. Raises ConfigError on all ranks (UserError for a traced
+    model) if none fits.
+    """
+    if not is_auto_batch(config):
+        return config
+    size = on_rank_0(lambda: _largest_batch(config, hardware, ranks.world_size))
+    if config.parallelism.expert_parallel_degree > 1:
+        _log.info("auto: microbatches of %d samples, not tried: a trial has no tokens of other ranks' experts", size)
+        return with_local_batch_size(config, size)
+    for tried in reversed([other for other in possible_batch_sizes(config, ranks.world_size) if other <= size]):
+        resized = with_local_batch_size(config, tried)
+        if all(on_all_ranks(lambda resized=resized: _is_enough(resized, hardware, ranks))):  # type: ignore[misc]
+            _log.info("auto: microbatches of %d samples, with which two steps were tried", tried)
+            return resized
+        _log.warning("auto: microbatches of %d samples were planned to fit, but ran out of memory in a trial", tried)
+    reason = "no microbatch passed its trial: every rank trains two steps, and one ran out of memory"
+    raise config_error(("training", "local_batch_size"), reason, "auto")
+
+
+def _is_enough(config: JobConfig, hardware: Hardware, ranks: Ranks) -> bool:
+    with ExitStack() as stack:
+        trial = TraceProcess(config, ranks.world_size, hardware, stack, (ranks.rank, ranks.device))
+        return trial.has_enough_memory()
+
+
+def _largest_batch(config: JobConfig, hardware: Hardware, world_size: int) -> int:
+    unknown = unknown_part(config, hardware.kernels)
+    if unknown is not None:
+        _log.info(
+            "auto: the job is traced for each possible microbatch, because the analytic engine does not support %s",
+            unknown,
+        )
+        with ExitStack() as stack:
+            return int(TraceProcess(config, world_size, hardware, stack).result()["resolved"]["local_batch_size"])
+    inventory = model_inventory(config)
+    flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
+
+    def predict(config: JobConfig, layout: Layout) -> Comparison:
+        config = with_unsharded_parameters(config, layout)
+        engine = analytic_engine(config, layout, hardware.kernels)
+        return compare(config, layout, inventory, flops, hardware, engine, only_own=True)
+
+    return largest_batch(config, world_size, hardware, predict)
 
 
 def resolve_auto_modes(

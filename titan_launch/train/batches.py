@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import DataSource, MixtureData
-from titan_launch.core.errors import KeyPath
+from titan_launch.core.errors import KeyPath, config_error
 from titan_launch.data.loader import (
     FetchedAhead,
     Loader,
@@ -151,7 +151,7 @@ def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> 
         for name, source in single_sources(validation).items():
             parts[name] = range(start, start + len(source))[: config.validation.max_samples]
             start += len(source)
-    return RunData(
+    data = RunData(
         train,
         build_order(config.data, train, config.training.seed, layout.global_batch_size),
         validation,
@@ -160,6 +160,8 @@ def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> 
         layout.local_batch_size,
         tokenizer,
     )
+    _check_pairs(config, data)
+    return data
 
 
 def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_size: int) -> Order:
@@ -172,6 +174,19 @@ def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_
     }
     stages = [(step * global_batch_size, weights) for step, weights in data.stages()]
     return MixtureOrder(orders, stages, seed)
+
+
+def _check_pairs(config: JobConfig, data: RunData) -> None:
+    """Raise ConfigError for token files without pairs of answers with `dpo`, and for files with pairs with another
+    loss."""
+    wanted = config.loss.name == "dpo"
+    for section, source in data.sources.items():
+        if getattr(source, "has_pairs", wanted) != wanted:
+            key = tuple(int(part) if part.isdigit() else part for part in section.split("."))
+            has = "has no pairs of answers, which" if wanted else "has pairs of answers, and"
+            needs = "needs" if wanted else "needs single documents"
+            reason = f'{has} loss.name = "{config.loss.name}" {needs}; name other data'
+            raise config_error((*key, "path"), reason, also=(("loss", "name"),))
 
 
 def build_train_batches(

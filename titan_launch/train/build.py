@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,17 +17,26 @@ from titan_launch.data.order import Order
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
-from titan_launch.metrics.sinks import ConsoleSink
-from titan_launch.models.weights.folder import WeightsFolder
+from titan_launch.metrics.learned import Learned
+from titan_launch.metrics.sinks import ConsoleSink, import_sinks
+from titan_launch.metrics.timeline import Timeline
+from titan_launch.metrics.traffic import communication_counted
+from titan_launch.models.lora import Adapter, adapters_of
+from titan_launch.models.stages import PassThrough
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.compile import cache_folder
 from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.float8 import scale_update
+from titan_launch.parallel.fsdp import Unfreezing
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
+from titan_launch.plan.types import ModelPlan
+from titan_launch.plan.units.rule_assignment import matched_modules
+from titan_launch.train.base_weights import RunBase
 from titan_launch.train.batches import build_data, build_stream_batches, build_train_batches, build_validation_batches
+from titan_launch.train.frozen_model import FrozenModel, assemble_frozen_model
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import create_nccl_folder
 from titan_launch.train.health.step_guard import StepGuard
@@ -37,10 +47,9 @@ from titan_launch.train.model import (
     AssembledModel,
     allocate_model,
     assemble_model,
-    begin_with_weights,
     build_loss,
-    weights_if_readable,
 )
+from titan_launch.train.profiling import StepProfiler
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job
 from titan_launch.train.run import Run, build_meter, build_sinks, log_job, log_run
 from titan_launch.train.run_folder.attempt import this_attempt
@@ -65,11 +74,12 @@ def build_run(
     stop: StopRequest | None = None,
     log_file: LogFile | None = None,
     watchdog: Watchdog | None = None,
+    quiet: bool = False,
 ) -> Run:
     """Build everything that training needs. Collective. Closing `stack` closes all parts of the run.
 
     `locate_key` returns the file and line of a key. `stop` is checked for a signal after every step. `log_file` and
-    `watchdog` write to the run folder as soon as it exists.
+    `watchdog` write to the run folder as soon as it exists. `quiet`: no reports and no progress on the console.
 
     Checks that need no memory run first: division of ranks, model, precision rules, data. Then memory is allocated.
     Files are written last.
@@ -78,46 +88,56 @@ def build_run(
     job = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, locate_key)
+    on_rank_0(lambda: bool(import_sinks(config.metrics)))  # a missing package is an error before memory is allocated
     use_kernels(config, job.built, job.plan, job.layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
 
+    adapters = list(adapters_of(job.built.module))  # before pipeline stages divide the model
     mesh = build_mesh(job.layout, ranks.device.type)
     data = build_data(config, job.layout, sequence_part(mesh.context, config.parallelism))
     model = assemble_model(config, job.built, job.plan, mesh, data)
+    frozen = assemble_frozen_model(config, mesh, data)
     if ranks.device.type == "cpu":
-        dtypes = attention_dtypes(config.data, job.built, job.plan)
-        stack.enter_context(cpu_speedups(model.module, config.kernels, job.layout, config.training.seq_len, dtypes))
+        speed_up_on_cpu(config, model, stack)
     set_timeouts(config.comm.init_timeout_seconds)
     allocate_model(model, config, ranks.device, stack)
+    if frozen is not None:
+        frozen.allocate(ranks.device, stack)
     optimizer = build_optimizer(model.module, config.optimizer, job.built.head, config.training.seed)
+    unfreezing = Unfreezing(model.module, job.plan)
     ema = None if config.ema.decay is None else WeightEMA(model.module, optimizer, config.ema)
 
     folder = open_run_folder(job, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
-    step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
+    timeline = Timeline(ranks.device)
+    stack.enter_context(communication_counted(model.module, timeline))
+    step = build_step(config, model, optimizer, guard, ranks, data.num_classes, timeline, frozen)
     stream = build_stream_batches(config, data, job.layout, ranks, stack)
+    base = RunBase(model.module, config, job.plan.inventory)
     state = training_state(
-        config, model.module, optimizer, progress, data.order, stream, guard, ema, step.statistics, mesh, ranks
+        config, model.module, optimizer, progress, data.order, stream, guard, ema, step.statistics, mesh, ranks, base
     )
-    weights = weights_if_readable(config.model)
-    sources: Sources = data.sources if weights is None else {**data.sources, "model.weights": weights}
+    second: Sources = {} if frozen is None else {format_key(frozen.key): frozen.load()}
+    sources: Sources = {**data.sources, **second}
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, sources, ranks, stack)
-    load_or_begin(job, folder.path, state, progress, sources, data.order, weights, model.module, ema, stack)
+    load_or_begin(job, folder.path, state, progress, sources, data.order, base, adapters, ema, stack)
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data, folder.path)
     first_step = progress.step + 1
-    console = ConsoleSink(total_steps=config.training.steps) if ranks.is_rank_0 else None
+    console = ConsoleSink(total_steps=config.training.steps) if ranks.is_rank_0 and not quiet else None
     return Run(
         config=config,
         folder=folder.path,
         held_folder=folder,
         ranks=ranks,
         layout=job.layout,
+        hardware=job.hardware,
         mesh=mesh,
         plan=job.plan,
         model=model.module,
         optimizer=optimizer,
+        unfreezing=unfreezing,
         ema=ema,
         step=step,
         guard=guard,
@@ -129,7 +149,9 @@ def build_run(
         train_batches=stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack),
         validation_batches=build_validation_batches(config, data, job.layout, ranks, stack),
         checkpoints=checkpoints,
-        meter=build_meter(job, ranks),
+        meter=build_meter(job, ranks, timeline),
+        learned=build_learned(config, job.plan, model.module, ranks, stack),
+        profiler=StepProfiler(config.profiling, folder.path, ranks, timeline, stack),
         measurements=StepMeasurements(
             config.comm, model.module, optimizer, ema, step, ranks.device, first_step, config.compile.enable, stack
         ),
@@ -139,6 +161,12 @@ def build_run(
         watchdog=watchdog,
         locate_key=locate_key,
     )
+
+
+def speed_up_on_cpu(config: JobConfig, model: AssembledModel, stack: ExitStack) -> None:
+    """Apply the CPU speedups to a wrapped model until `stack` is closed."""
+    dtypes, layout = attention_dtypes(config.data, model.built, model.plan), model.mesh.layout
+    stack.enter_context(cpu_speedups(model.module, config.kernels, layout, config.training.seq_len, dtypes))
 
 
 def open_run_folder(
@@ -170,32 +198,60 @@ def load_or_begin(
     progress: Progress,
     sources: Sources,
     order: Order,
-    weights: WeightsFolder | None,
-    model: nn.Module,
+    base: RunBase,
+    adapters: Sequence[Adapter],
     ema: WeightEMA | None,
     stack: ExitStack,
 ) -> None:
     """Load the checkpoint from which the run starts, or else the weights that the job names, if any. Record the run in
     its folder. Collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
-    is_loaded = load_run(job.requested, folder, load, state, progress, sources, order)
-    if not is_loaded and job.config.model.weights is not None:
-        begin_with_weights(model, job.config.model, job.plan.inventory, weights)
+    is_loaded = load_run(job.requested, folder, load, state, progress, sources, order, base)
+    if not is_loaded:
+        if job.config.model.weights is not None:
+            base.begin()
+        if job.config.lora.adapter is not None:
+            base.begin_adapters(adapters, job.config.lora)
         if ema is not None:
             ema.load_state_dict({})  # the average begins with these weights
     on_rank_0(lambda: record_run(folder, job.requested, job.attempt, stack))
 
 
+def build_learned(
+    config: JobConfig, plan: ModelPlan, model: nn.Module, ranks: Ranks, stack: ExitStack
+) -> Learned | None:
+    """Return the measurements of `metrics.modules`; None without them. Raises ConfigError for a glob that matches no
+    module."""
+    if not config.metrics.modules:
+        return None
+    paths = matched_modules(plan.inventory, config.metrics.modules, ("metrics", "modules"))
+    groups: dict[str, list[str]] = {}
+    for unit in plan.units:
+        if unit.key is not None:
+            groups.setdefault(format_key(unit.key), []).extend(unit.modules)
+    outputs = {} if config.compile.enable else groups
+    modules = {path: module for path, module in model.named_modules() if not isinstance(module, PassThrough)}
+    return Learned(modules, paths, outputs, not config.compile.enable, ranks.device, stack)
+
+
 def build_step(
-    config: JobConfig, model: AssembledModel, optimizer: Optimizer, guard: StepGuard, ranks: Ranks, num_classes: int
+    config: JobConfig,
+    model: AssembledModel,
+    optimizer: Optimizer,
+    guard: StepGuard,
+    ranks: Ranks,
+    num_classes: int,
+    timeline: Timeline,
+    frozen: FrozenModel | None = None,
 ) -> TrainStep:
-    """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size."""
+    """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size.
+    `timeline` counts the parts of the step's time. `frozen`: the second model of the loss."""
     accumulation = build_strategy(config.gradient_accumulation)
     pipeline, pipelined = pipeline_of(model.module), None
     if pipeline is not None:
         from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second
 
-        pipelined = PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device)
+        pipelined = PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device, timeline)
     return TrainStep(
         model.module,
         optimizer,
@@ -204,7 +260,8 @@ def build_step(
         config.training.max_norm,
         model.mesh,
         ranks.device,
-        build_loss(model.module, model.plan, config, num_classes),
+        build_loss(model.module, model.plan, config, num_classes, frozen=frozen),
+        timeline,
         pipelined=pipelined,
         after_update=scale_update(model.module, config.float8),
     )

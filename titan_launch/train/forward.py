@@ -24,7 +24,9 @@ from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.import_string import is_user_file
 from titan_launch.distributed.torch_private import roots
 from titan_launch.models.blocks import has_forward
+from titan_launch.models.lora import class_without_adapter
 from titan_launch.models.loss import LogitsCheck, Loss, count_valid
+from titan_launch.parallel.fsdp import reset_iterations
 
 FORWARD = "the model's forward "
 """The first words of every error of this module. The errors concern the key `model.name`."""
@@ -49,6 +51,22 @@ def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = Fal
         location = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
         call = "the arguments (inputs, labels=targets)" if has_own_loss else "one argument"
         raise _error(f"{location} cannot be called with {call} ({error})".lstrip(), contract) from None
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a wrapped model into evaluation mode during the block, for forwards without a backward."""
+    was_training = {  # a frozen BatchNorm stays frozen
+        module: module.training for root in roots(model) for module in root.modules()
+    }
+    for root in roots(model):
+        root.eval()
+    try:
+        yield
+    finally:
+        for module, flag in was_training.items():
+            module.training = flag
+        reset_iterations(model)  # puts the sharded parameters back into the model; the optimizer's state refers to them
 
 
 @contextmanager
@@ -232,7 +250,7 @@ def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
 
 
 def _is_plain(module: nn.Linear) -> bool:
-    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    return class_without_adapter(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
 def check_embeddings(model: nn.Module, vocab_size: int) -> None:
@@ -261,7 +279,7 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
         handles.append(root.register_forward_pre_hook(note_inputs, prepend=True))
         handles.append(root.register_forward_hook(end))
         for path, module in root.named_modules():
-            if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+            if isinstance(module, nn.Embedding) and class_without_adapter(module).forward is nn.Embedding.forward:
                 handles.append(module.register_forward_pre_hook(partial(compare, path), prepend=True))
 
 

@@ -63,7 +63,7 @@ def use_kernels(
         )
     kernels = config.kernels
     if device.type != "cuda":
-        problems = list(missing_on_cpu(kernels))
+        problems = list(missing_on_cpu(kernels, config.activation_checkpoint))
         if problems:
             raise ConfigError(problems)
         if kernels.attention != "auto":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -187,24 +188,55 @@ def train_one_step(run: Run) -> StepResult:
     """Fetch a step's microbatches, train on them, and advance the run's progress."""
     step = run.progress.step + 1
     run.watchdog.enter("loading data", step)
-    with run.meter.loading():
+    with run.meter.timeline.part("data"):
         microbatches = [next(run.train_batches) for _ in range(run.layout.num_microbatches)]
     run.watchdog.enter("forward, backward and update", step)
+    unfreeze(run)
     set_lr(run.optimizer, run.config.optimizer.lr, current_lr_factor(run, step))
     with (
         failures_explained(run),
-        run.measurements.watching(step, microbatches),
+        run.profiler.watching(step),
+        run.measurements.watching(step, microbatches, run.meter.timeline.is_profiled),
         audit_of_step(run, step) as before_update,
+        learned_in_step(run, step, before_update) as before_update,
     ):
         result = run.step(microbatches, before_update)
         if run.ema is not None:
             run.ema.update(step, result.is_skipped)
     run.progress.step = step
     run.progress.samples_seen += run.layout.global_batch_size
-    run.meter.end_step(result.valid_global)
+    run.meter.end_step(result.targets_global, result.loss_sum, result.is_skipped)
     if run.console is not None:
         run.console.progress(step)
     return result
+
+
+def unfreeze(run: Run) -> None:
+    """Train the parameters that `training.unfreeze` freezes until the run's last finished step."""
+    num_unfrozen = run.unfreezing.apply(run.progress.step)
+    if num_unfrozen:
+        clear_progress(run)
+        _log.info("step %d: %d parameters are trained from now on", run.progress.step + 1, num_unfrozen)
+
+
+@contextmanager
+def learned_in_step(
+    run: Run, step: int, before_update: Callable[[], None] | None
+) -> Iterator[Callable[[], None] | None]:
+    """Measure `metrics.modules` in the block if the step will be reported. Yield the function to call before the
+    update, which also calls `before_update`."""
+    learned = run.learned
+    if learned is None or not due_after_step(run.config, step, run.first_step, 0, False).report:
+        yield before_update
+        return
+
+    def both() -> None:
+        learned.before_update()
+        if before_update is not None:
+            before_update()
+
+    with learned.measuring(step):
+        yield both
 
 
 def last_warm_up_step(run: Run) -> int:
@@ -256,11 +288,12 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
     step = run.progress.step
     scalars = run.meter.report(
         loss_sum=result.loss_sum,
-        valid_local=result.valid_local,
-        valid_global=result.valid_global,
+        items_local=result.items_local,
+        items_global=result.items_global,
         grad_norm=result.grad_norm,
-        measured=z_loss(run, result)
+        measured=dict(result.parts)
         | expert_measurements(run)
+        | ({} if run.learned is None else run.learned.take(step))
         | run.measurements.take()
         | checkpoint_measurements(run)
         | values_of_run(run),
@@ -268,17 +301,37 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
     warn_of_collapse(run, scalars)
     if run.memory_check is not None:
         is_measured = run.measurements.is_steady or run.ranks.device.type == "cpu"
+        is_measured &= run.unfreezing.is_finished  # the prediction is for steps that train all of these parameters
         scalars |= run.memory_check.scalars(scalars.get(MEASURED) if is_measured else None)
-    scalars["train/lr"] = run.config.optimizer.lr * current_lr_factor(run, step)
+    scalars |= learning_rates(run, step)
     if due.pool:
-        scalars |= pool_statistics(run, temporarily=due.restore_statistics)
+        scalars |= pool_statistics(run, "validation" if due.validate else "checkpoint", due.restore_statistics)
     if due.validate:
         scalars |= validation_scalars(run)
+    scalars |= perplexities(run, scalars)
     run.measurements.end_window(step, only_training=not due.pool)
     run.held_folder.check()
     for sink in run.sinks:
         sink.write(step, scalars)
     return scalars
+
+
+def learning_rates(run: Run, step: int) -> dict[str, float]:
+    """Return the learning rate of a step by tag, and those of the optimizer's groups if they differ."""
+    lr = run.config.optimizer.lr * current_lr_factor(run, step)
+    factors = {group["name"]: group["lr_factor"] for group in run.optimizer.param_groups}
+    groups = {f"train/lr/{name}": lr * factor for name, factor in factors.items()}
+    return {"train/lr": lr} | (groups if len({*factors.values()}) > 1 else {})
+
+
+def perplexities(run: Run, scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return the exponentials of the losses of a language model, by tag. A loss with label smoothing has none."""
+    if run.config.data.unit != "tokens":
+        return {}
+    smoothed = run.config.loss.label_smoothing > 0
+    names = ("train/loss", "validation/loss", "validation/ema_loss")
+    found = [name for name in names if name in scalars and not (smoothed and name == "train/loss")]
+    return {name.replace("loss", "perplexity"): math.exp(min(scalars[name], 700.0)) for name in found}
 
 
 def values_of_run(run: Run) -> dict[str, float]:
@@ -287,12 +340,10 @@ def values_of_run(run: Run) -> dict[str, float]:
     if isinstance(run.order, MixtureOrder):
         for name, (share, epochs) in run.order.progress(run.progress.data_position).items():
             values |= {f"data/share/{name}": share, f"data/epoch/{name}": epochs}
+            if run.config.data.unit == "tokens":
+                num_tokens = round(share * run.progress.data_position) * run.config.training.seq_len
+                values[f"data/tokens/{name}"] = num_tokens
     return values
-
-
-def z_loss(run: Run, result: StepResult) -> dict[str, float | Tensor]:
-    """Return this rank's part of the z-loss by tag; empty if the job has none."""
-    return {"train/z_loss": result.z_loss} if run.config.loss.z_loss else {}
 
 
 def expert_measurements(run: Run) -> dict[str, Tensor]:
@@ -315,10 +366,10 @@ def checkpoint_measurements(run: Run) -> dict[str, float]:
     return run.checkpoints.take_measurements() if run.checkpoints and run.config.checkpoint.enable else {}
 
 
-def pool_statistics(run: Run, temporarily: bool) -> dict[str, float]:
+def pool_statistics(run: Run, purpose: str, temporarily: bool) -> dict[str, float]:
     """Pool BatchNorm's running statistics over all ranks. Return the `batchnorm/*` metrics by tag; an empty dict
-    without BatchNorm. The time does not count as training time."""
-    with run.meter.paused():
+    without BatchNorm. The time counts as that of `purpose`, a pause of training."""
+    with run.meter.paused(purpose):
         divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
         if run.mesh.pipeline_group is not None:
             divergence = largest_divergence(on_all_ranks(lambda: divergence, run.mesh.pipeline_group))
@@ -335,7 +386,7 @@ def validation_scalars(run: Run) -> dict[str, float]:
     `pool_statistics`. The time does not count as training time."""
     weights = "parameters" if run.ema is None else run.config.ema.validate_with
     scalars: dict[str, float] = {}
-    with run.meter.paused(), failures_explained(run):
+    with run.meter.paused("validation"), failures_explained(run):
         if weights != "ema":
             scalars |= validated(run)
         if run.ema is not None and weights != "parameters":
@@ -360,7 +411,7 @@ def save(run: Run, validation_loss: float | None = None) -> None:
     assert run.checkpoints is not None
     clear_progress(run)
     run.watchdog.enter("saving a checkpoint", run.progress.step, is_slow=True)
-    with run.meter.paused():
+    with run.meter.paused("checkpoint"):
         run.checkpoints.save(validation_loss)
     run.step.statistics.unpool()
     run.control.saved()

@@ -17,25 +17,28 @@ from titan_launch.distributed.torch_private import warn_of_untested_release
 from titan_launch.train.build import build_run
 from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.health.flight_recorder import configure_flight_recorder
+from titan_launch.train.health.out_of_memory import out_of_memory_explained
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.loop import fit
 from titan_launch.train.run_folder.logs import console_log, rank_log
 from titan_launch.train.run_folder.resume import how_to_resume
 
 
-def train(config: JobConfig, provenance: Provenance, stop: StopRequest, verbose: bool = False) -> None:
+def train(
+    config: JobConfig, provenance: Provenance, stop: StopRequest, log_level: str = "INFO", quiet: bool = False
+) -> None:
     """Train on this rank until the last step, or until a signal sets `stop`. Close all writers at the end, even after
     an error.
 
-    `verbose`: print messages of level DEBUG too, such as the table of FSDP2 units. The log files always contain
-    them.
+    `log_level`: lowest level of the messages on the console. `quiet`: no reports and no progress on the console. The
+    log files and the other sinks get everything.
     """
     with full_disk_explained(config), ExitStack() as stack:
         log_file = stack.enter_context(rank_log())
         configure_flight_recorder(config.job.run_folder, config.comm.flight_recorder_size)
         timeout = config.comm.init_timeout_seconds
         ranks = stack.enter_context(process_group(config.job.device, timeout, lambda: stop.signal))
-        stack.enter_context(console_log(ranks.is_rank_0, verbose))
+        stack.enter_context(console_log(ranks.is_rank_0, log_level))
         warn_of_untested_release()
         _ignore_warnings()
         seed_everything(
@@ -43,15 +46,16 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest, verbose:
         )
         watchdog = stack.enter_context(Watchdog(config.comm, ranks))
         with watchdog.errors_explained():
-            run = build_run(config, ranks, stack, provenance.place, stop, log_file, watchdog)
+            run = build_run(config, ranks, stack, provenance.place, stop, log_file, watchdog, quiet)
             stop.mark_run_built()
-            fit(run)
+            with out_of_memory_explained(run), run.profiler.snapshot_on_failure():
+                fit(run)
 
 
 @contextmanager
 def full_disk_explained(config: JobConfig) -> Iterator[None]:
-    """Raise RunError if the disk is full when a report is written. (If the disk has no room for a checkpoint, the run
-    logs a warning, and training continues.)"""
+    """Raise RunError if the disk is full when a file of the run folder is created. (If the disk has no room for a
+    report or a checkpoint, the run logs a warning, and training continues.)"""
     try:
         yield
     except OSError as error:

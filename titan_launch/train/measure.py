@@ -16,8 +16,9 @@ from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import RunError, UserError, config_error
 from titan_launch.core.torch_release import is_tested_release
 from titan_launch.data.sources import Batch
-from titan_launch.metrics.memory import track
+from titan_launch.metrics.memory import LiveMemory, track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives, profile_exposed_time
+from titan_launch.models.loss import Loss
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.parallel.compile import compile_time
 from titan_launch.plan.hardware import GIB, Hardware
@@ -139,6 +140,13 @@ def check_profiling(config: CommConfig, device: torch.device) -> None:
         raise config_error(("comm", "profile_freq"), reason, config.profile_freq)
 
 
+def hold_frozen(memory: LiveMemory, loss: Loss) -> None:
+    """Count the shards of the second model of a loss, if it has one."""
+    if loss.frozen is not None:
+        memory.hold(loss.frozen.parameters(), Category.PARAMETERS)
+        memory.hold(loss.frozen.buffers(), Category.BUFFERS)
+
+
 class StepMeasurements:
     """Measurements of steps, collected between two reports.
 
@@ -171,18 +179,20 @@ class StepMeasurements:
         self._tracks_memory = device.type == "cpu" and not is_compiled and is_tested_release()
         self._traffic: TrafficCount | None = None
         if config.count_traffic and is_tested_release():
-            self._traffic = stack.enter_context(count_collectives(model))
+            frozen = train_step.loss.frozen
+            self._traffic = stack.enter_context(count_collectives(model, *([] if frozen is None else [frozen])))
         self._compile_time = stack.enter_context(compile_time()) if is_compiled else None
         self._seen: dict[str, float] = {}
         self._begin_window(first_step, only_training=True)
 
     @contextmanager
-    def watching(self, step: int, microbatches: Sequence[Batch]) -> Iterator[None]:
-        """Measure a training step, number `step` of the run, during the block."""
+    def watching(self, step: int, microbatches: Sequence[Batch], is_profiled: bool = False) -> Iterator[None]:
+        """Measure a training step, number `step` of the run, during the block. `is_profiled`: True if `[profiling]`
+        profiles the step; PyTorch has one profiler, so exposed time is not measured then."""
         with ExitStack() as stack:
             if self._tracks_memory and step == self._first_step + STEADY_STEP - 1:
                 stack.enter_context(self._memory_tracked(microbatches))
-            if self._profile_freq and step % self._profile_freq == 0:
+            if self._profile_freq and step % self._profile_freq == 0 and not is_profiled:
                 stack.enter_context(self._profiled())
             yield
         self._steps += 1
@@ -232,6 +242,7 @@ class StepMeasurements:
                 memory.hold(self._ema.state_dict().values(), Category.EMA)
             memory.hold([self._train_step.statistics.saved], Category.BUFFERS)
             memory.hold(microbatches[0], Category.INPUTS)
+            hold_frozen(memory, self._train_step.loss)
             yield
             self._seen[MEASURED] = ledger.footprint().peak_bytes / GIB
 

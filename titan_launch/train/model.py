@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.mesh import Mesh
@@ -22,22 +20,41 @@ from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues, attributes_digest, describe_tensors, digest_of
-from titan_launch.models.init import allocate, initialize, load_weights
+from titan_launch.models.init import allocate, initialize
 from titan_launch.models.loss import Loss
 from titan_launch.models.stages import PassThrough
-from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights, open_weights
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.compile import compile_loss
 from titan_launch.parallel.context_parallel import SequencePart, divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.parallel.tensor_parallel import token_shards
-from titan_launch.plan.hardware import GIB, free_memory_gib
+from titan_launch.plan.freezing import Freezing
+from titan_launch.plan.hardware import GIB, format_bytes, free_memory_gib
 from titan_launch.plan.module_selection import describe_loss
-from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import torch_dtype
 from titan_launch.train.forward import OwnLoss, check_embeddings, logits_check
+from titan_launch.train.losses import Outputs, other_loss
 
 _log = logging.getLogger(__name__)
+
+
+def build_job_model(config: JobConfig, host: HostBuild | None = None) -> BuiltModel:
+    """Build the model of a job on the meta device, with frozen parameters as `[training]` sets them.
+
+    `host`: see `build_model`. `requires_grad` is False only for parameters that are never trained. Raises ConfigError
+    as `build_model` does, and for globs of `[training]` that match no parameter.
+    """
+    built = build_model(config.model, config.training.seq_len, host, config.lora)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in built.module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    freezing = Freezing(config.training, bool(config.lora.targets))
+    steps = {parameter: freezing.trained_from(own, parameter.requires_grad) for parameter, own in names.items()}
+    freezing.check({name: steps[parameter] for parameter, own in names.items() for name in own})
+    for parameter, step in steps.items():
+        parameter.requires_grad_(step is not None)
+    return built
 
 
 def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
@@ -50,15 +67,14 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules.
     """
     if config.model.is_of_package:
-        return build_model(config.model, config.training.seq_len)
+        return build_job_model(config)
     owner, free = ranks.first_on_host, _free_bytes()
     is_owner, compares_values = ranks.rank == owner, ranks.on_host < ranks.world_size
     built: BuiltModel
 
     def build(on_meta: bool) -> _Identity:
         nonlocal built
-        host = HostBuild(config.training.seed, _free_bytes(), on_meta)
-        built = build_model(config.model, config.training.seq_len, host)
+        built = build_job_model(config, HostBuild(config.training.seed, _free_bytes(), on_meta))
         if isinstance(built.initializer, HostValues) and not is_owner:
             built = replace(built, initializer=built.initializer.owned_by(owner))
         return _Identity.of(built, owner, is_owner and compares_values)
@@ -90,18 +106,13 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
         return built
     message = "initial values: from %s with seed %d, %s on one rank of each host; free: %s"
     if config.model.weights is None:
-        _log.info(message, config.model.name, config.training.seed, *map(_format_bytes, (values.num_bytes, free)))
+        _log.info(message, config.model.name, config.training.seed, *map(format_bytes, (values.num_bytes, free)))
     receivers = tuple(rank for rank, identity in enumerate(made) if identity.owner == owner != rank)
     return replace(built, initializer=replace(values, receivers=receivers))
 
 
 def _free_bytes() -> int:
     return int(free_memory_gib() * GIB)
-
-
-def _format_bytes(num_bytes: int) -> str:
-    """Return a number of bytes as text: `22.4 GiB`, or `22.4 MiB` below 1 GiB."""
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.1f} MiB"
 
 
 @dataclass(frozen=True)
@@ -275,53 +286,31 @@ def allocate_model(
         divide_buffers(model.module, axes, model.sequence_part, config.training.seq_len)
 
 
-def build_loss(model: nn.Module, plan: ModelPlan, config: JobConfig, num_classes: int, has_values: bool = True) -> Loss:
-    """Return the loss of a job: the model's own (`model.loss`), or the cross-entropy of logits.
+def build_loss(
+    model: nn.Module,
+    plan: ModelPlan,
+    config: JobConfig,
+    num_classes: int,
+    has_values: bool = True,
+    frozen: Outputs | None = None,
+) -> Loss:
+    """Return the loss of a job: the model's own (`model.loss`), the cross-entropy of logits, or another loss of logits.
 
     If the plan has a loss head, that module of `model` then computes the loss, in place. `num_classes`: number of
-    classes of the data. `has_values`: False for a trace.
+    classes of the data. `has_values`: False for a trace. `frozen`: the second model of the loss.
     """
     if config.model.loss is not None:
         return OwnLoss(config.model.loss, config.data.unit, has_values)
     description = describe_loss(config, plan)
     if description is not None:
         _log.info("loss: %s", description)
-    check = logits_check(config.data.unit, num_classes)
-    loss = Loss(config.loss, check, partial(compile_loss, config=config.compile))
+    check, compiled = logits_check(config.data.unit, num_classes), partial(compile_loss, config=config.compile)
+    if config.loss.name != "cross_entropy":
+        return other_loss(config.loss, model, check, compiled, frozen, has_values)
+    loss = Loss(config.loss, check, compiled)
     if plan.loss_head is not None:
         head = model.get_submodule(plan.loss_head)
         dtypes = [torch_dtype(dtype) for dtype in plan.logits_dtypes]
         if not isinstance(head, PassThrough):  # else another pipeline rank has the head
             loss.compute_in(head, dtypes)
     return loss
-
-
-def weights_if_readable(config: ModelConfig) -> WeightsFolder | None:
-    """Return the folder of `model.weights`; None if there is none, or if it cannot be read. A run that resumes does not
-    need it."""
-    with suppress(ConfigError):
-        return None if config.weights is None else open_weights(config)
-    return None
-
-
-def begin_with_weights(
-    model: nn.Module, config: ModelConfig, inventory: Inventory, folder: WeightsFolder | None
-) -> None:
-    """Copy the weights that `model.weights` names into an allocated model; collective. Each rank reads its own parts.
-
-    `folder`: result of `weights_if_readable`. Raises ConfigError, on all ranks alike, if the folder does not hold the
-    model's tensors.
-    """
-    start = time.perf_counter()
-    found: list[Weights] = []
-
-    def load() -> int:
-        found.append(find_weights(config, inventory, getattr(model, "names_in_files", None), folder))
-        return load_weights(model, found[0])
-
-    loaded, source = on_all_ranks(load)[0], found[0].folder.config
-    for note in source.notes:
-        _log.info("weights: %s", note)
-    message = "weights: from %s (%s); this rank read %s in %.1f s"
-    seconds = time.perf_counter() - start
-    _log.info(message, config.weights, source.model_type or source.name, _format_bytes(loaded), seconds)

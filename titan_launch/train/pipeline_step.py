@@ -24,6 +24,7 @@ from titan_launch.distributed.torch_private import (
     pop_forward_order,
     restore_forward_order,
 )
+from titan_launch.metrics.timeline import UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
 from titan_launch.models.loss import Loss, means_of_step
 from titan_launch.parallel.accumulation import AccumulationStrategy
@@ -39,11 +40,13 @@ def build_schedule(
     device: torch.device,
     loss: Callable[[Tensor, Tensor], Tensor],
     given: Callable[[int], AbstractContextManager[None]],
+    timeline: Parts,
 ) -> Any:
     """Return PyTorch's schedule `name` for this rank's stages. The schedule does not scale gradients.
 
     `inputs`: inputs of one microbatch. `loss`: function of a microbatch's (outputs, targets) that returns its part of
-    the step's loss. `given`: function of a microbatch's index that returns the context of its forward.
+    the step's loss. `given`: function of a microbatch's index that returns the context of its forward. `timeline`
+    counts the time of forwards and backwards.
     """
     boundaries = pipeline.boundaries.of(inputs)
     stages = [
@@ -56,6 +59,7 @@ def build_schedule(
             device,
             splits_backward=name in SPLIT_BACKWARD_SCHEDULES,
             given=given,
+            timeline=timeline,
         )
         for local in pipeline.local
     ]
@@ -77,6 +81,7 @@ class ScheduledStage(PipelineStage):
         device: torch.device,
         splits_backward: bool,
         given: Callable[[int], AbstractContextManager[None]],
+        timeline: Parts,
     ):
         index = local.stage.index
         stage_inputs, stage_outputs = (_with_gradient(tensor) for tensor in boundaries)
@@ -94,12 +99,13 @@ class ScheduledStage(PipelineStage):
         self._accumulation = accumulation
         self._splits_backward = splits_backward
         self._given = given
+        self._timeline = timeline
         self._orders: dict[int, ForwardOrder] = {}
         if splits_backward and hasattr(FSDPModule, "finalize_backward"):
             self._fsdp_root.set_manual_backward_finalization(True)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._given(fwd_chunk_id):
+        with self._timeline.part("forward"), self._given(fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._orders[fwd_chunk_id] = pop_forward_order(self._root)
         return output
@@ -109,10 +115,12 @@ class ScheduledStage(PipelineStage):
     ) -> None:
         restore_forward_order(self._root, self._orders.pop(bwd_chunk_id))
         self._accumulation.begin_microbatch(self._root, is_last=last_backward and not self._splits_backward)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with self._timeline.part("backward"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        with self._timeline.part("backward"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         accumulate_in_reduce_dtype(self._root)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -168,7 +176,7 @@ class PipelinedStep:
     """Runs forward and backward of all microbatches of a step through a pipeline.
 
     The microbatches of the schedule are those of gradient accumulation. Each loss is already divided by the number
-    of valid targets, so the schedule does not scale. FSDP2's hooks reduce gradients when the gradient accumulation mode
+    of items, so the schedule does not scale. FSDP2's hooks reduce gradients when the gradient accumulation mode
     demands it, independent of the schedule. If the schedule has a separate backward of weights, the hooks reduce
     gradients after the last of these backwards.
     """
@@ -179,8 +187,10 @@ class PipelinedStep:
         parallelism: ParallelismConfig,
         accumulation: AccumulationStrategy,
         device: torch.device,
+        timeline: Parts = UNCOUNTED,
     ):
         self._pipeline = pipeline
+        self._timeline = timeline
         self._parallelism = parallelism
         self._accumulation = accumulation
         self._device = device
@@ -188,9 +198,9 @@ class PipelinedStep:
         self._step: _Losses | None = None
         self._is_abandoned = False
 
-    def __call__(self, microbatches: list[Batch], loss: Loss, valid_global: Tensor) -> Tensor:
+    def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> Tensor:
         """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`), 0
-        without the last stage. `valid_global`: the step's valid targets over all ranks.
+        without the last stage. `num_items`: number of the step's items over all ranks.
 
         Raises the errors of stages unchanged. After an error, messages to other ranks may be pending, so a further call
         raises RunError.
@@ -201,16 +211,17 @@ class PipelinedStep:
             )
         batch = _joined([microbatch.to(self._device) for microbatch in microbatches])
         schedule = self._schedule(len(microbatches), microbatches[0].inputs)
-        self._step = _Losses(loss, batch.targets.tensor_split(len(microbatches)), valid_global)
+        self._step = _Losses(loss, batch.targets.tensor_split(len(microbatches)), num_items)
         with self._abandoned_on_error(), _errors_as_raised():
             own = self._pipeline.local
             first = (batch.inputs,) if own[0].stage.index == 0 else ()
             arguments: dict[str, Tensor] = document_arguments(own[0].module, batch.documents)
             if self._pipeline.has_last:
                 arguments["target"] = batch.targets
-            schedule.step(*first, return_outputs=False, **arguments)
+            with self._timeline.part("communication"):  # between forwards and backwards it waits for other stages
+                schedule.step(*first, return_outputs=False, **arguments)
         sums, self._step = self._step.sums, None
-        return sum(sums, start=torch.zeros(2, device=self._device))
+        return sum(sums, start=torch.zeros(loss.num_sums, device=self._device))
 
     @property
     def computes_loss(self) -> bool:
@@ -246,6 +257,7 @@ class PipelinedStep:
             self._device,
             lambda outputs, targets: self._losses.compute(outputs, targets),
             lambda index: self._losses.given(index),
+            self._timeline,
         )
 
     @property
@@ -257,11 +269,11 @@ class PipelinedStep:
 class _Losses:
     """The losses of the microbatches of a step."""
 
-    def __init__(self, loss: Loss, targets: Sequence[Tensor], valid_global: Tensor):
+    def __init__(self, loss: Loss, targets: Sequence[Tensor], num_items: Tensor):
         """`targets`: those of each microbatch."""
         self._loss = loss
         self._targets = targets
-        self._valid_global = valid_global
+        self._num_items = num_items
         self.sums: list[Tensor] = []
         """Each microbatch's part of the step's sums, detached."""
 
@@ -271,7 +283,7 @@ class _Losses:
 
     def compute(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return a microbatch's part of the step's loss, a scalar."""
-        means = means_of_step(self._loss.sums(outputs, targets), self._valid_global)
+        means = means_of_step(self._loss.sums(outputs, targets), self._num_items)
         self.sums.append(means.detach())
         return means[0].clone()  # a split backward detaches the loss in place, which a view does not allow
 

@@ -13,7 +13,8 @@ from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.module_selection import check_shards
 from titan_launch.plan.types import ModelPlan
-from titan_launch.train.auto_mode import hardware_of_run, plan_precision, resolve_auto_modes
+from titan_launch.train.auto_mode import hardware_of_run, plan_precision, resolve_auto_modes, resolve_batch_size
+from titan_launch.train.losses import import_loss
 from titan_launch.train.measure import check_profiling
 from titan_launch.train.model import build_on_all_ranks
 from titan_launch.train.run_folder.attempt import Attempt
@@ -51,6 +52,8 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJo
     A resumed run keeps the modes that its run folder records. Raises ConfigError on all ranks if the job does not fit
     the ranks, the devices or the model.
     """
+    hardware = hardware_of_run(config, ranks)
+    config = resolve_batch_size(config, hardware, ranks)
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     job = with_global_batch_size(config, layout)
     config = with_unsharded_parameters(job, layout)
@@ -58,7 +61,7 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJo
     check_param_groups(built.module, config.optimizer, built.head)
     check_stacks(built.module, config.optimizer, built.head, layout)
     check_profiling(config.comm, ranks.device)
-    hardware = hardware_of_run(config, ranks)
+    import_loss(config.loss)
     config, reason = resolve_auto_modes(config, layout, built, hardware, config.job.run_folder, attempt, ranks)
     plan = plan_precision(config, built)
     check_shards(config.float8, plan, layout)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,25 +19,31 @@ from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
+from titan_launch.core.errors import format_key
 from titan_launch.data.order import Order
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.metrics.learned import Learned
 from titan_launch.metrics.meter import Meter
-from titan_launch.metrics.sinks import SINKS, ConsoleSink, Sink
+from titan_launch.metrics.sinks import ConsoleSink, GuardedSink, RunDescription, Sink, SinkContext, open_sinks
+from titan_launch.metrics.timeline import Timeline
 from titan_launch.optim.ema import WeightEMA
+from titan_launch.parallel.fsdp import Unfreezing
 from titan_launch.plan.hardware import GIB, Hardware, find_device
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.report.unit_table import KeyLocator, format_lines, format_plan, summary_of_job
 from titan_launch.plan.types import ModelPlan
+from titan_launch.plan.units.rule_assignment import is_batch_norm
 from titan_launch.train.batches import RunData, StreamBatches, TrainBatches, ValidationBatches
 from titan_launch.train.health.coordination import StepCoordinator
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
-from titan_launch.train.measure import PREDICTED, MemoryCheck, StepMeasurements
+from titan_launch.train.measure import MEASURED, PREDICTED, MemoryCheck, StepMeasurements
+from titan_launch.train.profiling import StepProfiler
 from titan_launch.train.resolve_job import ResolvedJob
-from titan_launch.train.run_folder.folder import OpenRunFolder
+from titan_launch.train.run_folder.folder import OpenRunFolder, run_id
 from titan_launch.train.run_folder.records import UNITS_FILE
 from titan_launch.train.step import TrainStep
 
@@ -47,10 +57,12 @@ class Run:
     held_folder: OpenRunFolder
     ranks: Ranks
     layout: Layout
+    hardware: Hardware
     mesh: Mesh
     plan: ModelPlan
     model: nn.Module
     optimizer: Optimizer
+    unfreezing: Unfreezing
     ema: WeightEMA | None
     """The moving average of the weights; None without `ema.decay`."""
 
@@ -73,13 +85,18 @@ class Run:
     validation_batches: ValidationBatches | None
     checkpoints: CheckpointManager | None
     meter: Meter
+    learned: Learned | None
+    """The measurements of modules; None without `metrics.modules`."""
+
+    profiler: StepProfiler
     measurements: StepMeasurements
     memory_check: MemoryCheck | None
     """None on all ranks except rank 0."""
 
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None
-    """The sink that writes to the terminal. It is also one of `sinks`. None on all ranks except rank 0."""
+    """The sink that writes to the terminal. It is also one of `sinks`. None with `--quiet`, and on all ranks except
+    rank 0."""
 
     watchdog: Watchdog
     """Records the current activity of this rank, for hang detection."""
@@ -91,11 +108,12 @@ class Run:
 _log = logging.getLogger(__name__)
 
 
-def build_meter(job: ResolvedJob, ranks: Ranks) -> Meter:
+def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline) -> Meter:
     """Return the meter of this rank, with the FLOPs of a step and the device's peak FLOP/s. Both may be None."""
     flops = job.built.flops_per_sample
     return Meter(
         device=ranks.device,
+        timeline=timeline,
         world_size=ranks.world_size,
         unit=job.config.data.unit,
         flops_per_step_per_device=None if flops is None else flops * job.layout.global_batch_size / ranks.world_size,
@@ -114,20 +132,80 @@ def peak_flops(config: JobConfig, device: torch.device) -> float | None:
 def build_sinks(
     job: ResolvedJob, folder: Path, progress: Progress, console: ConsoleSink | None, stack: ExitStack
 ) -> tuple[Sink, ...]:
-    """Return the sinks, which write the reports. Collective. Only rank 0 has sinks; other ranks get an empty tuple."""
-    sinks: list[Sink] = [] if console is None else [console]
+    """Return the sinks, which write the reports. Collective. Only rank 0 has sinks; other ranks get an empty tuple.
 
-    def open_files() -> None:
-        opened = (build(job.config.metrics, folder, progress.step) for build in SINKS)
-        sinks.extend(sink for sink in opened if sink is not None)
+    Raises ConfigError if a sink cannot be opened."""
+    sinks: list[Sink] = []
+    logged = set[str]()
 
-    on_rank_0(open_files)
+    def add(name: str, sink: Sink, fatal: tuple[type[Exception], ...] = ()) -> None:
+        sinks.append(GuardedSink(name, sink, logged, fatal))
+        stack.push(partial(_close, sinks[-1]))
+
+    def open_all() -> None:
+        table = json.loads(dump_job(job.config))
+        context = SinkContext(job.config.job.name, folder, run_id(folder), progress.step, table)
+        for name, sink in open_sinks(job.config.metrics, context):
+            add(name, sink)
+
+    if console is not None:
+        add("console", console, fatal=(BrokenPipeError,))  # `| head`
+    on_rank_0(open_all)
+    description = RunDescription(_settings(job.requested), frozenset(_later_metrics(job)))
     for sink in sinks:
-        stack.callback(sink.close)
+        sink.describe(description)
         sink.text("config", f"```json\n{dump_job(job.config)}```")
+        sink.text("units", f"```\n{format_plan(job.config, job.plan, job.layout, format_key)}\n```")
         if job.reason is not None:
             sink.text("auto", job.reason)
     return tuple(sinks)
+
+
+def _close(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
+    sink.close(failed=kind is not None)
+
+
+_ALWAYS = {"model.name", "training.global_batch_size", "optimizer.name", "optimizer.lr", "precision.param_dtype"}
+"""Keys that tell runs apart, though they may have their default values."""
+
+
+def _settings(config: JobConfig) -> dict[str, bool | int | float | str]:
+    """Return the numbers and texts of a job that differ from their defaults, and those of `_ALWAYS`, by key."""
+    defaults = dict(_leaves(JobConfig().model_dump(), ""))
+    return {
+        key: value
+        for key, value in _leaves(config.model_dump(), "")
+        if isinstance(value, (bool, int, float, str))
+        and (key in _ALWAYS or value != defaults.get(key))
+        and not key.startswith("job.")
+    }
+
+
+def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _later_metrics(job: ResolvedJob) -> Iterator[str]:
+    """Yield the tags that the run reports, but perhaps not in its first report."""
+    config = job.config
+    if config.validation.freq:
+        kinds = ["loss", "accuracy", *(["perplexity"] if config.data.unit == "tokens" else [])]
+        shown = config.ema.validate_with if config.ema.decay is not None else "parameters"
+        prefixes = [prefix for prefix, other in (("", "ema"), ("ema_", "parameters")) if shown != other]
+        yield from (f"validation/{prefix}{kind}" for prefix in prefixes for kind in kinds)
+        if config.data.kind == "mixture":
+            yield from ("validation/loss/<source>", "validation/accuracy/<source>")
+    has_norms = any(map(is_batch_norm, job.plan.inventory.modules))
+    if has_norms and job.layout.world_size > 1 and (config.validation.freq or config.checkpoint.enable):
+        yield from ("batchnorm/running_mean_divergence", "batchnorm/running_var_divergence")
+    if config.comm.profile_freq:
+        yield "comm/exposed_s"
+    if not (config.compile.enable or config.float8.enable):
+        yield from (PREDICTED, MEASURED)
 
 
 def log_job(job: ResolvedJob, locate_key: KeyLocator) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
-from titan_launch.distributed.torch_private import roots
+from titan_launch.metrics.timeline import UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
-from titan_launch.models.loss import Loss, count_valid, means_of_step
+from titan_launch.models.loss import Z_LOSS, Loss, means_of_step
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.expert_balance import ExpertBalance
-from titan_launch.parallel.fsdp import discard_pending, reset_iterations
+from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
-from titan_launch.train.forward import forward_explained, label_arguments, select_outputs
+from titan_launch.train.forward import forward_explained, in_evaluation_mode, label_arguments, select_outputs
 from titan_launch.train.health.step_guard import StepGuard
 
 if TYPE_CHECKING:
@@ -38,18 +38,22 @@ class StepResult:
     """The results of a step: scalars on the device, for which the host has not waited."""
 
     loss_sum: Tensor
-    """This rank's part of the step's cross-entropy. The sum over all ranks is the mean of all valid targets. Ranks that
-    share matrices (tensor parallelism) compute the same loss, and each has an equal part of it."""
+    """This rank's part of the step's loss, without the z-loss. The sum over all ranks is the mean over all items: the
+    valid targets, or the items of another loss. Ranks that share matrices (tensor parallelism) compute the same loss,
+    and each has an equal part of it."""
 
-    z_loss: Tensor
-    """This rank's part of the step's z-loss times its weight, which is not in `loss_sum`."""
+    parts: Mapping[str, Tensor]
+    """This rank's part of the other metrics of the loss (`Loss.tags`), by tag."""
 
-    valid_local: Tensor
-    """Number of valid (not ignored) targets of this rank in `loss_sum`, divided by the number of ranks that share
-    matrices (tensor parallelism)."""
+    items_local: Tensor
+    """Number of items of this rank in `loss_sum`, divided by the number of ranks that share matrices (tensor
+    parallelism)."""
 
-    valid_global: Tensor
-    """Number of valid targets of all ranks: the only denominator of the step's loss."""
+    items_global: Tensor
+    """Number of items of all ranks: the only denominator of the step's loss."""
+
+    targets_global: Tensor
+    """Number of valid (not ignored) targets of all ranks."""
 
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
@@ -59,8 +63,8 @@ class StepResult:
 
 
 class TrainStep:
-    """One optimizer step: count valid targets, run forward and backward for all microbatches, clip gradients, decide
-    whether to skip the update, update."""
+    """One optimizer step: count the items of the loss, run forward and backward for all microbatches, clip gradients,
+    decide whether to skip the update, update."""
 
     def __init__(
         self,
@@ -72,12 +76,14 @@ class TrainStep:
         mesh: Mesh,
         device: torch.device,
         loss: Loss,
+        timeline: Parts = UNCOUNTED,
         pipelined: PipelinedStep | None = None,
         after_update: Callable[[], None] | None = None,
     ):
-        """`guard` decides whether to skip the update. `loss` computes the sums of the loss over the valid targets of a
-        microbatch. `pipelined` runs forward and backward if the model has pipeline stages. `after_update` runs after
-        every change of parameters; see `parameters_changed`."""
+        """`guard` decides whether to skip the update. `loss` computes the sums of the loss over the items of a
+        microbatch. `timeline` counts the time of forward, backward and update. `pipelined` runs forward and backward if
+        the model has pipeline stages. `after_update` runs after every change of parameters; see
+        `parameters_changed`."""
         self._model = model
         self._optimizer = optimizer
         self._accumulation = accumulation
@@ -86,6 +92,7 @@ class TrainStep:
         self._mesh = mesh
         self._device = device
         self.loss = loss
+        self._timeline = timeline
         self._pipelined = pipelined
         self._after_update = after_update
         self.statistics = RunningStatistics(model)
@@ -99,8 +106,8 @@ class TrainStep:
     def __call__(self, microbatches: list[Batch], before_update: Callable[[], None] | None = None) -> StepResult:
         """Train on the microbatches of one step. The host does not wait for the device.
 
-        The gradient is exact for unequal microbatches and ranks, in every gradient accumulation mode. The step's valid
-        targets are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that
+        The gradient is exact for unequal microbatches and ranks, in every gradient accumulation mode. The step's
+        items are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that
         count, and FSDP2 only sums gradients.
 
         `before_update` is called when all gradients are complete, before anything changes. An error or an interrupt
@@ -109,29 +116,32 @@ class TrainStep:
         """
         self.statistics.save()
         with self._abandoned_on_error():
-            valid = _ValidTargets(
-                (microbatch.targets for microbatch in microbatches), self._device, self._mesh.data_group
-            )
-
+            counts = _Counts(self.loss, microbatches, self._device, self._mesh.data_group)
             if self._pipelined is not None:
-                sums = self._pipelined(microbatches, self.loss, valid.total())
+                sums = self._pipelined(microbatches, self.loss, counts.num_items())
             else:
-                sums = torch.zeros(2, device=self._device)
+                sums = torch.zeros(self.loss.num_sums, device=self._device)
                 for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
                     self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
-                    sums += forward_backward(self._model, microbatch, self._device, valid.total, self.loss)
+                    with self._timeline.named(f"microbatch {index}"):
+                        sums += forward_backward(
+                            self._model, microbatch, self._device, counts.num_items, self.loss, self._timeline
+                        )
             # Ranks that share matrices compute the same loss.
-            total, z_loss = (sums / self._mesh.layout.tensor).unbind()
-            loss_sum = total - z_loss
+            total, *others = (sums / self._mesh.layout.tensor).unbind()
+            parts = dict(zip(self.loss.tags, others, strict=False))
+            loss_sum = total - parts[Z_LOSS] if Z_LOSS in parts else total
             if before_update is not None:
                 before_update()
 
-            grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group)
-            grad_norm = grad_norm.to(self._device, non_blocking=True)  # CPU offload keeps the norm on the host
+            with self._timeline.part("optimizer"):
+                grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group)
+                grad_norm = grad_norm.to(self._device, non_blocking=True)  # CPU offload keeps the norm on the host
             is_skipped = self._guard.check(loss_sum, grad_norm)
 
         try:
-            step_unless(self._optimizer, is_skipped)
+            with self._timeline.part("optimizer"):
+                step_unless(self._optimizer, is_skipped)
             self.statistics.restore_if(is_skipped)
             self.experts.end_step(is_skipped)
             self.parameters_changed()
@@ -140,9 +150,10 @@ class TrainStep:
             self.experts.reset()
 
         has_loss = self._pipelined is None or self._pipelined.computes_loss
-        valid_local = valid.local if has_loss else torch.zeros_like(valid.local)
-        valid_local = valid_local / self._mesh.layout.tensor
-        return StepResult(loss_sum, z_loss, valid_local, valid.total(), grad_norm, is_skipped)
+        items_local = counts.items_local if has_loss else torch.zeros_like(counts.items_local)
+        items_local = items_local / self._mesh.layout.tensor
+        num_items, num_targets = counts.total()
+        return StepResult(loss_sum, parts, items_local, num_items, num_targets, grad_norm, is_skipped)
 
     def parameters_changed(self) -> None:
         """Update the values that depend on parameters, such as float8 scales. The host does not wait for the device.
@@ -163,42 +174,59 @@ class TrainStep:
             raise
 
 
-class _ValidTargets:
-    """The numbers of valid targets of a step: this rank's, and the sum over all ranks.
+class _Counts:
+    """The numbers of items and of valid targets of a step (`Loss.counts`): this rank's, and the sums over all ranks.
 
     The sum is an asynchronous all-reduce, which overlaps with the first forward.
     """
 
-    def __init__(self, targets: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None):
-        count = sum((count_valid(t) for t in targets), start=torch.zeros((), dtype=torch.int64))
-        self.local = count.to(device, non_blocking=True)
-        self._total = self.local.clone()
+    def __init__(
+        self, loss: Loss, microbatches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup | None
+    ):
+        counts = (loss.counts(microbatch.targets, microbatch.documents) for microbatch in microbatches)
+        local = sum(counts, start=torch.zeros(2, dtype=torch.int64)).to(device, non_blocking=True)
+        self.items_local = local[0]
+        self._total = local.clone()
         self._sum = dist.all_reduce(self._total, group=group, async_op=True)
 
     def total(self) -> Tensor:
-        """Return the sum over all ranks, a scalar on the device. The host does not wait for it on CUDA."""
+        """Return the sums over all ranks on the device: items and valid targets. The host does not wait for them on
+        CUDA."""
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
         return self._total
 
+    def num_items(self) -> Tensor:
+        """Return the number of items of all ranks, a scalar on the device."""
+        return self.total()[0]
+
 
 def forward_backward(
-    model: nn.Module, microbatch: Batch, device: torch.device, valid_global: Callable[[], Tensor], loss: Loss
+    model: nn.Module,
+    microbatch: Batch,
+    device: torch.device,
+    num_items: Callable[[], Tensor],
+    loss: Loss,
+    timeline: Parts = UNCOUNTED,
 ) -> Tensor:
     """Run forward and backward over one microbatch. Return its part of the step's sums (`Loss.sums`), detached.
 
-    `valid_global` returns the step's valid targets over all ranks. It is called after the forward.
+    `num_items` returns the number of the step's items over all ranks. It is called after the forward. `timeline` counts
+    the time of both.
 
     The function frees inputs, outputs and loss when it returns, before the next microbatch allocates its own.
     """
     microbatch = microbatch.to(device)
-    with loss.given(microbatch.targets), forward_explained(model, microbatch.inputs, loss):
-        outputs = model(microbatch.inputs, **_arguments(model, microbatch, loss))
-        outputs = select_outputs(outputs, microbatch.targets, loss)
-    means = means_of_step(loss.sums(outputs, microbatch.targets), valid_global())
-    del outputs  # the autograd graph keeps the tensors that backward needs
-    means[0].backward()
+    with timeline.part("forward"):
+        loss.prepare(*microbatch)
+        with loss.given(microbatch.targets), forward_explained(model, microbatch.inputs, loss):
+            outputs = model(microbatch.inputs, **_arguments(model, microbatch, loss))
+            outputs = select_outputs(outputs, microbatch.targets, loss)
+        means = means_of_step(loss.sums(outputs, microbatch.targets), num_items())
+        del outputs  # the autograd graph keeps the tensors that backward needs
+    with timeline.part("backward"):
+        means[0].backward()
     return means.detach()
 
 
@@ -211,47 +239,44 @@ def _arguments(model: nn.Module, batch: Batch, loss: Loss) -> dict[str, Any]:
 def validate(
     model: nn.Module, batches: Iterable[tuple[str, Batch]], device: torch.device, loss: Loss
 ) -> dict[str, float]:
-    """Return the `validation/*` metrics over all valid targets of all ranks, in evaluation mode. Collective.
+    """Return the `validation/*` metrics over all items of the loss on all ranks, in evaluation mode. Collective.
 
     `batches`: each with the name of its source, or "" if the data is not a mixture. Named sources also have metrics of
     their own. Every rank must have the same names, and the same number of batches, since each forward all-gathers
-    parameters. Without valid targets the metrics are NaN. The accuracy is NaN for a model that returns its loss alone.
+    parameters. Without items the metrics are NaN. The accuracy is NaN for a model that returns its loss alone.
     In a pipeline only the ranks with the last stage contribute.
     """
     totals: dict[str, Tensor] = {}
-    was_training = {  # a frozen BatchNorm stays frozen
-        module: module.training for root in roots(model) for module in root.modules()
-    }
-    for root in roots(model):
-        root.eval()
     pipeline = pipeline_of(model)
     outputs: Any
-    for source, batch in batches:
-        batch = batch.to(device)
-        total = totals.setdefault(source, torch.zeros(3, dtype=torch.float64, device=device))
-        with loss.given(batch.targets):
-            if pipeline is None:
-                with forward_explained(model, batch.inputs, loss):
-                    outputs = model(batch.inputs, **_arguments(model, batch, loss))
-                    outputs = select_outputs(outputs, batch.targets, loss)
-            else:
-                outputs = run_forward(pipeline, batch.inputs, device, document_arguments(model, batch.documents))
-        if outputs is not None:  # else another rank holds the last stage
-            total[:2] += loss.sums(outputs, batch.targets)
-            total[2] += count_valid(batch.targets)
-    for module, flag in was_training.items():
-        module.training = flag
-    reset_iterations(model)  # puts the sharded parameters back into the model; the optimizer's state refers to them
-    rows = torch.stack([torch.zeros(3, dtype=torch.float64, device=device), *totals.values()])
+    with in_evaluation_mode(model):
+        for source, batch in batches:
+            batch = batch.to(device)
+            total = totals.setdefault(source, torch.zeros(4, dtype=torch.float64, device=device))
+            loss.prepare(*batch)
+            with loss.given(batch.targets):
+                if pipeline is None:
+                    with forward_explained(model, batch.inputs, loss):
+                        outputs = model(batch.inputs, **_arguments(model, batch, loss))
+                        outputs = select_outputs(outputs, batch.targets, loss)
+                else:
+                    outputs = run_forward(pipeline, batch.inputs, device, document_arguments(model, batch.documents))
+            if outputs is not None:  # else another rank holds the last stage
+                total[:2] += loss.sums(outputs, batch.targets)
+                total[2:] += loss.counts(batch.targets, batch.documents)
+    rows = torch.stack([torch.zeros(4, dtype=torch.float64, device=device), *totals.values()])
     dist.all_reduce(rows)
-    metrics = _validation_means(rows.sum(0), "")
+    metrics = _validation_means(rows.sum(0), "", loss.accuracy_of_items)
     for source, row in zip(totals, rows[1:], strict=True):
-        metrics |= _validation_means(row, f"/{source}") if source else {}
+        metrics |= _validation_means(row, f"/{source}", loss.accuracy_of_items) if source else {}
     return metrics
 
 
-def _validation_means(sums: Tensor, suffix: str) -> dict[str, float]:
-    """Return loss and accuracy by tag. `sums`: the sum of the losses, and the numbers of correct and valid targets."""
-    loss_sum, correct, count = sums.tolist()
-    mean, accuracy = (loss_sum / count, correct / count) if count else (math.nan, math.nan)
+def _validation_means(sums: Tensor, suffix: str, accuracy_of_items: bool) -> dict[str, float]:
+    """Return loss and accuracy by tag. `sums`: the sum of the losses, and the numbers of correct predictions, of items
+    and of valid targets."""
+    loss_sum, correct, items, targets = sums.tolist()
+    predictions = items if accuracy_of_items else targets
+    mean = loss_sum / items if items else math.nan
+    accuracy = correct / predictions if predictions else math.nan
     return {f"validation/loss{suffix}": mean, f"validation/accuracy{suffix}": accuracy}

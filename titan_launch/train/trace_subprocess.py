@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
@@ -19,6 +22,9 @@ from titan_launch.core.signals import AGENT_PID
 from titan_launch.plan.hardware import Hardware
 from titan_launch.train.forward import FORWARD
 
+OUT_OF_MEMORY = "out of memory"
+"""The first words of the error of a trial whose memory does not suffice."""
+
 _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
 """Prefixes of the environment variables that torchrun sets for a rank."""
 
@@ -26,20 +32,31 @@ _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL
 class TraceProcess:
     """A process that runs `plan --engine trace` during the run, without GPU, with one thread and low priority."""
 
-    def __init__(self, config: JobConfig, world_size: int, hardware: Hardware, stack: ExitStack):
-        """Start the process. Closing `stack` ends the process and removes its files."""
+    def __init__(
+        self,
+        config: JobConfig,
+        world_size: int,
+        hardware: Hardware,
+        stack: ExitStack,
+        trial: tuple[int, torch.device] | None = None,
+    ):
+        """Start the process. Closing `stack` ends the process and removes its files.
+
+        `trial`: rank and device of a trial (`trace.trial`) instead of a trace.
+        """
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-", dir=rank_folder())))
         self._job = folder / "job.json"
         self._job.write_text(dump_job(_with_hardware(config, hardware)))
         self._output = stack.enter_context((folder / "plan.json").open("w+"))
         self._errors = stack.enter_context((folder / "errors.txt").open("w+"))
-        options = [f"--world-size={world_size}", "--engine=trace", "--rows=own", "--json"]
+        options = [f"--world-size={world_size}", "--rows=own", "--json"]
+        options.append("--engine=trace" if trial is None else f"--trial={trial[0]}")
         self._process = subprocess.Popen(
             ["nice", "-n", "5", sys.executable, "-m", "titan_launch", "plan", f"--config={self._job}", *options],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._errors,
-            env=_environment(),
+            env=_environment(None if trial is None else trial[1]),
             start_new_session=True,  # signals to the run's process group do not reach it
         )
         stack.callback(self._end)
@@ -67,6 +84,17 @@ class TraceProcess:
                 raise config_error(tuple(key.split(".")), reason)
             raise UserError(message)
         raise RunError(f"the model could not be traced:\n{message}")
+
+    def has_enough_memory(self) -> bool:
+        """Wait for a trial. Return False if it ran out of memory. Raises the errors of `result`."""
+        if self._process.wait() == 0:
+            return True
+        self._errors.seek(0)
+        errors = self._errors.read()
+        if OUT_OF_MEMORY in errors or self._process.returncode == -signal.SIGKILL:  # of the kernel, in a container
+            return False
+        self.result()
+        return True
 
     def _end(self) -> None:
         self._process.kill()
@@ -103,8 +131,13 @@ def _with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
     )
 
 
-def _environment() -> dict[str, str]:
+def _environment(device: torch.device | None) -> dict[str, str]:
     """Return the environment of the planner's process: that of this process, without the variables of a rank and
-    without GPUs. `AGENT_PID` makes the planner end when this process ends."""
+    without GPUs, or with the GPU of a trial only. `AGENT_PID` makes the planner end when this process ends."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
-    return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", AGENT_PID: str(os.getpid())}
+    own[AGENT_PID] = str(os.getpid())
+    if device is None:
+        return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    index = device.index or 0
+    return {**own, "CUDA_VISIBLE_DEVICES": (visible[index] if visible else str(index)) if device.type == "cuda" else ""}

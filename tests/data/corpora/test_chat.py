@@ -410,7 +410,7 @@ def step_and_validation(config: dict[str, Any]) -> tuple[int, float]:
             with torch.no_grad():
                 logits = run.model(text[None, :-1])[0].float()
             losses.append(F.cross_entropy(logits, text[1:], reduction="none")[len(before) - 1 :])
-        return int(result.valid_global), torch.cat(losses).mean().item()
+        return int(result.targets_global), torch.cat(losses).mean().item()
 
 
 def test_the_loss_of_a_run_counts_exactly_the_tokens_of_the_assistant(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from titan_launch.metrics.tags import TAGS
 
 SOURCES = [{"kind": "synthetic", "name": name, "vocab_size": 61, "num_samples": 7, "noise": 0.5} for name in "ab"]
 VALIDATION = {"freq": 2, "data": {"kind": "mixture", "sources": [source | {"seed": 1} for source in SOURCES]}}
-METRICS = {"enable_tensorboard": True, "peak_tflops_per_device": 0.5, "log_freq": 1}
+METRICS = {"enable_tensorboard": True, "peak_tflops_per_device": 0.5, "log_freq": 1, "modules": ["layers.*"]}
 
 
 def job(folder: Path, steps: int) -> dict[str, dict[str, object]]:
@@ -27,6 +28,7 @@ def job(folder: Path, steps: int) -> dict[str, dict[str, object]]:
         training={"steps": steps},
         ema={"decay": 0.9},
         loss={"z_loss": 1e-3},
+        optimizer={"param_groups": [{"match": "output.*", "lr_factor": 0.5}]},
     )
     return {**job, "data": {"kind": "mixture", "sources": SOURCES}}
 
@@ -51,8 +53,10 @@ OF_THE_THIRD_STEP = {"memory/max_active_gib"}  # on a CPU from a process's third
 OF_IMAGES = {"throughput/images_per_second", "throughput/images_per_second_per_device"}
 OF_COMPILED = {"time/compile_s"}
 OF_EXPERTS = {tag.name for tag in TAGS if tag.name.startswith("experts/")}  # see tests/parallel/test_expert_balance.py
-NOT_WRITTEN = CUDA_ONLY | OF_IMAGES | OF_THE_THIRD_STEP | OF_COMPILED | OF_EXPERTS
-ON_CPU = [tag.name.replace("<source>", "b") for tag in TAGS if tag.name not in NOT_WRITTEN]
+OF_LOSSES = {tag.name for tag in TAGS if tag.name.startswith(("dpo/", "distillation/"))}  # tests/train/test_losses.py
+NOT_WRITTEN = CUDA_ONLY | OF_IMAGES | OF_THE_THIRD_STEP | OF_COMPILED | OF_EXPERTS | OF_LOSSES
+PARTS = {"<source>": "b", "<module>": "layers.1", "<group>": "param_groups.0, weight decay 0.1"}
+ON_CPU = [re.sub("<.*>", lambda m: PARTS[m[0]], tag.name) for tag in TAGS if tag.name not in NOT_WRITTEN]
 
 
 @pytest.mark.parametrize("tag", ON_CPU)
@@ -66,4 +70,9 @@ def test_a_run_writes_every_tag(events: EventAccumulator, folder: Path, tag: str
 
 def test_a_run_writes_its_config_and_a_dashboard(events: EventAccumulator) -> None:
     assert b'"tiny"' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert b"FSDP2 units" in events.Tensors("units/text_summary")[0].tensor_proto.string_val[0]
     assert events.Tensors("custom_scalars__config__")
+    assert {
+        "_hparams_/experiment",
+        "_hparams_/session_start_info",
+    } <= events.summary_metadata.keys()

@@ -14,9 +14,9 @@ from titan_launch.train.run_folder.logs import console_log, rank_log
 LOG = logging.getLogger("titan_launch.somewhere")
 
 
-def run(path: Path, error: Exception | None, is_rank_0: bool = True, verbose: bool = False) -> None:
+def run(path: Path, error: Exception | None, is_rank_0: bool = True, level: str = "INFO") -> None:
     """Log lines before and after the file is known, then raise `error`, if given."""
-    with rank_log() as file, console_log(is_rank_0, verbose):
+    with rank_log() as file, console_log(is_rank_0, level):
         LOG.info("early")
         LOG.debug("detail")
         file.open(path)
@@ -27,14 +27,19 @@ def run(path: Path, error: Exception | None, is_rank_0: bool = True, verbose: bo
 
 
 @pytest.mark.parametrize(
-    ("is_rank_0", "verbose", "printed"),
-    [(True, False, "early\nlater\n"), (True, True, "early\ndetail\nlater\n"), (False, True, "")],
+    ("is_rank_0", "level", "printed"),
+    [
+        (True, "INFO", "early\nlater\n"),
+        (True, "DEBUG", "early\ndetail\nlater\n"),
+        (True, "WARNING", ""),
+        (False, "DEBUG", ""),
+    ],
 )
 def test_the_file_of_a_rank_holds_all_lines_and_its_console_the_selected_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_rank_0: bool, verbose: bool, printed: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_rank_0: bool, level: str, printed: str
 ) -> None:
     with pytest.warns(UserWarning, match="python warns"):
-        run(tmp_path / "logs" / "rank_1.log", None, is_rank_0, verbose)
+        run(tmp_path / "logs" / "rank_1.log", None, is_rank_0, level)
     first, detail, second, third, *_ = (tmp_path / "logs" / "rank_1.log").read_text().splitlines()
     assert first.endswith(" INFO titan_launch.somewhere: early") and " DEBUG " in detail and second.endswith(": later")
     assert " WARNING " in third and "UserWarning: python warns" in third

@@ -42,7 +42,7 @@ ALL_IN_ARGS = "none"
 
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
     """Return the arguments of a model of this package: the row of its flavor, overridden by `[model.args]`, of which
-    tables override only the keys that they have.
+    tables override only the keys that they have. A table with another `kind` replaces the table of the flavor.
 
     Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """
@@ -52,8 +52,13 @@ def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelA
 
 
 def _overridden(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    own = {key: table[key] for key in changes if isinstance(table.get(key), dict) and isinstance(changes[key], dict)}
-    return {**table, **changes, **{key: _overridden(inner, changes[key]) for key, inner in own.items()}}
+    pairs = {key: (table.get(key), change) for key, change in changes.items()}
+    merged = {
+        key: _overridden(own, change)
+        for key, (own, change) in pairs.items()
+        if isinstance(own, dict) and isinstance(change, dict) and change.get("kind", own.get("kind")) == own.get("kind")
+    }
+    return {**table, **changes, **merged}
 
 
 def known_args(model: ModelConfig) -> ModelArgs | None:

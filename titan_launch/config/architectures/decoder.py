@@ -163,7 +163,9 @@ class DecoderArgs(ModelArgs):
     """Base of the rotary frequencies."""
 
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary frequencies, except for layers with `local_rope_theta`. Unset: no scaling."""
+    """Scaling of the rotary frequencies, except for layers with `local_rope_theta`. Keys that a job sets replace those
+    of the flavor. With another `kind`, the whole table replaces that of the flavor. Unset: no scaling, unless the
+    flavor has one."""
 
     local_rope_theta: Theta | None = None
     """Base of the rotary frequencies of layers with a sliding window (Gemma 3). Unset: `rope_theta`."""

@@ -33,8 +33,8 @@ def _size(
     return {**shape, "hidden_dim": hidden_dim, "vocab_size": vocab_size, **others}
 
 
-_LLAMA_3_1: dict[str, Any] = {"rope_scaling": {"factor": 8.0}}
-_LLAMA_3_2: dict[str, Any] = {"rope_scaling": {"factor": 32.0}, "tie_embeddings": True}
+_LLAMA_3_1: dict[str, Any] = {"rope_scaling": {"kind": "llama3", "factor": 8.0}}
+_LLAMA_3_2: dict[str, Any] = {"rope_scaling": {"kind": "llama3", "factor": 32.0}, "tie_embeddings": True}
 
 LLAMA3: Flavors = {
     "debug": _DEBUG,

@@ -8,8 +8,9 @@ from typing import Any
 
 import tomli
 
+from titan_launch.config.loading.carried import carried_configs
 from titan_launch.config.loading.provenance import report, toml_value
-from titan_launch.core.errors import KeyPath, UserError, nearest
+from titan_launch.core.errors import KeyPath, UserError, did_you_mean, nearest
 
 
 class JobFile:
@@ -44,8 +45,9 @@ class JobFile:
 def read_job(path: str) -> list[JobFile]:
     """Return a job file and all files that it extends, in the order in which they are merged; the job file is the last.
 
-    A file that is reached in several ways is merged once, where it is first reached. Raises UserError with the problems
-    of all files.
+    `path`, and the paths in `extends`, may also be names of configs that the package carries (`llama_bn`). A file that
+    is reached in several ways is merged once, where it is first reached. Raises UserError with the problems of all
+    files.
     """
     reader = _Reader()
     reader.read(path, place=None)
@@ -67,6 +69,11 @@ class _Reader:
 
     def read(self, path: str, place: str | None) -> None:
         """Read a file after the files that it extends. `place`: location of the `extends` that names the file."""
+        try:
+            path = _named(path)
+        except _FileError as error:
+            self.problems.append(f"{place}: {error}" if place else str(error))
+            return
         identity = os.path.realpath(path)
         if path in self._chain or identity in map(os.path.realpath, self._chain):
             self.problems.append(
@@ -96,7 +103,28 @@ class _Reader:
             self.problems.append(f"{place}: extends: must be the path of a file, or an array of paths")
             return []
         folder = os.path.dirname(file.path)
-        return [(_join(folder, name), f"{place}: extends = {toml_value(name)}") for name in names]
+        paths = [name if _is_plain(name) else _join(folder, name) for name in names]
+        return [(path, f"{place}: extends = {toml_value(name)}") for path, name in zip(paths, names, strict=True)]
+
+
+_SUFFIXES = (".toml", ".json")
+
+
+def _is_plain(name: str) -> bool:
+    """Return True for the name of a config that the package carries, or that it may be meant to carry."""
+    return not name.endswith(_SUFFIXES) and (os.sep not in name or name in carried_configs())
+
+
+def _named(path: str) -> str:
+    """Return the path of the config that a plain name names, and any other path as it is. Raises _FileError."""
+    if not _is_plain(path) or os.path.exists(path):
+        return path
+    known = carried_configs()
+    if path not in known:
+        names = ", ".join(name for name in known if "/" not in name)
+        hint = _similar_file(path) or did_you_mean(path, known)
+        raise _FileError(f"{path}: no such file, and no config of this package (there are {names}){hint}")
+    return str(known[path])
 
 
 def _join(folder: str, name: str) -> str:
@@ -131,7 +159,7 @@ def _similar_file(path: str) -> str:
         entries = os.listdir(folder or ".")
     except OSError:
         return f' (the folder "{folder}" does not exist)'
-    by_stem = {_stem(entry): os.path.join(folder, entry) for entry in entries if entry.endswith((".toml", ".json"))}
+    by_stem = {_stem(entry): os.path.join(folder, entry) for entry in entries if entry.endswith(_SUFFIXES)}
     near = nearest(_stem(path), by_stem)
     return f'; the folder has "{os.path.basename(by_stem[near])}"' if near else ""
 

@@ -7,7 +7,11 @@ import re
 
 from titan_launch.core.errors import KeyPath
 
-_NO_LORA = "LoRA is not supported; all parameters are trained, except those with requires_grad = False in your model"
+_LORA = 'use "lora.targets", "lora.rank" and "lora.alpha"'
+_NO_QUANTIZED_BASE = (
+    "a quantized base (QLoRA) is not supported; frozen parameters are stored in 16 bits with "
+    '"precision.frozen_storage_dtype" = "bfloat16"'
+)
 _NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first module of every stage but the first'
 _TOKENIZER = 'use "tokenizer.path" with tokenizer.kind = "huggingface"'
 _DATASET = 'use "data.path", with "data.kind" = "huggingface" for a data set of the Hugging Face Hub'
@@ -158,14 +162,20 @@ COMMON_NAMES: dict[str, str] = {
     "use_liger_kernel": 'use "loss.chunks" for a loss without the logits of a microbatch',
     "dynamo_backend": "compile.backend",
     "cpu_offload": "training.enable_cpu_offload",
+    "activation_offloading": "activation_checkpoint.offload",
+    "enable_activation_offloading": "activation_checkpoint.offload",
     "fsdp": "parallelism.data_parallel_shard_degree",
     "fsdp_config": "parallelism.data_parallel_shard_degree",
     "strategy": 'not supported; use "parallelism.data_parallel_shard_degree" and the other degrees of [parallelism]',
     "sync_batchnorm": 'use "batchnorm.statistics" = "synchronized"',
     "deepspeed": _NO_DEEPSPEED,
     "zero_stage": _NO_DEEPSPEED,
-    "lora": _NO_LORA,
-    "peft": _NO_LORA,
+    "lora": _LORA,
+    "peft": _LORA,
+    **dict.fromkeys(
+        ("base_dtype", "load_in_4bit", "load_in_8bit", "quantize_base", "bnb_4bit_quant_type", "quantization_config"),
+        _NO_QUANTIZED_BASE,
+    ),
     "save_steps": "checkpoint.interval",
     "every_n_train_steps": "checkpoint.interval",
     "save_total_limit": "checkpoint.keep_latest",

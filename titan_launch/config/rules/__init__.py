@@ -13,6 +13,7 @@ from titan_launch.config.rules.checkpoint import CHECKPOINT_RULES, HEALTH_RULES
 from titan_launch.config.rules.compile import COMPILE_RULES, KERNEL_RULES
 from titan_launch.config.rules.data import DATA_RULES
 from titan_launch.config.rules.images import IMAGE_RULES
+from titan_launch.config.rules.loss import LOSS_RULES
 from titan_launch.config.rules.model import MODEL_RULES
 from titan_launch.config.rules.optimizer import OPTIMIZER_RULES
 from titan_launch.config.rules.parallelism import PARALLELISM_RULES, PIPELINE_RULES
@@ -30,12 +31,25 @@ def kernels_are_profiled_on_cuda(config: JobConfig) -> Iterator[Problem]:
         yield Problem(("comm", "profile_freq"), reason, config.comm.profile_freq, also=(("job", "device"),))
 
 
+def profiles_can_be_made(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for a profile of steps after the run, and for a memory profile on a CPU."""
+    profiling, steps = config.profiling, config.training.steps
+    if profiling.start_step is not None and profiling.start_step + profiling.num_steps - 1 > steps:
+        reason = f"begins a profile of {profiling.num_steps} steps, but the run has {steps} (training.steps); set less"
+        yield Problem(("profiling", "start_step"), reason, profiling.start_step, also=(("training", "steps"),))
+    if profiling.memory and config.job.device == "cpu":
+        reason = 'records allocations of a GPU, but job.device is "cpu"; remove this key, or set job.device = "cuda"'
+        yield Problem(("profiling", "memory"), reason, True, also=(("job", "device"),))
+
+
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *DATA_RULES,
+    *LOSS_RULES,
     *IMAGE_RULES,
     *PRECISION_RULES,
     kernels_are_profiled_on_cuda,
+    profiles_can_be_made,
     *HEALTH_RULES,
     *CHECKPOINT_RULES,
     *COMPILE_RULES,

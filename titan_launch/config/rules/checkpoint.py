@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean
+from titan_launch.core.files import weights_folder_around
 
 _ENABLE: KeyPath = ("checkpoint", "enable")
 _LOAD: KeyPath = ("checkpoint", "load")
@@ -19,6 +21,17 @@ def last_step_is_saved(config: JobConfig) -> Iterator[Problem]:
     if config.checkpoint.enable and not config.checkpoint.save_last:
         reason = "checkpoint.enable = true always saves the last step; set true, or checkpoint.enable = false"
         yield Problem(("checkpoint", "save_last"), reason, config.checkpoint.save_last, also=(_ENABLE,))
+
+
+def weights_are_never_written_to(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the run folder or the cache of compiled kernels is inside of a folder with weights."""
+    folders: list[tuple[KeyPath, str, Path]] = [(("job", "dump_folder"), config.job.dump_folder, config.job.run_folder)]
+    if config.compile.cache_folder is not None:
+        folders.append((("compile", "cache_folder"), config.compile.cache_folder, Path(config.compile.cache_folder)))
+    for key, value, path in folders:
+        if (found := weights_folder_around(path)) is not None:
+            reason = f"{path} is in {found}, which holds weights, and is never written to; choose another folder"
+            yield Problem(key, reason, value, also=(("job", "name"),))
 
 
 def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
@@ -95,6 +108,7 @@ def steps_of_a_run_only_grow(config: JobConfig) -> Iterator[Problem]:
 
 CHECKPOINT_RULES = (
     last_step_is_saved,
+    weights_are_never_written_to,
     best_checkpoints_are_validated,
     loaded_step_is_resumable,
     load_is_a_word_or_a_path,

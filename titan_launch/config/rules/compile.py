@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from titan_launch.config.architectures import known_args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.data import keys_of_packed_documents
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.precision import KernelsConfig
 from titan_launch.core.errors import KeyPath, Problem, format_key
 
@@ -122,14 +123,20 @@ _ATTENTION: KeyPath = ("kernels", "attention")
 
 
 def kernels_exist_on_the_device(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each setting of `[kernels]` that a CPU does not support, if the device is "cpu". (If
-    `job.device` is "auto", the run checks this at its start.)"""
+    """Report a problem for each setting that a CPU does not support, if the device is "cpu". (If `job.device` is
+    "auto", the run checks this at its start.)"""
     if config.job.device == "cpu":
-        yield from missing_on_cpu(config.kernels)
+        yield from missing_on_cpu(config.kernels, config.activation_checkpoint)
 
 
-def missing_on_cpu(kernels: KernelsConfig) -> Iterator[Problem]:
-    """Report a problem for each setting of `[kernels]` that a CPU does not support."""
+def missing_on_cpu(kernels: KernelsConfig, checkpointing: ActivationCheckpointConfig) -> Iterator[Problem]:
+    """Report a problem for each setting of `[kernels]`, and for activation offloading, which a CPU does not support."""
+    if checkpointing.offload:
+        reason = (
+            'copies activations from a GPU to host memory, but the device is "cpu", whose tensors are in host memory; '
+            "remove this key, or train on GPUs"
+        )
+        yield Problem(("activation_checkpoint", "offload"), reason, True, also=(_DEVICE,))
     if kernels.attention in ("cudnn", "efficient"):
         reason = 'is a kernel for GPUs, but the device is "cpu"; set "auto", "flash" or "math", or train on GPUs'
         yield Problem(_ATTENTION, reason, kernels.attention, also=(_DEVICE,))

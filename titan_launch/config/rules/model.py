@@ -167,6 +167,86 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
         yield Problem(key, str(error), model.weights)
 
 
+def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the folder `lora.adapter` is missing, or if its rank and scale are not those of the job. (A
+    run that resumes does not need the folder. When a run starts, its tensors are compared with the targets.)"""
+    lora, key = config.lora, ("lora", "adapter")
+    if lora.adapter is None or not lora.targets or config.job.run_folder.exists():
+        return
+    from titan_launch.config.huggingface.adapters import config_problems, read_config
+    from titan_launch.config.huggingface.features import WeightsError
+
+    try:
+        for reason in config_problems(read_config(Path(lora.adapter)), lora):
+            yield Problem(key, reason, lora.adapter, also=(("lora", "targets"),))
+    except WeightsError as error:
+        yield Problem(key, str(error), lora.adapter)
+
+
+def adapters_have_targets(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each key of `[lora]` that is set without `targets`. (Default values are accepted, because
+    the `config.json` of a run contains every key.) With targets, report `training.frozen`."""
+    targets: KeyPath = ("lora", "targets")
+    if config.lora.targets:
+        reason = "has no effect with lora.targets: every parameter that training.trainable does not name is frozen; "
+        for _, globs in config.training.changed("frozen"):
+            yield Problem(("training", "frozen"), f"{reason}remove this key", globs, also=(targets,))
+        return
+    reason = 'has no effect without lora.targets; set targets = ["layers.*.attention.w*"], or remove this key'
+    for name, value in config.lora.changed():
+        yield Problem(("lora", name), reason, value, also=(targets,))
+
+
+def frozen_parameters_are_clear(config: JobConfig) -> Iterator[Problem]:
+    """Report problems of `[training]` with frozen parameters: two lists that contradict each other, and parameters that
+    would be unfrozen only after the run."""
+    training = config.training
+    if training.trainable is not None and training.frozen:
+        reason = "says which parameters are frozen, and so does training.trainable; remove one of the two keys"
+        yield Problem(("training", "frozen"), reason, list(training.frozen), also=(("training", "trainable"),))
+    for index, row in enumerate(training.unfreeze):
+        if row.after_step >= training.steps:
+            key: KeyPath = ("training", "unfreeze", index, "after_step")
+            reason = f"is not before the last step (training.steps = {training.steps}); set less, or freeze for good"
+            yield Problem(key, reason, row.after_step, also=(("training", "steps"),))
+
+
+def auto_divides_a_known_batch(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for `local_batch_size = "auto"` without a global batch."""
+    if config.training.local_batch_size == "auto" and config.training.global_batch_size is None:
+        key: KeyPath = ("training", "global_batch_size")
+        reason = "divides the global batch into microbatches, so it requires training.global_batch_size; set that key"
+        yield Problem(("training", "local_batch_size"), reason, "auto", also=(key,))
+
+
+def stages_unfreeze_nothing(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for `training.unfreeze` with pipeline parallelism."""
+    degree = config.parallelism.pipeline_parallel_degree
+    if config.training.unfreeze and degree > 1:
+        key = ("parallelism", "pipeline_parallel_degree")
+        reason = (
+            f"does not support {format_key(key)} = {degree}: PyTorch's stages agree in the first step on the gradients "
+            "that they exchange; train from the start, or set the degree to 1"
+        )
+        yield Problem(("training", "unfreeze"), reason, also=(key,))
+
+
+def settings_of_frozen_parameters_have_an_effect(config: JobConfig) -> Iterator[Problem]:
+    """Report settings for frozen parameters in a job that freezes none. (A user's own model may freeze some itself.)"""
+    training = config.training
+    if training.trainable is not None or training.frozen or config.lora.targets or not config.model.is_of_package:
+        return
+    reason = (
+        "is for parameters that are never trained, and this job trains all; set training.frozen, or remove this key"
+    )
+    for key, value, default in (
+        (("precision", "frozen_storage_dtype"), config.precision.frozen_storage_dtype, None),
+        (("batchnorm", "of_frozen"), config.batchnorm.of_frozen, "update"),
+    ):
+        if value != default:
+            yield Problem(key, reason, value, also=(("training", "frozen"), ("training", "trainable")))
+
+
 MODEL_RULES = (
     model_exists,
     flavor_exists,
@@ -178,6 +258,12 @@ MODEL_RULES = (
     factory_args_can_be_recorded,
     own_loss_is_whole,
     weights_are_of_the_model,
+    adapters_have_targets,
+    adapter_is_of_the_job,
+    frozen_parameters_are_clear,
+    stages_unfreeze_nothing,
+    auto_divides_a_known_batch,
+    settings_of_frozen_parameters_have_an_effect,
 )
 """The rules of this file."""
 

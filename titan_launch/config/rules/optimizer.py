@@ -53,6 +53,17 @@ def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_STATE_DTYPE, reason, optimizer.state_dtype, also=(_MOMENTUM, _NAME, _GROUPS))
 
 
+def eight_bit_state_has_whole_rows(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the state is in 8 bits with tensor parallelism, which divides rows, and so blocks."""
+    degree = config.parallelism.tensor_parallel_degree
+    if config.optimizer.state_dtype == "int8" and degree > 1:
+        reason = (
+            f"is not supported with parallelism.tensor_parallel_degree = {degree}: tensor parallelism divides the rows "
+            'of some matrices, whose elements share scales; set "bfloat16", or tensor_parallel_degree = 1'
+        )
+        yield Problem(_STATE_DTYPE, reason, "int8", also=(("parallelism", "tensor_parallel_degree"),))
+
+
 def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `master_weights` is true but no parameter is stored in bfloat16."""
     if config.optimizer.master_weights and not _stores_bfloat16(config):
@@ -116,6 +127,7 @@ OPTIMIZER_RULES = (
     settings_are_of_a_used_algorithm,
     nesterov_has_momentum,
     state_dtype_has_a_state,
+    eight_bit_state_has_whole_rows,
     masters_are_of_bfloat16,
     stochastic_rounding_is_of_bfloat16,
     implementation_is_pytorchs,

@@ -359,7 +359,8 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
     parallelism, training = config.parallelism, config.training
     shard, batch = parallelism.data_parallel_shard_degree, training.global_batch_size
     ranks = None if shard == -1 else shard * parallelism.data_parallel_replicate_degree
-    samples_each = None if ranks is None else ranks * training.local_batch_size
+    local = training.local_batch_size
+    samples_each = None if ranks is None or local == "auto" else ranks * local
     if batch is None:
         num_microbatches = 1
     elif samples_each is None or batch % samples_each:

@@ -45,6 +45,11 @@ class CheckpointConfig(Section):
     """Number of checkpoints with the lowest validation loss to keep, whatever their age. The link `best` points to the
     checkpoint with the lowest loss. A checkpoint counts only if its step was validated. 0 disables this rule."""
 
+    save_frozen: bool = False
+    """Save also the parameters that are never trained and have the values of `model.weights`. False: checkpoints omit
+    these parameters and name the folder with its fingerprint. A resume reads the parameters from `model.weights`, and
+    refuses a folder with another fingerprint. Other parameters are always saved."""
+
     load: int | str = "latest"
     """The checkpoint from which the run starts. `latest`: the newest checkpoint in the run folder that is complete and
     undamaged; the run starts at step 0 if there is none, or if `enable = false`. `none`: the run starts at step 0, and

@@ -182,6 +182,29 @@ class ChatData(LinesData):
     its end or at its beginning."""
 
 
+class PreferenceData(ChatData):
+    """Pairs of answers in JSON lines, for `loss.name = "dpo"`: a chosen answer and a rejected one to the same prompt. A
+    line has `chosen` and `rejected`. Both are whole chats (arrays of messages), or only answers (texts, or arrays of
+    messages); `prompt` then has what comes before them. A chat template turns each into text. It needs `pip install
+    'titan-launch[chat]'`.
+
+    A pair is two documents of one sample, so `training.seq_len` must have room for both."""
+
+    kind: Literal["preferences"]  # type: ignore[assignment]
+    """Kind of data source. It decides which other keys are valid."""
+
+    packing: ClassVar[Literal["documents"]] = "documents"  # type: ignore[misc] # removes the key
+
+    train_on: Literal["assistant", "last", "all"] = "last"
+    """Tokens whose probabilities count as those of the answer. `last`: the last turn of the assistant, with the token
+    that ends it. `assistant`: all turns of the assistant. `all`: all tokens."""
+
+    truncation: Literal["skip", "stop", "right", "left"] = "skip"
+    """Use of a pair whose two chats do not fit into `training.seq_len` together. `skip`: the pair is not used, and the
+    log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`: each
+    chat is cut to half of `training.seq_len`, at its end or at its beginning."""
+
+
 class ParquetData(FilesData, RecordsData):
     """Parquet files. Each row is one document. They need `pip install 'titan-launch[parquet]'`."""
 
@@ -423,6 +446,7 @@ DATA_KINDS: dict[str, type[DataSource]] = {
     "text": TextData,
     "jsonl": JsonlData,
     "chat": ChatData,
+    "preferences": PreferenceData,
     "parquet": ParquetData,
     "huggingface": HuggingFaceData,
     "tokens": TokensData,

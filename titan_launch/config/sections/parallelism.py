@@ -110,6 +110,11 @@ class ActivationCheckpointConfig(Section):
     all; near 0, only the graph's inputs are saved. The compiler chooses the cheapest operations to repeat in
     backward."""
 
+    offload: bool = False
+    """Copy the tensors that each block saves for backward to pinned host memory, and back ahead of their use, while
+    the GPU computes (activation offloading). With every `mode`: after `full` these are the inputs of the blocks, after
+    `none` all activations of the blocks. Losses and gradients stay the same, bit for bit."""
+
 
 Component = Literal["model", "loss"]
 

@@ -61,6 +61,11 @@ class PrecisionConfig(Section):
     storage_dtype: FloatDtype = "float32"
     """Dtype of sharded parameters, of their gradients, and of the optimizer state."""
 
+    frozen_storage_dtype: FloatDtype | None = None
+    """Storage dtype of parameters that are never trained (see `training.frozen`). They have no updates that bfloat16
+    would round away, so `bfloat16` halves their memory. The `storage_dtype` of a precision rule comes first. Unset:
+    `storage_dtype`."""
+
     param_dtype: FloatDtype = "bfloat16"
     """Dtype of all-gathered parameters, and therefore of the computation."""
 
@@ -89,6 +94,12 @@ class BatchNormConfig(Section):
     """Period to which the `momentum` of a BatchNorm layer applies. `momentum` is the weight of new statistics in the
     running statistics. `microbatch`: each microbatch has this weight. `step`: all microbatches of a step together have
     this weight, whatever their number."""
+
+    of_frozen: Literal["update", "fixed"] = "update"
+    """Running statistics of BatchNorm layers whose parameters are never trained (see `training.frozen`). `update`: the
+    layers normalize with the statistics of the microbatch and update the running statistics. `fixed`: the layers
+    normalize with their running statistics, which do not change, as in evaluation. A layer without parameters follows
+    the trained ones."""
 
 
 class Float8Config(Section):

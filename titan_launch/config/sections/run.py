@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.base import Array, Section
+from titan_launch.core.errors import did_you_mean
 
 
 def _file_name(name: str) -> str:
@@ -39,6 +40,24 @@ class GeneralConfig(Section):
         return Path(self.dump_folder, self.name)
 
 
+SINKS_WITH_PACKAGE = ("wandb", "mlflow")
+"""Sinks that need a package of the same name."""
+
+
+def _sinks(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        module, _, factory = name.partition(":")
+        is_factory = all(part.isidentifier() for part in [*module.split("."), *factory.split(".")])
+        if name not in SINKS_WITH_PACKAGE and not is_factory:
+            known = ", ".join(f'"{known}"' for known in SINKS_WITH_PACKAGE)
+            raise ValueError(
+                f'"{name}" must be {known}, or package.module:factory{did_you_mean(name, SINKS_WITH_PACKAGE)}'
+            )
+        if names.count(name) > 1:
+            raise ValueError(f'"{name}" stands here {names.count(name)} times; remove the repetition')
+    return names
+
+
 class MetricsConfig(Section):
     """Reports of the run: their interval and destination."""
 
@@ -49,9 +68,40 @@ class MetricsConfig(Section):
     enable_tensorboard: bool = True
     """Write TensorBoard event files to `tb/` in the run folder."""
 
+    modules: Array[str] = ()
+    """Globs of modules to measure in every step that is reported: the norms of their gradients, parameters and updates,
+    and the scale of their outputs, also of the modules of each precision rule. The metrics are `learned/*` and
+    `activations/*`. Such a step needs memory for a float32 copy of these parameters. Outputs of compiled modules are
+    not measured."""
+    sinks: Annotated[Array[str], AfterValidator(_sinks)] = ()
+    """Further destinations of the reports. `wandb`: Weights & Biases (`pip install 'titan-launch[wandb]'`), offline in
+    the run folder without a login. `mlflow`: MLflow (`pip install 'titan-launch[mlflow]'`). `package.module:factory`: a
+    sink of your own: `factory(run)`, with a `SinkContext`, returns a `titan_launch.metrics.sinks.Sink`. A sink that
+    cannot be opened is an error at the start. One that fails later gets no more reports, and training continues."""
+
     peak_tflops_per_device: Annotated[float, Field(gt=0)] | None = None
     """Dense bf16 peak of one device in TFLOP/s, for the MFU. Default: the peak of the GPU, if it is known. Without a
     peak no MFU is reported."""
+
+
+class ProfilingConfig(Section):
+    """Profiles of steps by `torch.profiler`. Each rank writes `profiling/step-N_rank-R.json.gz` in the run folder, a
+    Chrome trace with the phases of the step (open it in Perfetto or chrome://tracing), and a table of the top
+    operations beside it. Profiled steps take longer. A rank that gets the signal RTMIN (`kill -s RTMIN PID`) also
+    profiles its next step."""
+
+    start_step: Annotated[int, Field(ge=1)] | None = None
+    """First step of the profile, counted from 1. Unset: no profile, except by the signal."""
+
+    num_steps: Annotated[int, Field(ge=1)] = 1
+    """Number of steps of the profile, which are in one trace."""
+
+    ranks: Array[int] = (0,)
+    """Ranks that write a profile."""
+
+    memory: bool = False
+    """Record all allocations of the GPU from the start of the run, and write a snapshot after the profiled steps and
+    when memory runs out: `profiling/step-N_rank-R.pickle`, for https://docs.pytorch.org/memory_viz. Only on CUDA."""
 
 
 class DebugConfig(Section):

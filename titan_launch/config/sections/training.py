@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from titan_launch.config.optimizers import ALGORITHMS
 from titan_launch.config.sections.base import Array, FloatDtype, OneOf, Section
+from titan_launch.core.errors import KeyPath
+
+
+class Unfreeze(Section):
+    """Parameters that are frozen in the first steps of a run."""
+
+    match: str
+    """Glob for parameter names, as in `layers.*.attention.**`."""
+
+    after_step: Annotated[int, Field(ge=1)]
+    """Number of steps during which these parameters are frozen. The next step trains them. Memory and units are planned
+    as if they were trained from the start. Their optimizer state is created when they are first trained."""
 
 
 class TrainingConfig(Section):
-    """Batch size, sequence length, number of steps, gradient clipping and seed."""
+    """Batch size, sequence length, number of steps, frozen parameters, gradient clipping and seed."""
 
     seq_len: Annotated[int, Field(ge=1)] = 256
     """Tokens per sequence. Not used with images."""
 
-    local_batch_size: Annotated[int, Field(ge=1)] = 4
-    """Samples (sequences or images) per microbatch on each data-parallel rank."""
+    local_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
+    """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number that divides
+    the samples of a rank and is planned to fit into memory, in the modes that the job sets or that `auto` may choose.
+    It requires `global_batch_size`, so the training does not change. A run logs the number, and first tries two steps
+    with it in a process of its own; if they run out of memory, it takes the next smaller number."""
 
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
     """Samples per optimizer step, over all ranks and microbatches. The number of microbatches per step is
@@ -30,6 +45,21 @@ class TrainingConfig(Section):
     max_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum gradient norm over all parameters. A larger gradient is scaled down to this norm. 0 disables clipping;
     the norm is still reported."""
+
+    trainable: Array[str] | None = None
+    """Globs of the parameters to train, such as `output.*` or `layers.3[01].**`: `*` matches within one segment of a
+    parameter's name, `**` crosses dots. All other parameters are frozen: they have no gradients, no optimizer state and
+    no reduce-scatter. Default: all parameters, except those that the model itself freezes (`requires_grad = False`).
+    With `[lora]`: only the adapters."""
+
+    frozen: Array[str] = ()
+    """Globs of the parameters to freeze. All other parameters are trained. Set `frozen` or `trainable`, not both.
+    `precision.frozen_storage_dtype` stores frozen parameters in a smaller dtype; `batchnorm.of_frozen` decides about
+    the statistics of frozen BatchNorms."""
+
+    unfreeze: Array[Unfreeze] = ()
+    """Parameters that are frozen for a number of steps and trained afterwards, whatever `trainable` and `frozen` say
+    about them. The first entry that ends decides, if several match a parameter."""
 
     enable_cpu_offload: bool = False
     """Keep sharded parameters, their gradients and the optimizer state in host memory, and update the parameters there.
@@ -44,17 +74,76 @@ class TrainingConfig(Section):
     time: a rank that collects alone delays all other ranks."""
 
 
+BASE = "base"
+"""Value of `loss.dpo.reference`: the trained model without its adapters."""
+
+
+class DPOConfig(Section):
+    """Direct preference optimization (DPO, arXiv:2305.18290): the model learns to prefer one answer to another. The
+    loss of a pair is -log sigmoid(`beta` x (log-ratio of the chosen answer - log-ratio of the rejected answer)). A
+    log-ratio is the log-probability of an answer in the trained model minus that in the reference model."""
+
+    reference: str
+    """The reference model, which is not trained. With `[lora]`, `base` is the trained model without its adapters, which
+    needs no memory for parameters. Otherwise a folder in the formats of `model.weights`, usually the same folder; its
+    parameters are sharded like those of the trained model."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of the reference model. A small value lets the trained model move further from it."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that the two answers of a pair are swapped by mistake (conservative DPO). Validation does not use
+    it."""
+
+    dtype: FloatDtype | None = None
+    """Dtype of a reference model in a folder: of its parameters and of its computation. Default:
+    `precision.param_dtype`. The rules in `[precision]` apply to a reference model with the arguments of the trained
+    model."""
+
+
+class DistillationConfig(Section):
+    """Distillation (arXiv:1503.02531): the model learns the probabilities that a teacher gives to all classes. The loss
+    of a target is `weight` x `temperature`^2 x KL divergence + (1 - `weight`) x cross-entropy."""
+
+    teacher: str
+    """The teacher, which is not trained: a folder in the formats of `model.weights`, with a model of this package. Its
+    vocabulary must be that of the trained model. Its parameters are sharded over the same ranks."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Number by which the logits of both models are divided before the KL divergence. A higher temperature gives the
+    classes with small probabilities more influence."""
+
+    weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Weight of the KL divergence. With 1, targets have no influence."""
+
+    dtype: FloatDtype | None = None
+    """Dtype of the teacher's parameters and of its computation. Default: `precision.param_dtype`. The rules in
+    `[precision]` apply to a teacher with the arguments of the trained model."""
+
+
 class LossConfig(Section):
-    """The training loss: the mean cross-entropy of all targets that are not ignored. Its sums are fp32. Validation
-    reports the cross-entropy without label smoothing and z-loss, so that jobs can be compared."""
+    """The training loss. Its sums are fp32. Validation reports the cross-entropy without label smoothing and z-loss, so
+    that jobs can be compared; with `dpo` or a function of your own, it reports that loss."""
+
+    name: str = "cross_entropy"
+    """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`: direct preference
+    optimization, with `[loss.dpo]` and data of pairs (`data.kind = "preferences"`). `distillation`: the probabilities
+    of a teacher, with `[loss.distillation]`. `package.module:function`: a function of your own, which is called with
+    logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
+
+    dpo: DPOConfig | None = None
+    """Settings of `dpo`."""
+
+    distillation: DistillationConfig | None = None
+    """Settings of `distillation`."""
 
     chunks: Annotated[int, Field(ge=1)] = 1
-    """Number of chunks of classes in which the model's output layer computes the loss. With 1 the model returns logits:
-    memory for all tokens of a microbatch and all classes, in the compute dtype and in fp32. With more, logits exist for
-    one chunk at a time, in forward and in backward. The price is a second product of the output layer in backward.
-    Losses and gradients differ only by rounding. The output layer must be an `nn.Linear` whose output the model returns
-    unchanged. For any other model, a log line tells that the model returns logits; only the fp32 copies of these then
-    exist for one chunk at a time. For vocabularies of 100,000 and more, 8 to 32 are good numbers."""
+    """Number of chunks of classes in which the model's output layer computes the cross-entropy. With 1 the model
+    returns logits: memory for all tokens of a microbatch and all classes, in the compute dtype and in fp32. With more,
+    logits exist for one chunk at a time, in forward and in backward. The price is a second product of the output layer
+    in backward. Losses and gradients differ only by rounding. The output layer must be an `nn.Linear` whose output the
+    model returns unchanged. For any other model, a log line tells that the model returns logits; only the fp32 copies
+    of these then exist for one chunk at a time. For vocabularies of 100,000 and more, 8 to 32 are good numbers."""
 
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the z-loss (PaLM, arXiv:2204.02311): the square of the logarithm of the sum of exp(logit), averaged
@@ -64,6 +153,31 @@ class LossConfig(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that is spread evenly over all classes instead of belonging to the target, as in
     `torch.nn.CrossEntropyLoss`. `train/loss` contains it."""
+
+    @property
+    def is_of_package(self) -> bool:
+        """False for a function of the user."""
+        return ":" not in self.name
+
+    def frozen_model(self) -> FrozenModelConfig | None:
+        """Return the second model of the loss; None if there is none."""
+        if self.name == "dpo" and self.dpo is not None and self.dpo.reference != BASE:
+            return FrozenModelConfig(("loss", "dpo", "reference"), self.dpo.reference, self.dpo.dtype)
+        if self.name == "distillation" and self.distillation is not None:
+            key = ("loss", "distillation", "teacher")
+            return FrozenModelConfig(key, self.distillation.teacher, self.distillation.dtype)
+        return None
+
+
+class FrozenModelConfig(NamedTuple):
+    """A second model, which a loss reads and the run does not train."""
+
+    key: KeyPath
+    """Key that names the folder."""
+
+    folder: str
+    dtype: FloatDtype | None
+    """Dtype of the parameters and of the computation; None: that of the trained model's computation."""
 
 
 class GradientAccumulationConfig(Section):
@@ -169,8 +283,10 @@ class OptimizerConfig(Section):
     for the device before every update, to find out whether the step is skipped. (With `state_dtype`, `rounding` or
     `master_weights` this package's own implementation is used, which does not wait.)"""
 
-    state_dtype: FloatDtype | None = None
-    """Dtype of the optimizer's moments (SGD: of the momentum). Unset: the storage dtype of each parameter."""
+    state_dtype: FloatDtype | Literal["int8"] | None = None
+    """Dtype of the optimizer's moments (SGD: of the momentum). Unset: the storage dtype of each parameter. `int8`: 8
+    bits for each element, with a float32 scale for every 256 elements of a row (arXiv:2110.02861); the moments of
+    vectors stay in float32."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of updated parameters and moments that are stored in bfloat16. `stochastic` rounds up or down at random,

@@ -1,7 +1,7 @@
 """Corpora, by the `kind` of their section."""
 
 from titan_launch.data.corpora.base import Corpus
-from titan_launch.data.corpora.chat import ChatCorpus
+from titan_launch.data.corpora.chat import ChatCorpus, PreferenceCorpus
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
 from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.parquet import ParquetCorpus
@@ -11,6 +11,7 @@ CORPORA: dict[str, type[Corpus]] = {
     "text": TextCorpus,
     "jsonl": JsonlCorpus,
     "chat": ChatCorpus,
+    "preferences": PreferenceCorpus,
     "parquet": ParquetCorpus,
     "huggingface": HuggingFaceCorpus,
 }

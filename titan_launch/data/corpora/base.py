@@ -86,6 +86,9 @@ class Corpus(ABC):
     has_targets = False
     """True if some tokens of the documents do not count as targets."""
 
+    has_pairs = False
+    """True if every record is two documents: the chosen and the rejected answer to a prompt."""
+
     def __init__(self, config: CorpusData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
         """`key`: path of the section in the job file, for errors. `seq_len`: tokens of a sample."""
         self.config, self.tokenizer, self.key, self.seq_len = config, tokenizer, key, seq_len

@@ -1,4 +1,7 @@
-"""Chats in JSON lines, through the chat template of a tokenizer. Only the assistant's turns are targets."""
+"""Chats, and pairs of answers, in JSON lines, through the chat template of a tokenizer.
+
+Only the assistant's turns are targets.
+"""
 
 from __future__ import annotations
 
@@ -43,35 +46,97 @@ class ChatCorpus(LinesCorpus):
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
         """Return the tokens of a chat. Raises RecordError."""
-        messages, train_on = chat_messages(record), self.config.train_on
+        messages = chat_messages(record)
+        chat = self.tokenized(messages, record)
+        longest, rule = self.seq_len + 1, self.config.truncation
+        num_tokens = len(chat.tokens)
+        if num_tokens > longest and rule in ("skip", "stop"):
+            reason = f"longer than training.seq_len + 1 = {longest:,} tokens"
+            raise RecordError(reason, f"it has {num_tokens:,}", "truncation", on_error=rule)
+        return Document(json.dumps(messages, sort_keys=True).encode(), self.truncated(chat, longest), file)
+
+    def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
+        """Return all tokens of a chat. Raises RecordError. `record`: the line, which may have `tools`."""
+        train_on, tools = self.config.train_on, record.get("tools")
         if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
             raise RecordError("without a message of the assistant")
-        tools = record.get("tools")
         if not isinstance(tools, list | None):
             raise RecordError('without an array in "tools"')
         text, spans = self.template.render(messages, tools, train_on)
         utf8(text)  # raises
         tokens, offsets = self.tokenizer.encode_chat(text)
-        kept = self._kept(len(tokens))
-        targets = _within(offsets, spans)[kept]
+        return Encoded(np.array(tokens, token_dtype(self.tokenizer.vocab_size)), _within(offsets, spans))
+
+    def truncated(self, chat: Encoded, longest: int) -> Encoded:
+        """Return at most `longest` tokens of a chat. Raises RecordError if no target is left."""
+        kept = slice(-longest, None) if self.config.truncation == "left" else slice(longest)
+        assert chat.targets is not None
+        targets = chat.targets[kept]
         if not targets[1:].any():
-            if len(targets) < len(tokens):
+            if len(targets) < len(chat.tokens):
                 raise RecordError("without a target", "it was truncated", "truncation")
             raise RecordError("without a target", "the chat template writes no text of the assistant", "template")
-        chat = Encoded(np.array(tokens[kept], token_dtype(self.tokenizer.vocab_size)), targets)
-        return Document(json.dumps(messages, sort_keys=True).encode(), chat, file)
+        return Encoded(chat.tokens[kept], targets)
 
     def encode(self, contents: Sequence[Encoded]) -> list[Encoded]:
         """Return the documents, which are tokens already."""
         return list(contents)
 
-    def _kept(self, num_tokens: int) -> slice:
-        """Return the part of a chat that fits into a sequence. Raises RecordError if a longer chat is not used."""
-        longest, rule = self.seq_len + 1, self.config.truncation
-        if num_tokens > longest and rule in ("skip", "stop"):
-            reason = f"longer than training.seq_len + 1 = {longest:,} tokens"
-            raise RecordError(reason, f"it has {num_tokens:,}", "truncation", on_error=rule)
-        return slice(-longest, None) if rule == "left" else slice(longest)
+
+class PreferenceCorpus(ChatCorpus):
+    """One pair of answers per line. Each pair is two documents: the chat that was chosen, and the one that was
+    rejected."""
+
+    remedy = "name files with one pair of answers per line"
+    has_pairs = True
+
+    def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
+        """Return the tokens of a pair. Raises RecordError."""
+        pair = preference_messages(record)
+        chosen, rejected = (self.tokenized(messages, record) for messages in pair)
+        rule, longest = self.config.truncation, self.seq_len + 1
+        if len(chosen.tokens) + len(rejected.tokens) - 2 > self.seq_len:  # n tokens take n - 1 places of a sample
+            if rule in ("skip", "stop"):
+                reason = f"longer than training.seq_len = {self.seq_len:,} tokens"
+                detail = f"its two chats have {len(chosen.tokens):,} and {len(rejected.tokens):,}"
+                raise RecordError(reason, detail, "truncation", on_error=rule)
+            longest = self.seq_len // 2 + 1
+        chosen, rejected = self.truncated(chosen, longest), self.truncated(rejected, longest)
+        assert chosen.targets is not None and rejected.targets is not None
+        both = Encoded(
+            np.concatenate([chosen.tokens, rejected.tokens]),
+            np.concatenate([chosen.targets, rejected.targets]),
+            len(chosen.tokens),
+        )
+        return Document(json.dumps(pair, sort_keys=True).encode(), both, file)
+
+
+_ANSWERS = ("chosen", "rejected")
+
+
+def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
+    """Return the messages of the chosen and of the rejected chat of a line. Raises RecordError for any other line.
+
+    - `{"chosen": [messages], "rejected": [messages]}`: whole chats; a `prompt` beside them repeats what they contain
+    - `{"prompt": ..., "chosen": ..., "rejected": ...}`: texts, or arrays of messages; the answers follow the prompt
+
+    A string `system` becomes the first message.
+    """
+    if missing := [key for key in _ANSWERS if key not in record]:
+        known = '"chosen" and "rejected", and "prompt" unless both are whole chats'
+        detail = f"its keys are {listed(list(record), most=8)}; a pair has {known}"
+        raise RecordError(f'without "{missing[0]}"', detail)
+    answers = {key: _as_message(record[key], "assistant") for key in _ANSWERS}
+    chats = [_messages(answers, key) for key in _ANSWERS]
+    if any(chat[0]["role"] == "assistant" for chat in chats):
+        if "prompt" not in record:
+            detail = '"chosen" and "rejected" begin with the answer; whole chats, or "prompt", are needed'
+            raise RecordError("without a prompt", detail)
+        prompt = _messages({"prompt": _as_message(record["prompt"], "user")}, "prompt")
+        chats = [[*prompt, *chat] for chat in chats]
+    system = record.get("system")
+    first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    return [[*first, *chat] for chat in chats]
 
 
 def chat_messages(record: Mapping[str, Any]) -> list[Message]:

@@ -24,14 +24,11 @@ import torch
 from torch import Tensor
 
 from titan_launch.config.image_format import resized_size
-from titan_launch.config.paths import class_folders, tar_shards
+from titan_launch.config.paths import IMAGE_SUFFIXES, class_folders, tar_shards
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.files import open_regular
 from titan_launch.data.cache import built_once
 from titan_launch.data.images.arrays import Labels, map_npz
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-"""Endings of the names of image files, in lower case."""
 
 _INDEX_VERSION = 1
 _INDEX_FILE = "index.npz"
@@ -189,7 +186,7 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
         if empty:
             reason = (
                 f"{'this class folder contains' if len(empty) == 1 else 'these class folders contain'} no image: "
-                f"{listed(empty)}; add images ({', '.join(SUFFIXES)}), or remove the folder"
+                f"{listed(empty)}; add images ({', '.join(IMAGE_SUFFIXES)}), or remove the folder"
             )
             raise config_error(path_key, reason, path)
         listing.save(folder)
@@ -261,7 +258,7 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
             files = sorted((entry for entry in entries if not entry.is_dir()), key=lambda entry: entry.name)
         for entry in files:
             path = str(Path(entry.path).relative_to(root))
-            if entry.is_file() and entry.name.lower().endswith(SUFFIXES) and entry.name[0] != ".":
+            if entry.is_file() and entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.name[0] != ".":
                 size = entry.stat().st_size
                 listing.names.append(path)
                 listing.add_image(0, size, label, path)
@@ -283,7 +280,7 @@ def _list_shard(path: Path, label_field: str | None, listing: _Listing) -> None:
             raise tarfile.ReadError("it has no end-of-archive block")
         for key, group in itertools.groupby(regular, lambda member: _key_and_end(member)[0]):
             members = {_key_and_end(member)[1]: member for member in group}
-            images = [end for end in members if f".{end.lower()}" in SUFFIXES]
+            images = [end for end in members if f".{end.lower()}" in IMAGE_SUFFIXES]
             if len(images) != 1:
                 raise _ShardError(f"has {len(images)} images with the key {key}; write one image for each key")
             if label_end not in members:

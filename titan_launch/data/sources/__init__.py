@@ -47,6 +47,7 @@ SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
     "text": build_corpus,
     "jsonl": build_corpus,
     "chat": build_corpus,
+    "preferences": build_corpus,
     "parquet": build_corpus,
     "huggingface": build_huggingface,
     "tokens": build_tokens,

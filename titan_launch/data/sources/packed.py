@@ -28,6 +28,9 @@ class PackedSource:
         """`description`: the data, for the log line; `note`: its end."""
         self.stream, self.packing = stream, packing
         self.num_classes = header.vocab_size
+        self.has_pairs = header.has_pairs
+        """True if documents 2k and 2k + 1 of a sample are a chosen and a rejected answer."""
+
         self._header, self._description, self._note = header, description, note
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.corpora import CORPORA
 from titan_launch.data.corpora.base import Corpus
 from titan_launch.data.foreign_tokens import open_foreign_tokens
-from titan_launch.data.packing import cached_packing
+from titan_launch.data.packing import cached_packing, longest_pair
 from titan_launch.data.prepare import cached_token_files
 from titan_launch.data.sources.base import Details, Sample, SourceContext
 from titan_launch.data.sources.packed import PackedSource, token_details
@@ -27,6 +27,8 @@ class TokenSource:
     The inputs of the samples do not overlap. Each token of a sample is an input once per epoch. All tokens except the
     first are also a target once.
     """
+
+    has_pairs = False
 
     def __init__(self, stream: TokenStream, seq_len: int, header: Header, description: str, note: str = ""):
         """`description`: the data, for the log line; `note`: its end."""
@@ -129,6 +131,8 @@ def _build(
     note: str,
 ) -> TokenSource | PackedSource:
     description = f"{description}, {_count(len(stream), 'token')}"
+    if header.has_pairs:
+        _check_pairs(config, context, stream)
     source: TokenSource | PackedSource
     if config.packing == "documents":
         packing = cached_packing(stream, header, context.seq_len)
@@ -144,6 +148,17 @@ def _build(
         reason = f"has too few tokens{of_split} for {needed}: {description}{note}; {remedy}"
         raise config_error((*context.key, "path"), reason, config.path)
     return source
+
+
+def _check_pairs(config: CorpusData | TokensData, context: SourceContext, stream: TokenStream) -> None:
+    """Raise ConfigError if a sample cannot hold a pair of documents."""
+    if config.packing != "documents":
+        reason = 'would divide pairs of answers, which the token files have; set "documents"'
+        raise config_error((*context.key, "packing"), reason, config.packing)
+    longest = longest_pair(stream.document_ends())
+    if longest > context.seq_len:
+        reason = f"has pairs of {longest:,} tokens, but training.seq_len is {context.seq_len:,}; prepare it again"
+        raise config_error((*context.key, "path"), reason, config.path, also=(("training", "seq_len"),))
 
 
 def _without_documents(corpus: Corpus, skipped: str) -> ConfigError:

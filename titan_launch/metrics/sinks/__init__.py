@@ -1,20 +1,74 @@
 """The sinks that metrics are written to."""
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from importlib import import_module
 
 from titan_launch.config.sections.run import MetricsConfig
-from titan_launch.metrics.sinks.base import Sink
+from titan_launch.core.errors import config_error
+from titan_launch.core.import_string import import_factory, user_traceback
+from titan_launch.metrics.sinks.base import GuardedSink, RunDescription, Sink, SinkContext
 from titan_launch.metrics.sinks.console import ConsoleSink
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, JsonlSink
 from titan_launch.metrics.sinks.tensorboard import TensorBoardSink
 
-__all__ = ["SINKS", "ConsoleSink", "JsonlSink", "Sink", "TensorBoardSink"]
-
-SINKS: list[Callable[[MetricsConfig, Path, int], Sink | None]] = [
-    lambda config, folder, step: JsonlSink(folder / METRICS_FILE, step),
-    lambda config, folder, step: TensorBoardSink(folder / "tb", step) if config.enable_tensorboard else None,
+__all__ = [
+    "SINKS",
+    "ConsoleSink",
+    "GuardedSink",
+    "JsonlSink",
+    "RunDescription",
+    "Sink",
+    "SinkContext",
+    "TensorBoardSink",
+    "import_sinks",
+    "open_sinks",
 ]
-"""Functions of (`[metrics]`, run folder, resume step) that open a sink, or return None if the job disables the sink.
 
-Only rank 0 opens sinks. The resume step is that of the checkpoint from which the run resumes, or 0."""
+SINKS: dict[str, Callable[[MetricsConfig, SinkContext], Sink | None]] = {
+    METRICS_FILE: lambda config, run: JsonlSink(run.folder / METRICS_FILE, run.step),
+    "TensorBoard": lambda config, run: (
+        TensorBoardSink(run.folder / "tb", run.step) if config.enable_tensorboard else None
+    ),
+}
+"""Functions of (`[metrics]`, run) that open a sink, or return None if the job disables the sink. Only rank 0 opens
+sinks. `metrics.sinks` names further ones."""
+
+_EXTRAS = {"wandb": "WandbSink", "mlflow": "MlflowSink"}
+"""Class of each sink that needs a package of the same name. Its module is imported only if a job names the sink."""
+
+
+def import_sinks(config: MetricsConfig) -> dict[str, Callable[[SinkContext], Sink]]:
+    """Return the factories that `metrics.sinks` names. Raises ConfigError for one that cannot be imported."""
+    return dict(_import_each(config))
+
+
+def _import_each(config: MetricsConfig) -> Iterator[tuple[str, Callable[[SinkContext], Sink]]]:
+    for index, name in enumerate(config.sinks):
+        key = ("metrics", "sinks", index)
+        if name not in _EXTRAS:
+            yield name, import_factory(name, key)
+            continue
+        try:
+            module = import_module(f"titan_launch.metrics.sinks.{name}")
+        except ImportError as error:
+            reason = f"needs the package {name}, which cannot be imported: pip install 'titan-launch[{name}]' ({error})"
+            raise config_error(key, reason, name) from None
+        yield name, getattr(module, _EXTRAS[name])
+
+
+def open_sinks(config: MetricsConfig, run: SinkContext) -> Iterator[tuple[str, Sink]]:
+    """Yield the sinks of a job by name. Raises ConfigError if one of `metrics.sinks` cannot be opened."""
+    for name, build in SINKS.items():
+        if (sink := build(config, run)) is not None:
+            yield name, sink
+    for index, (name, factory) in enumerate(import_sinks(config).items()):
+        key = ("metrics", "sinks", index)
+        try:
+            opened = factory(run)
+        except Exception as error:
+            trace = f"{type(error).__name__}: {error}" if name in _EXTRAS else user_traceback(error)
+            raise config_error(key, f"the sink cannot be opened:\n{trace}", name) from error
+        if not isinstance(opened, Sink):
+            reason = f"must return a titan_launch.metrics.sinks.Sink, but returns a {type(opened).__name__}"
+            raise config_error(key, reason, name)
+        yield name, opened

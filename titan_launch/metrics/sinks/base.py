@@ -1,9 +1,27 @@
-"""The interface of a sink."""
+"""The interface of a sink, and the protection of a run from sinks that fail."""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """Facts about a run that its metrics do not show."""
+
+    settings: Mapping[str, bool | int | float | str]
+    """Values of the job by key, such as `optimizer.lr`, with which runs can be compared."""
+
+    later_metrics: frozenset[str]
+    """Metrics that the run reports, though not necessarily in its first report."""
 
 
 class Sink(ABC):
@@ -13,11 +31,94 @@ class Sink(ABC):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the metrics of `step`: `scalars` maps tags to values. A step may have several calls."""
 
+    def describe(self, description: RunDescription) -> None:  # noqa: B027
+        """Take what is known about the run before its first report. A sink without a use for it does nothing."""
+
     def text(self, tag: str, text: str) -> None:  # noqa: B027
         """Store a Markdown text that describes the run. A sink that cannot show text does nothing."""
 
     def rewind(self, step: int) -> None:  # noqa: B027
         """Remove or set aside the metrics of steps after `step`, because the run rolled back to `step`."""
 
-    def close(self) -> None:  # noqa: B027
-        """Close the files that the sink has opened."""
+    def close(self, failed: bool = False) -> None:  # noqa: B027
+        """Close the files that the sink has opened. `failed`: True if an error or a signal ends the run."""
+
+
+@dataclass(frozen=True)
+class SinkContext:
+    """The run, as the factory of a sink gets it."""
+
+    name: str
+    """`job.name`."""
+
+    folder: Path
+    """The run folder."""
+
+    run_id: str
+    """Eight hexadecimal digits that tell this run from all others. They stay the same when the run resumes."""
+
+    step: int
+    """Step of the checkpoint from which the run resumes, or 0."""
+
+    config: Mapping[str, Any]
+    """The resolved job, as nested tables: the content of `config.json`."""
+
+
+_log = logging.getLogger(__name__)
+
+
+class GuardedSink(Sink):
+    """A sink whose failures do not end the run.
+
+    A full disk loses reports until there is room again. After any other error, the sink is closed and gets no more
+    calls. Both are logged once.
+    """
+
+    def __init__(self, name: str, sink: Sink, logged: set[str], fatal: tuple[type[Exception], ...] = ()):
+        """`logged`: warnings that are logged already, shared by all sinks of a run. `fatal`: errors that end the run
+        nevertheless."""
+        self._name, self._logged, self._fatal = name, logged, fatal
+        self._sink: Sink | None = sink
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
+        self._call(f"the report of step {step}", lambda sink: sink.write(step, scalars))
+
+    def describe(self, description: RunDescription) -> None:
+        """Pass on what is known about the run."""
+        self._call("the start", lambda sink: sink.describe(description))
+
+    def text(self, tag: str, text: str) -> None:
+        """Store a text."""
+        self._call(f'the text "{tag}"', lambda sink: sink.text(tag, text))
+
+    def rewind(self, step: int) -> None:
+        """Remove the metrics of steps after `step`."""
+        self._call(f"the return to step {step}", lambda sink: sink.rewind(step))
+
+    def close(self, failed: bool = False) -> None:
+        """Close the sink."""
+        self._call("its end", lambda sink: sink.close(failed))
+
+    def _call(self, at: str, action: Callable[[Sink], None]) -> None:
+        if self._sink is None:
+            return
+        try:
+            action(self._sink)
+        except self._fatal:
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                reason = f"{os.strerror(error.errno)}; training continues, and reports are lost until there is room"
+                self._warn(f"reports cannot be written: {reason}")
+                return
+            sink, self._sink = self._sink, None
+            text = f"{type(error).__name__}: {error}"
+            self._warn(f"metrics: {self._name} failed at {at} and gets no more reports; training continues. {text}")
+            with suppress(Exception):
+                sink.close(failed=True)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            _log.warning("%s", text)

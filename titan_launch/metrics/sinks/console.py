@@ -73,7 +73,7 @@ class ConsoleSink(Sink):
         self.clear()
         self._first = None
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Remove the bar. The stream stays open, because the caller owns it."""
         self.clear()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import open_regular
+from titan_launch.core.files import RecordFile, open_regular
 from titan_launch.metrics.sinks.base import Sink
 
 METRICS_FILE = "metrics.jsonl"
@@ -37,12 +37,12 @@ class JsonlSink(Sink):
             os.truncate(path, _length_until(path, resume_step))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file = path.open("a", buffering=1, encoding="utf-8")  # buffering=1: flush after each line
+        self._file = RecordFile(path, "ab")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write one line to the disk. A run that is killed afterwards does not lose the line."""
         finite = {tag: json_number(value) for tag, value in scalars.items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._file.append(json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n")
 
     def rewind(self, step: int) -> None:
         """Move the lines of steps after `step` to `metrics.rolled_back.jsonl`."""
@@ -52,7 +52,7 @@ class JsonlSink(Sink):
             rolled_back.write(file.read())
         os.truncate(self._path, kept)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close the file."""
         self._file.close()
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_launch.core.files import free_name
-from titan_launch.metrics.sinks.base import Sink
+from titan_launch.core.files import RecordFile, free_name
+from titan_launch.metrics.sinks.base import RunDescription, Sink
 from titan_launch.metrics.tags import dashboard_layout
 
 
@@ -34,7 +35,13 @@ class TensorBoardSink(Sink):
         self._texts: list[tuple[str, str]] = []
         """Texts that are not written yet, because the file is not open."""
 
+        self._description = RunDescription({}, frozenset())
         self._opened: _EventFile | None = None
+
+    def describe(self, description: RunDescription) -> None:
+        """Take the metrics that the dashboard shows besides those of the first report, and the settings that the tab
+        "HParams" shows."""
+        self._description = description
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write an event with all tags. A run that is killed afterwards does not lose the event."""
@@ -55,21 +62,25 @@ class TensorBoardSink(Sink):
         self._resume_step = step
         self._opened = _EventFile(self._log_dir, step + 1)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close the event file. If the run had no report, the file was never opened."""
         if self._opened is not None:
             self._opened.close()
 
-    def _file(self, reported: Iterable[str] = ()) -> _EventFile:
+    def _file(self, reported: Collection[str] = ()) -> _EventFile:
         """Open the event file if necessary, write all pending texts to it, and return it. `reported`: the metrics of
         the first report, which decide about the dashboard."""
-        from torch.utils.tensorboard.summary import custom_scalars, text
+        from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
         if self._opened is None:
             is_new = not any(self._log_dir.glob(f"{_PREFIX}*"))
             self._opened = _EventFile(self._log_dir, None if is_new else self._resume_step + 1)
             if is_new:
-                self._opened.add(0, summary=custom_scalars(_custom_scalars(reported)))
+                later = self._description.later_metrics
+                self._opened.add(0, summary=custom_scalars(_custom_scalars({*reported, *later})))
+                metrics = dict.fromkeys((name for name in _COMPARED if name in {*reported, *later}), 0.0)
+                for summary in hparams(dict(self._description.settings), metrics)[:2]:  # the third ends a session
+                    self._opened.add(0, summary=summary)
         for tag, content in self._texts:
             self._opened.add(self._resume_step, summary=text(tag, content))
         self._texts.clear()
@@ -89,31 +100,42 @@ class _EventFile:
     def __init__(self, log_dir: Path, purge_step: int | None):
         """`purge_step`: TensorBoard drops this step and later steps of earlier files."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
-        from torch.utils.tensorboard import RecordWriter
 
         name = f"{_PREFIX}{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{{}}"
-        self._records = RecordWriter(free_name(log_dir / name).open("xb"))
-        self.add(purge_step or 0, file_version="brain.Event:2")
-        if purge_step is not None:
-            self.add(purge_step, session_log=SessionLog(status=SessionLog.START))
+        path = free_name(log_dir / name)
+        self._file = RecordFile(path, "xb")
+        try:
+            self.add(purge_step or 0, file_version="brain.Event:2")
+            if purge_step is not None:
+                self.add(purge_step, session_log=SessionLog(status=SessionLog.START))
+        except OSError:  # the disk is full: the next report tries again
+            self._file.close()
+            path.unlink()
+            raise
 
     def add(self, step: int, **content: Any) -> None:
         """Write an event, and hand it to the operating system."""
         from tensorboard.compat.proto.event_pb2 import Event
+        from torch.utils.tensorboard import RecordWriter
 
-        self._records.write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
-        self._records.flush()
+        record = io.BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+        self._file.append(record.getvalue())
 
     def close(self) -> None:
         """Close the file."""
-        self._records.close()
+        self._file.close()
 
 
-def _custom_scalars(reported: Iterable[str]) -> dict[str, dict[str, list[object]]]:
+_COMPARED = ("train/loss", "validation/loss", "time/step_s", "memory/max_active_gib")
+"""Metrics by which the tab "HParams" sorts runs."""
+
+
+def _custom_scalars(expected: Collection[str]) -> dict[str, dict[str, list[object]]]:
     """Return the dashboard in PyTorch's format. Tags are regular expressions that match from the start."""
     return {
         group: {
             title: ["Multiline", [f"{re.sub('<.+>', '.+', tag)}$" for tag in tags]] for title, tags in charts.items()
         }
-        for group, charts in dashboard_layout(reported).items()
+        for group, charts in dashboard_layout(expected).items()
     }

@@ -72,7 +72,7 @@ class WeightsFolder:
         if missing:
             raise WeightsError(f"of its {len(expected)} files {len(missing)} are missing: {listed(missing)}")
         for file, names in expected.items():
-            found = _read_header(self.path / file)
+            found, _ = read_header(self.path / file)
             if lost := [name for name in names or () if name not in found]:
                 raise WeightsError(f"{file} lacks tensors that {INDEX} lists: {listed(lost)}")
             self.tensors |= found
@@ -95,11 +95,8 @@ class WeightsFolder:
             raise WeightsError(f'{INDEX} names "{outside[0]}", which is not a *.safetensors file in the folder')
         return {file: [name for name in index if index[name] == file] for file in sorted(set(index.values()))}
 
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the files. `seed` draws the bytes that are compared."""
+    def fingerprint(self) -> Fingerprint:
+        """Return the fingerprint of the files: their sizes, and bytes at places that a fixed seed draws."""
         files = sorted({tensor.file for tensor in self.tensors.values()})
         sizes = [(file, (self.path / file).stat().st_size) for file in files]
         samples = [(file, start) for file, size in sizes for start in range(0, size, _SAMPLE_BYTES)]
@@ -110,7 +107,7 @@ class WeightsFolder:
                 stream.seek(start)
                 return stream.read(_SAMPLE_BYTES)
 
-        return fingerprint_of(sizes, len(samples), sample, seed)
+        return fingerprint_of(sizes, len(samples), sample, seed=0)
 
     def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
         """Return a part of a tensor, in the dtype of the file. Only this part is read."""
@@ -139,15 +136,23 @@ def _library() -> ModuleType:
     return safetensors
 
 
-def _read_header(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of a file. The library checks that their bytes lie within the file and do not overlap."""
+def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """Return the tensors of a file, and its metadata. The library checks that the bytes of the tensors lie within the
+    file and do not overlap. Raises WeightsError."""
     library = _library()
     try:
         with library.safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
-            return {name: FileTensor(path.name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+            tensors = {name: FileTensor(path.name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+            return tensors, file.metadata() or {}
     except (library.SafetensorError, OSError, ValueError) as error:
         raise WeightsError(f"{path.name} is truncated or damaged ({error}); copy or download it again") from None
+
+
+def read_file(path: Path, names: Sequence[str]) -> list[Tensor]:
+    """Return whole tensors of a file."""
+    with _library().safe_open(path, framework="pt") as file:
+        return [file.get_tensor(name).clone() for name in names]
 
 
 class Weights:
@@ -161,8 +166,11 @@ class Weights:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of all tensors that the pieces are in."""
-        names = {name for piece in self.pieces.values() for name in piece.tensors}
-        tensors = (self.folder.tensors[name] for name in names)
+        return self.bytes_of(self.pieces)
+
+    def bytes_of(self, names: Collection[str]) -> int:
+        """Return the bytes of the tensors of the file that some parameters are in."""
+        tensors = (self.folder.tensors[name] for name in {t for name in names for t in self.pieces[name].tensors})
         return sum(math.prod(tensor.shape) * int(tensor.dtype.strip("BIF")) // 8 for tensor in tensors)
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -302,9 +310,9 @@ def find_weights(
 
 
 def _own_tensors(inventory: Inventory) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield the tensors of a model by full name."""
+    """Yield the tensors of a model by full name, without those of adapters, which the folder does not have."""
     for module in inventory.modules:
-        if module.same_as is None:
+        if module.same_as is None and not module.is_adapter:
             yield from ((full_name(module.path, t.name), t) for t in (*module.parameters, *module.buffers))
 
 

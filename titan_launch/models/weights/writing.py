@@ -20,7 +20,7 @@ from torch import Tensor
 from titan_launch.config.huggingface.config_json import read_json
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import remove, sync_folder
+from titan_launch.core.files import refuse_weights_folder, remove, sync_folder
 from titan_launch.models.weights.folder import FILE, INDEX, in_halves
 from titan_launch.models.weights.tensor_names import Piece, Shape
 
@@ -55,10 +55,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that gets the name `path` when the block ends without an error.
 
     Until then the folder is `<path>.tmp`, so a folder with its final name is complete. Raises UserError if `path`
-    exists, unless it is an empty folder.
+    exists, unless it is an empty folder, and if `path` is inside of a folder with weights.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"error: {path} exists already; choose another name, or remove it")
+    refuse_weights_folder(path)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         remove(temporary)
@@ -74,17 +75,24 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_tensors(
-    folder: Path, entries: Sequence[Entry], read: Callable[[Entry], Tensor], max_file_bytes: int | None = None
+    folder: Path,
+    entries: Sequence[Entry],
+    read: Callable[[Entry], Tensor],
+    max_file_bytes: int | None = None,
+    file: str = FILE,
+    metadata: Mapping[str, str] | None = None,
 ) -> int:
     """Write tensors into one file, or into several of at most `max_file_bytes` with an index. Return their bytes.
+
+    `file`: name of a single file. `metadata`: added to the header of each file.
 
     `read` returns a contiguous tensor with the shape and dtype of its entry. A tensor that is larger than
     `max_file_bytes` gets a file of its own.
     """
     files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)  # keeps all aligned
-    names = [FILE] if len(files) == 1 else [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
+    names = [file] if len(files) == 1 else [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
     for name, group in zip(names, files, strict=True):
-        _write_file(folder / name, group, read)
+        _write_file(folder / name, group, read, metadata or {})
     total = sum(entry.num_bytes for entry in entries)
     if len(files) > 1:
         weight_map = {entry.name: name for name, group in zip(names, files, strict=True) for entry in group}
@@ -114,9 +122,11 @@ def _divide(entries: Sequence[Entry], max_bytes: int | None) -> list[list[Entry]
     return files
 
 
-def _write_file(path: Path, entries: Sequence[Entry], read: Callable[[Entry], Tensor]) -> None:
+def _write_file(
+    path: Path, entries: Sequence[Entry], read: Callable[[Entry], Tensor], metadata: Mapping[str, str]
+) -> None:
     """Write a safetensors file: the length of the header in 8 bytes, the header in JSON, the bytes of all tensors."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for entry in entries:
         start, end = end, end + entry.num_bytes

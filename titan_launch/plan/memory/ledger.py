@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from titan_launch.config.optimizers import ALGORITHMS, GroupSizes, has_master
-from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.config.sections.training import EMAConfig, OptimizerConfig, TrainingConfig
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.param_groups import is_mixed
@@ -57,6 +56,9 @@ class Category(IntEnum):
     EMA = 12
     """Moving average of the weights."""
 
+    OFFLOADED = 13
+    """Saved tensors in host memory (activation offloading)."""
+
     @property
     def label(self) -> str:
         """Name in tables: `unsharded gradients`."""
@@ -65,6 +67,10 @@ class Category(IntEnum):
 
 MICROBATCHES = 4
 """Largest number of microbatches in a replay. From the third to the second-to-last microbatch, memory is the same."""
+
+SMALLEST_OFFLOADED = 1 << 16
+"""Bytes of the smallest storage that activation offloading copies to the host. The copy of a smaller one takes longer
+to start than to run."""
 
 _STREAMS = {Category.ALL_GATHER: 1, Category.GRADIENTS: 2}
 """Stream of each category that is not in stream 0, the compute stream. CUDA's caching allocator does not share memory
@@ -117,8 +123,10 @@ class Ledger:
     """
 
     def __init__(self, on_host: Collection[Category] = ()) -> None:
-        """`on_host`: categories that are in host memory and are not counted (see the function `on_host`)."""
+        """`on_host`: categories that are in host memory (see the function `on_host`). Only the peak of their sum is
+        counted."""
         self.on_host = frozenset(on_host)
+        self._host = self._host_peak = 0
         self.live = [0] * len(Category)
         self.total = 0
         self._streams = [0, 0, 0]
@@ -130,6 +138,8 @@ class Ledger:
     def allocate(self, num_bytes: int, category: Category) -> None:
         """Count allocated bytes."""
         if category in self.on_host:
+            self._host += num_bytes
+            self._host_peak = max(self._host_peak, self._host)
             return
         stream = _STREAM_OF[category]
         streams = self._streams
@@ -145,6 +155,7 @@ class Ledger:
     def free(self, num_bytes: int, category: Category) -> None:
         """Count freed bytes."""
         if category in self.on_host:
+            self._host -= num_bytes
             return
         self._end_rise()
         self.live[category] -= num_bytes
@@ -154,9 +165,8 @@ class Ledger:
     def move(self, num_bytes: int, old: Category, new: Category) -> None:
         """Count bytes under another category. (In PyTorch, memory stays with the stream that allocated it. Here the new
         category sets the stream.)"""
-        if new in self.on_host:
+        if {old, new} & self.on_host:
             self.free(num_bytes, old)
-        elif old in self.on_host:
             self.allocate(num_bytes, new)
         elif old != new:
             self._streams[_STREAM_OF[old]] -= num_bytes
@@ -174,7 +184,8 @@ class Ledger:
     def footprint(self) -> Footprint:
         """Return the maxima of all points so far."""
         self._end_rise()
-        return Footprint({point: tuple(maxima) for point, maxima in self._maxima.items()})
+        maxima = {point: tuple(maxima) for point, maxima in self._maxima.items()}
+        return Footprint(maxima, host_bytes=self._host_peak)
 
     def _end_rise(self) -> None:
         """Note a local maximum if memory has risen. This is needed only before memory is freed."""
@@ -193,6 +204,9 @@ class Footprint:
 
     pipeline_rank: int | None = None
     """Pipeline rank; None without pipeline parallelism."""
+
+    host_bytes: int = 0
+    """Peak of the tensors that a job on GPUs keeps in host memory, for CPU offload or activation offloading."""
 
     @cached_property
     def peaks(self) -> Mapping[StepPoint, Peak]:
@@ -246,7 +260,7 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
         if len(pairs[0]) != len(pairs[1]):
             return None
         maxima[point] = [_along(a, b, factor) for a, b in zip(*pairs, strict=True)]
-    return Footprint(maxima)
+    return Footprint(maxima, host_bytes=round(_line(shorter.host_bytes, longer.host_bytes, factor)))
 
 
 def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
@@ -259,7 +273,8 @@ def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footp
     before, after = footprint.by_phase(), longer.by_phase()
     growth = {phase: factor * (after[phase] - peak) for phase, peak in before.items()}
     return Footprint(
-        {point: [_grown(x, growth[point.phase]) for x in maxima] for point, maxima in footprint.maxima.items()}
+        {point: [_grown(x, growth[point.phase]) for x in maxima] for point, maxima in footprint.maxima.items()},
+        host_bytes=round(_line(footprint.host_bytes, longer.host_bytes, factor)),
     )
 
 
@@ -278,9 +293,7 @@ def _highest(maxima: Sequence[Peak]) -> Peak:
 
 
 def _along(a: Peak, b: Peak, factor: float) -> Peak:
-    def line(x: float, y: float) -> float:
-        return x + factor * (y - x)
-
+    line = partial(_line, factor=factor)
     return Peak(
         line(a.total, b.total),
         tuple(map(line, a.by_category, b.by_category)),
@@ -288,14 +301,21 @@ def _along(a: Peak, b: Peak, factor: float) -> Peak:
     )
 
 
-_OFFLOADED = frozenset(
+def _line(x: float, y: float, factor: float) -> float:
+    return x + factor * (y - x)
+
+
+_IN_HOST_MEMORY = frozenset({Category.OFFLOADED})
+_OF_CPU_OFFLOAD = frozenset(
     {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.OPTIMIZER_TEMPORARIES, Category.EMA},
 )
 
 
 def on_host(training: TrainingConfig, kernels: Kernels) -> frozenset[Category]:
     """Return the categories in host memory instead of device memory. On a CPU all categories count."""
-    return _OFFLOADED if training.enable_cpu_offload and kernels == "cuda" else frozenset()
+    if kernels != "cuda":
+        return frozenset()
+    return _IN_HOST_MEMORY | (_OF_CPU_OFFLOAD if training.enable_cpu_offload else frozenset())
 
 
 def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
@@ -304,8 +324,8 @@ def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
     for settings, shards in groups:
         num_tensors = len(ALGORITHMS[settings.algorithm].state(config))
         for shard in shards:
-            size = num_tensors * DTYPE_BYTES[config.state_dtype or shard.dtype]
-            total += shard.num_elements * (size + (4 if has_master(config, shard.dtype) else 0))
+            master = 4 * shard.num_elements if has_master(config, shard.dtype) else 0
+            total += num_tensors * shard.state_size(config) + master
     return total
 
 

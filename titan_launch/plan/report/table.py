@@ -48,6 +48,11 @@ _COLUMNS = (
         lambda row: f"~{format_gib(row.reserved_bytes)}",
     ),
     _Column(
+        "host GiB",
+        "peak memory of the tensors that one rank keeps in host memory (CPU offload, activation offloading)",
+        lambda row: format_gib(row.footprint.host_bytes) if row.footprint.host_bytes else "",
+    ),
+    _Column(
         "verdict",
         "fits: reserved memory leaves the margin free; does not fit: active memory and overhead exceed the limit; "
         "tight: neither, so run a few steps to find out",
@@ -277,6 +282,8 @@ def accuracy(flops: ModelFlops, config: JobConfig) -> list[tuple[str, str]]:
         lines.append(("ignored", "torch.compile: memory and seconds are those of the job without it"))
         if config.activation_checkpoint.mode == "memory_budget":
             lines.append(("ignored", "memory_budget: its row shows no FLOPs, and the memory of none (an upper bound)"))
+    if config.activation_checkpoint.offload:
+        lines.append(("ignored", "activation offloading: seconds do not count its copies"))
     if config.float8.enable:
         gathered = "all-gathers are smaller than shown" if config.float8.all_gather else "traffic is the same"
         lines.append(("ignored", f"float8: memory and seconds are those of bfloat16; {gathered}"))
@@ -295,6 +302,7 @@ def _describe(row: Row, is_chosen: bool) -> dict[str, Any]:
         "is_own": row.is_own,
         "is_chosen": is_chosen,
         "active_bytes": row.footprint.peak_bytes,
+        "host_bytes": row.footprint.host_bytes,
         "reserved_bytes_estimated": round(row.reserved_bytes),
         "verdict": row.verdict,
         "peak": dict(row.footprint.peak_point._asdict(), text=str(row.footprint.peak_point)),

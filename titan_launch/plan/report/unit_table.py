@@ -49,6 +49,7 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocato
         "storage_dtype": unit.storage_dtype,
         "compute_dtype": unit.compute_dtype,
         "casts_inputs": unit.policy.input_dtype is not None,
+        "is_trained": unit.is_trained,
         "reduce_dtype": unit.reduce_dtype,
         "output_dtype": unit.policy.output_dtype,
         "buffer_dtypes": _buffer_dtypes(unit, plan),
@@ -87,7 +88,7 @@ _COLUMNS = (
     ("parameters", lambda row: _parameters(row)),
     ("storage dtype", lambda row: row["storage_dtype"]),
     ("compute dtype", lambda row: row["compute_dtype"] + ("" if row["casts_inputs"] else " (inputs not cast)")),
-    ("reduce dtype", lambda row: row["reduce_dtype"]),
+    ("reduce dtype", lambda row: "frozen" if row["parameters"] and not row["is_trained"] else row["reduce_dtype"]),
     ("output dtype", lambda row: row["output_dtype"] or "unchanged"),
     ("buffer dtype", lambda row: ", ".join(row["buffer_dtypes"]) or "no buffers"),
     ("reshard after forward", lambda row: _resharding(row)),
@@ -185,6 +186,7 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
     kernels = ", ".join(f"{name} = {toml_value(value)}" for name, value in config.kernels.changed())
     lines = [
         ("model", f"{model_name(config)}, {_parameters_of_model(config, plan)}"),
+        ("trained", _trained(plan.inventory)),
         ("blocks", _blocks(plan.inventory)),
         *summary_of_batch(layout),
         ("precision", _precision(config, plan)),
@@ -204,6 +206,21 @@ def _parameters_of_model(config: JobConfig, plan: ModelPlan) -> str:
     """Return the number of parameters, and with experts the number of those that compute a token."""
     total, active = plan.inventory.num_parameters, active_parameters(config, plan)
     return f"{total:,} parameters" + ("" if active == total else f", {active:,} active for each token")
+
+
+def _trained(inventory: Inventory) -> str:
+    """Return the number of parameters that are trained, and those that are trained only later; empty if all are trained
+    from the start."""
+    parameters = [p for module in inventory.modules for p in module.parameters if p.tied_to is None]
+    trained = sum(p.numel for p in parameters if p.requires_grad)
+    later: Counter[int] = Counter()
+    for p in parameters:
+        later[p.trained_from] += p.numel * p.requires_grad
+    parts = [f"{numel:,} after step {step}" for step, numel in sorted(later.items()) if step and numel]
+    if trained == inventory.num_parameters and not parts:
+        return ""
+    share = 100 * trained / inventory.num_parameters
+    return f"{trained:,} parameters ({share:.3g} %)" + (f", of these {', '.join(parts)}" if parts else "")
 
 
 def _blocks(inventory: Inventory) -> str:

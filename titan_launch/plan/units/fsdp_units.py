@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from titan_launch.plan.types import (
     ModelPlan,
     ModuleInfo,
     Policy,
+    TensorInfo,
     Unit,
     enclosing,
     full_name,
@@ -52,11 +53,13 @@ def plan_model(
     resharding: Resharding,
     share_units: bool = True,
     expert_parallel: int = 1,
+    is_pipelined: bool = False,
 ) -> ModelPlan:
     """Return the units of a model, and the dtypes of its buffers.
 
     `share_units`: True if modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. Otherwise
-    each module has its own unit. `expert_parallel`: number of ranks over which experts are divided.
+    each module has its own unit. `expert_parallel`: number of ranks over which experts are divided. `is_pipelined`:
+    True with pipeline parallelism.
 
     Raises ConfigError for four kinds of problems: a rule that matches nothing or only modules without tensors,
     combinations of dtypes that kernels do not support, tied parameters that would be in two units, and experts that
@@ -66,7 +69,7 @@ def plan_model(
     assignments = assign_rules(inventory, precision)
     check_rules(inventory, precision, assignments)
     assignments = with_batch_norm_default(inventory, precision, assignments)
-    planner = _UnitPlanner(inventory, precision, resharding, assignments, expert_parallel)
+    planner = _UnitPlanner(inventory, precision, resharding, assignments, expert_parallel, is_pipelined)
     units = in_wrapping_order(planner.units(share_units))
     check_tied_parameters(inventory, units, assignments)
     return ModelPlan(inventory, units, _buffer_dtypes(inventory, assignments))
@@ -81,6 +84,18 @@ def _buffer_dtypes(inventory: Inventory, assignments: RuleAssignments) -> dict[s
     }
 
 
+_Phase = int | None
+"""Number of steps during which parameters are frozen; None: they are never trained."""
+
+
+def _phase(info: TensorInfo) -> _Phase:
+    return info.trained_from if info.requires_grad else None
+
+
+def _latest_first(phase: _Phase) -> float:
+    return -math.inf if phase is None else -phase
+
+
 class _UnitPlanner:
     """Builder of the units of one model. Its result is not in wrapping order."""
 
@@ -91,8 +106,10 @@ class _UnitPlanner:
         resharding: Resharding,
         assignments: RuleAssignments,
         expert_parallel: int,
+        is_pipelined: bool,
     ):
         self.inventory = inventory
+        self.is_pipelined = is_pipelined
         self.precision = precision
         self.resharding = resharding
         self.assignments = assignments
@@ -112,10 +129,109 @@ class _UnitPlanner:
             *self._head_unit(),
             self._root_unit(),
         ]
+        drafts = self._uniform(drafts, share)
+        before = self._before_gradients()
         return [
-            replace(unit, num_parameters=sum(p.numel for p in own), is_trained=any(p.requires_grad for p in own))
+            self._with_parameters(unit, own, before)
             for unit, own in zip(drafts, parameters_by_unit(self.inventory, drafts), strict=True)
         ]
+
+    def _with_parameters(self, unit: Unit, own: Sequence[TensorInfo], before: Sequence[str]) -> Unit:
+        """Return a unit with the facts that follow from its parameters. `before`: result of `_before_gradients`."""
+        is_trained = any(p.requires_grad for p in own)
+        has_no_backward = unit.reshard_after_forward and all(enclosing(path, before) for path in unit.modules)
+        return replace(
+            unit,
+            num_parameters=sum(p.numel for p in own),
+            is_trained=is_trained,
+            storage_dtype=unit.storage_dtype if is_trained or not own else self._frozen_storage(unit),
+            unshard_in_backward=unit.unshard_in_backward and not has_no_backward,
+        )
+
+    def _before_gradients(self) -> tuple[str, ...]:
+        """Return the embeddings and blocks in front of all trained parameters. They have no backward, but FSDP2 would
+        prefetch their parameters for it.
+
+        The result is empty if the order of modules is unknown, and with pipeline parallelism, where the inputs of later
+        stages take gradients.
+        """
+        blocks, head = self.inventory.blocks, self.inventory.head
+        trained = [m.path for m in self.inventory.modules if any(p.requires_grad for p in m.parameters)]
+        if self.is_pipelined or not head or not all(enclosing(path, (*blocks, *head)) for path in trained):
+            return ()
+        reached = {enclosing(path, blocks) for path in trained}
+        num_before = next((index for index, block in enumerate(blocks) if block in reached), len(blocks))
+        return (*self.inventory.embeddings, *blocks[:num_before])
+
+    def _frozen_storage(self, unit: Unit) -> str:
+        """Return the storage dtype of a unit that is never trained."""
+        assignment = self.assignments.governing(unit.modules[0])
+        ruled = None if assignment is None else assignment.rule.storage_dtype
+        return ruled or self.precision.frozen_storage_dtype or unit.storage_dtype
+
+    def _uniform(self, drafts: Sequence[Unit], share: bool) -> list[Unit]:
+        """Return the units, divided so that all parameters of a unit are trained from the same step, or never.
+
+        FSDP2 all-gathers, reshards and reduces a unit as a whole. Modules that are trained are taken out of a unit
+        with frozen ones. Modules that are taken out of equal units share a unit, as those of a rule do (see `_parts`).
+        Parameters of one module stay together, and so do those of a module with others inside, because FSDP2 wraps
+        whole modules.
+        """
+        owners, phases = unit_by_module(self.inventory, drafts), self._phases()
+        in_unit: dict[int, dict[str, _Phase]] = {}
+        for path, phase in phases.items():
+            in_unit.setdefault(owners[path], {})[path] = phase
+        taken: dict[tuple[Policy, str, int, str, _Phase], tuple[Unit, list[str]]] = {}
+        left: list[Unit] = []
+        for index, unit in enumerate(drafts):
+            own = in_unit.get(index, {})
+            kept = min(own.values(), key=_latest_first, default=None)
+            moved = [path for path, phase in own.items() if phase != kept and self._can_be_taken(path, own, unit)]
+            for path in moved:
+                policy = unit.policy if path in unit.modules else replace(unit.policy, output_dtype=None)
+                assignment = self.assignments.governing(path)
+                rule = "" if assignment is None else assignment.reason
+                first = replace(unit, policy=policy)
+                like = policy, unit.storage_dtype, unit.expert_parallel, rule, own[path]
+                taken.setdefault(like, (first, []))[1].append(path)
+            modules = tuple(path for path in unit.modules if path not in moved)
+            is_sum = unit.name == " + ".join(unit.modules)
+            if modules:
+                left.append(replace(unit, modules=modules, name=" + ".join(modules) if is_sum else unit.name))
+        return [*left, *(unit for key, value in taken.items() for unit in self._taken_units(key[-1], *value, share))]
+
+    def _taken_units(self, phase: _Phase, like: Unit, paths: list[str], share: bool) -> Iterator[Unit]:
+        """Yield the units of modules that `_uniform` takes out of units like `like`."""
+        what = "trained" if not phase else f"trained after step {phase}"
+        assignment = self.assignments.governing(paths[0])
+        reason = what if assignment is None else f"{what}, {assignment.reason}"
+        unit_per = "model" if assignment is None else assignment.rule.unit_per
+        for part in self._parts(list(outermost(paths)), unit_per if share else "module"):
+            reshard = self._reshard_together(part) if assignment is None else self._reshard(part, assignment)
+            yield replace(
+                like,
+                name=part[0] if len(part) == 1 else reason,
+                modules=tuple(part),
+                reshard_after_forward=reshard,
+                unshard_in_backward=True,  # the backward of an embedding's adapter reads it
+                reason=reason,
+            )
+
+    def _phases(self) -> dict[str, _Phase]:
+        """Return, by path of each module with parameters, the first step from which one of them is trained."""
+        return {
+            module.path: max(map(_phase, module.parameters), key=_latest_first)
+            for module in self.inventory.modules
+            if module.parameters and module.same_as is None
+        }
+
+    def _can_be_taken(self, path: str, own: Mapping[str, _Phase], unit: Unit) -> bool:
+        """Return True if `fully_shard` can take a module out of a unit, with all modules inside of it. `own`: the
+        modules of the unit that own parameters."""
+        module = self.inventory.by_path[path]
+        if not path or not module.has_forward or (unit.expert_parallel > 1 and not module.is_adapter):
+            return False
+        return all(phase == own[path] for inner, phase in own.items() if is_within(inner, path))
 
     def _unit(self, name: str, modules: Sequence[str], reshard: bool | None, reason: str) -> Unit:
         """Return a unit without a rule."""
@@ -232,14 +348,17 @@ class _UnitPlanner:
         return self._unit("(root)", [""], None, "root")
 
     def _reshard(self, modules: Sequence[str], assignment: RuleAssignment) -> bool:
-        """Return whether a unit of a rule reshards after forward.
-
-        If the rule does not set `reshard_after_forward`, a unit with modules of several blocks has the setting
-        `Resharding.late`. The parameters of such a unit are unsharded during most of forward anyway, and backward needs
-        them first.
-        """
+        """Return whether a unit of a rule reshards after forward."""
         if assignment.rule.reshard_after_forward is not None:
             return assignment.rule.reshard_after_forward
+        return self._reshard_together(modules)
+
+    def _reshard_together(self, modules: Sequence[str]) -> bool:
+        """Return whether a unit of several modules, without a setting of its own, reshards after forward.
+
+        A unit with modules of several blocks has the setting `Resharding.late`: its parameters are unsharded during
+        most of forward anyway, and backward needs them first.
+        """
         is_in_one_block = len({self._block_around(path) for path in modules} - {""}) == 1
         if len(modules) > 1 and not is_in_one_block:
             return self.resharding.late

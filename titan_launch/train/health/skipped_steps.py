@@ -83,7 +83,7 @@ def _go_back(run: Run, reason: str) -> None:
     progress = run.progress
     position, rollbacks = progress.data_position, progress.rollbacks
     run.watchdog.enter("returning to a checkpoint", progress.step, is_slow=True)
-    with run.meter.paused():
+    with run.meter.paused("checkpoint"):
         set_timeouts(run.config.comm.init_timeout_seconds)
         checkpoint = run.checkpoints.return_to_last()
         set_timeouts(run.config.comm.timeout_seconds)

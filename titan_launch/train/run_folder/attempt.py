@@ -66,7 +66,7 @@ class Launch:
     agents: tuple[AgentProcess, ...]
     slurm_job: str | None
     has_ended: bool
-    """True if the run ended without an error, so that nothing restarts it."""
+    """True if the run was finished or stopped by a signal, so that nothing restarts it."""
 
     def to_json(self) -> str:
         """Return the launch as JSON text, which `parse_launch` reads."""

@@ -6,6 +6,7 @@ This module does not import torch: the command line calls `check_earlier_run` be
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
@@ -21,7 +22,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.resume_compatibility import Difference, differences
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.core.errors import ConfigError, RunError, config_error
+from titan_launch.core.errors import ConfigError, KeyPath, RunError, config_error
 from titan_launch.core.files import free_name, sync_folder
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE
 from titan_launch.plan.job import Choice
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 LOCK_FILE = "lock"
 """File that is locked while a run writes to the folder. Its modification time is the start time of the run."""
 
-_FOLDERS = ("checkpoints", "logs", "tb", "skipped_steps", "hangs", "flight_recorder", "flight_recorder_gloo")
+_FOLDERS = ("checkpoints", "logs", "tb", "wandb", "skipped_steps", "hangs", "flight_recorder", "flight_recorder_gloo")
 _FILES = (CONFIG_FILE, LAUNCH_FILE, LOCK_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE)
 """Names of all files that a run creates in its folder."""
 
@@ -188,6 +189,14 @@ class OpenRunFolder:
         raise RunError(f"{self.path} was deleted or moved while the run wrote to it; {self._advice}")
 
 
+def run_id(folder: Path) -> str:
+    """Return eight hexadecimal digits that tell a run from all others. They stay the same when the run resumes.
+
+    `folder`: run folder, which is locked."""
+    started = (folder / LOCK_FILE).stat().st_mtime_ns
+    return hashlib.sha256(f"{folder.resolve()} {started}".encode()).hexdigest()[:8]
+
+
 def checkpoint_folder(folder: Path) -> Path:
     """Return the folder of a run's checkpoints."""
     return folder / "checkpoints"
@@ -276,15 +285,21 @@ def _check_step_is_there(folder: Path, load: Load) -> None:
 
 
 def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError if a new run would load a checkpoint from the earlier run's folder, which is moved away."""
-    paths = {"load": str(load) if _is_path(load) else None, "initial_load_path": config.checkpoint.initial_load_path}
+    """Raise ConfigError if a new run would load a checkpoint or weights from the earlier run's folder, which is moved
+    away."""
+    paths: dict[KeyPath, str | None] = {
+        ("checkpoint", "load"): str(load) if _is_path(load) else None,
+        ("checkpoint", "initial_load_path"): config.checkpoint.initial_load_path,
+        ("model", "weights"): config.model.weights,
+        ("lora", "adapter"): config.lora.adapter,
+    }
     for key, path in paths.items():
         if path is not None and Path(path).resolve().is_relative_to(folder.resolve()):
             reason = (
                 f"is in {folder}, where this run would start anew; resume that run with --checkpoint.enable=true "
                 "--checkpoint.load=latest, or choose another folder with --job.name"
             )
-            raise config_error(("checkpoint", key), reason, path)
+            raise config_error(key, reason, path)
 
 
 def _check_path_goes_with_folder(folder: Path, config: JobConfig, load: Load) -> None:

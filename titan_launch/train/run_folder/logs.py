@@ -93,11 +93,13 @@ def rank_log() -> Iterator[LogFile]:
 
 
 @contextmanager
-def console_log(is_rank_0: bool, verbose: bool = False) -> Iterator[None]:
-    """Print rank 0's messages and all ranks' warnings to standard output. `verbose`: rank 0 also prints level DEBUG."""
+def console_log(is_rank_0: bool, level: str = "INFO") -> Iterator[None]:
+    """Print rank 0's messages and all ranks' warnings to standard output. `level`: lowest level of these messages."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Lines("%(message)s"))
-    handler.setLevel((logging.DEBUG if verbose else logging.INFO) if is_rank_0 else logging.WARNING)
+    handler.setLevel(level)
+    if not is_rank_0:
+        handler.setLevel(max(handler.level, logging.WARNING))
     _PACKAGE.addHandler(handler)
     try:
         yield

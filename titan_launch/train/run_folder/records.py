@@ -16,8 +16,9 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.resume_compatibility import Difference, differences
-from titan_launch.core.errors import config_error, format_key
+from titan_launch.core.errors import Stopped, config_error, format_key
 from titan_launch.core.files import read_regular, replace_text
+from titan_launch.core.signals import RESTART_STATUS
 from titan_launch.train.run_folder.attempt import Attempt, Launch, launch_of, parse_launch
 
 _log = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
     passed as `--config`. Log the keys that have changed since the run began.
 
     Call this function after everything that can fail, because a restart of this launch then loads the newest
-    checkpoint instead of `checkpoint.load` (see `effective_load`). When `stack` is closed without an error, the launch
-    is recorded as ended.
+    checkpoint instead of `checkpoint.load` (see `effective_load`). When `stack` is closed without an error, or because
+    a signal stops the run, the launch is recorded as ended.
     """
     before = recorded_table(folder, config)
     replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=False).to_json())
@@ -55,8 +56,8 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
         _log.info("changed since the run began: %s", describe_difference(difference))
     replace_text(folder / CONFIG_FILE, dump_job(config))
 
-    def end(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is None:
+    def end(_: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is None or (isinstance(error, Stopped) and error.status != RESTART_STATUS):
             with suppress(OSError):  # a full disk must not fail a finished run
                 replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=True).to_json())
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,17 +19,19 @@ from torch.optim import Optimizer
 from titan_launch.checkpoint.loading import EVERYTHING, Selection, damage, find_checkpoint, load_state, newest_valid
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
-from titan_launch.checkpoint.state import LocalStatistics, Part, Progress, TrainingState, Values
+from titan_launch.checkpoint.state import BaseWeights, LocalStatistics, Part, Progress, TrainingState, Values
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.config.sections.data import MixtureData
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
+from titan_launch.core.commit import commit_of
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, format_key
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.order import MixtureOrder, Order
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.distributed.random_state import random_stream
+from titan_launch.train.base_weights import RunBase
 from titan_launch.train.run_folder.folder import Load, checkpoint_folder, supersede_later_checkpoints
 
 _log = logging.getLogger(__name__)
@@ -46,12 +50,12 @@ class Source(Protocol):
         """Return the fingerprint of the files; None if there are none."""
 
     def __len__(self) -> int:
-        """Return the number of samples, or of tensors."""
+        """Return the number of samples."""
 
 
 Sources = Mapping[str, Source]
-"""Files that the run reads, by section of the job file: `data`, `validation.data` if the run validates, and
-`model.weights` if there is such a folder. A source of a mixture has a section such as `data.sources.0`."""
+"""Files that the run reads, by section of the job file: `data`, `validation.data` if the run validates, and the key of
+the loss that names a second model. A source of a mixture has a section such as `data.sources.0`."""
 
 
 def load_run(
@@ -62,17 +66,19 @@ def load_run(
     progress: Progress,
     sources: Sources,
     order: Order,
+    base: RunBase,
 ) -> bool:
     """Load the checkpoint with which a run starts, if any, into `state`. Return False if there is none. Collective.
 
     `load`: result of `effective_load`. `progress`: one of the parts of `state`. `order`: the order of training samples.
+    `base`: the folder of `model.weights`.
     Raises ConfigError or UserError on all ranks in two cases. The checkpoint is missing, damaged or of another model.
     The training data has changed since this run saved the checkpoint.
     """
     found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
     if found is not None:
         selection = EVERYTHING if load == "latest" else _selected(config)
-        _resume(config, found, selection, state, progress, sources, order)
+        _resume(config, found, selection, state, progress, sources, order, base)
         if isinstance(load, int):
             on_rank_0(lambda: supersede_later_checkpoints(folder, load))
     elif isinstance(load, str) and load not in ("latest", "none"):
@@ -107,6 +113,8 @@ def open_checkpoints(
         gradient_accumulation=config.gradient_accumulation.model_dump(mode="json"),
         activation_checkpoint=config.activation_checkpoint.model_dump(mode="json"),
         data={name: fingerprint for name, fingerprint in fingerprints.items() if fingerprint is not None},
+        command=shlex.join(["titan-launch", *sys.argv[1:]]),
+        commit=on_rank_0(lambda: commit_of(Path.cwd())),
     )
     checkpoints = CheckpointManager(checkpoint_folder(folder), config.checkpoint, state, progress, origin, ranks.device)
 
@@ -129,6 +137,7 @@ def training_state(
     statistics: LocalStatistics,
     mesh: Mesh,
     ranks: Ranks,
+    base: BaseWeights,
 ) -> TrainingState:
     """Return the state that checkpoints save: model, optimizer, random generators, progress, consumed samples, the
     skipped-step counters and history of `guard` (a StepGuard), and BatchNorm statistics of this rank. `stream`: the
@@ -140,7 +149,7 @@ def training_state(
         parts["ema"] = ema
     random = random_stream(ranks.rank, config.parallelism)
     seed, pipeline = config.training.seed, mesh.pipeline_group
-    return TrainingState(model, optimizer, parts, statistics, ranks.device, seed, random, pipeline)
+    return TrainingState(model, optimizer, parts, statistics, ranks.device, seed, random, pipeline, base)
 
 
 def how_to_resume(config: JobConfig) -> str:
@@ -180,18 +189,28 @@ def _resume(
     progress: Progress,
     sources: Sources,
     order: Order,
+    base: RunBase,
 ) -> None:
     """Resume from a checkpoint of this run. Log a warning if the validation data has changed.
 
-    Raises ConfigError if the training data, its tokenizer or the weights that the run began with have changed, and
-    `checkpoint.accept_changes` is false."""
-    if (change := _data_change(checkpoint, "model.weights", sources)) and not config.checkpoint.accept_changes:
+    Raises ConfigError if the training data, its tokenizer, the weights that the run began with or the second model of
+    the loss have changed, and `checkpoint.accept_changes` is false."""
+    before = read_manifest(checkpoint).base
+    is_needed = before is not None and before.omitted > 0  # then `load_state` compares the folders
+    change = "" if before is None or is_needed else base.change_since(before)
+    if change and not config.checkpoint.accept_changes:
         raise config_error(
             ("model", "weights"),
-            f"the folder has {change}; this run resumes from its checkpoint and does not read the weights: restore the "
-            "folder, or resume with --checkpoint.accept_changes=true, or start anew with --checkpoint.load=none",
+            f"the folder has changed since {checkpoint} was saved: {change}; this run resumes from its checkpoint and "
+            "does not read the weights: restore the folder, or resume with --checkpoint.accept_changes=true, or start "
+            "anew with --checkpoint.load=none",
             config.model.weights,
         )
+    second = config.loss.frozen_model()
+    change = "" if second is None else _data_change(checkpoint, format_key(second.key), sources)
+    if second is not None and change and not config.checkpoint.accept_changes:
+        reason = "the loss would change: restore the folder, or accept this with --checkpoint.accept_changes=true"
+        raise config_error(second.key, f"the folder has {change}; {reason}", second.folder)
     sections = [section for section in sources if section.partition(".")[0] == "data"]
     tokenizers = (_data_change(checkpoint, section, sources, _tokenizer_change) for section in sections)
     tokenizer_change = next(filter(None, tokenizers), "")

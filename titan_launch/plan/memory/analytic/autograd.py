@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from titan_launch.config.sections.base import DTYPE_BYTES
+from titan_launch.plan.memory.analytic.offload import Offloader
 from titan_launch.plan.memory.analytic.tensors import Backward, Leaf, Node, Saved, Storage, Tensor
 from titan_launch.plan.memory.ledger import Category, Ledger
 
@@ -41,12 +42,13 @@ class _Block:
     """One run of a checkpointed block in forward: the function that backward runs a second time, and the tensors of
     that run."""
 
-    def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None):
+    def __init__(self, compute: Callable[[Tensor], Tensor], x: Callable[[], Tensor], keeps: Keeps | None):
+        """`x`: returns the input."""
         self.compute = compute
         self.x = x
         self.keeps = keeps
         self.saved: list[weakref.ref[_Saved]] = []
-        self.kept: deque[Any] = deque()
+        self.kept: deque[Callable[[], Any]] = deque()
         """Saved results of costly operations (`selective_ac_option = "op"`)."""
         self.repeated: weakref.WeakKeyDictionary[_Saved, Sequence[Tensor]] = weakref.WeakKeyDictionary()
         self.num_repeated = 0
@@ -58,6 +60,8 @@ class Autograd:
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
+        self.offloader = Offloader(ledger)
+        """It packs every saved tensor. Only tensors of blocks that `Offloader.run` runs are offloaded."""
         self.is_backward = False
         """True during backward, which includes the second forward of checkpointed blocks."""
         self._num_nodes = 0
@@ -71,7 +75,9 @@ class Autograd:
 
     def record(self, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
         """Return `output` with a new node, which passes gradients to the nodes of `inputs`. `saved`: results of
-        `save`."""
+        `save`. If no input takes a gradient, return `output` without a node, and free what was saved."""
+        if all(x.node is None for x in inputs):
+            return output
         self._num_nodes += 1
         node = Node(self._num_nodes, [x.node for x in inputs], backward)
         if saved:
@@ -88,7 +94,8 @@ class Autograd:
         if self._repeating is not None:
             return self._save_again(self._repeating, kept)
         if self._recording is None:
-            return lambda: kept
+            packed = [self.offloader.pack(tensor) for tensor in kept]
+            return lambda: [recall() for recall in packed]
         block = self._recording
         saved = _Saved(block)
         block.saved.append(weakref.ref(saved))
@@ -104,15 +111,23 @@ class Autograd:
         if block is None or self._keep is None or not self._keep(name):
             return compute()
         if self._repeating is not None:
-            return block.kept.popleft()
+            return block.kept.popleft()()
         result = compute()
-        block.kept.append(result)
+        block.kept.append(self._pack_result(name, result))
         return result
+
+    def _pack_result(self, name: str, result: Any) -> Callable[[], Any]:
+        if name == "all_gather":  # the result of a collective is not offloaded
+            return lambda: result
+        if isinstance(result, Tensor):
+            return self.offloader.pack(result)
+        packed = [self.offloader.pack(part) for part in result]
+        return lambda: [recall() for recall in packed]
 
     def checkpoint(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None = None) -> Tensor:
         """Return `compute(x)`, run with activation checkpointing. `keeps`: the results that selective checkpointing
         saves."""
-        block = _Block(compute, x, keeps)
+        block = _Block(compute, self.offloader.pack(x), keeps)
         self._recording, self._keep = block, keeps and keeps()
         try:
             return compute(x)
@@ -178,7 +193,7 @@ class Autograd:
     def _repeat(self, block: _Block) -> None:
         self._repeating, self._keep = block, block.keeps and block.keeps()
         try:
-            block.compute(block.x)
+            block.compute(block.x())
         except _BlockRepeated:
             pass
         finally:

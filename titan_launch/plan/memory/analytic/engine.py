@@ -33,6 +33,10 @@ def unknown_part(config: JobConfig, kernels: Kernels) -> str | None:
         return config.model.name
     if config.model.blocks is not None:
         return f"{config.model.name} with model.blocks"
+    if config.loss.name != "cross_entropy":
+        return f'loss.name = "{config.loss.name}"'
+    if config.lora.targets:
+        return "lora.targets"
     if config.kernels.attention in ("math", "efficient"):
         return f'kernels.attention = "{config.kernels.attention}"'
     unknown = model.unknown_part(config, _args(config), kernels)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from titan_launch.config.architectures.experts import ExpertArgs
-from titan_launch.plan.experts import equal_parts, received_rows
-from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.experts import is_grouped, received_rows
 from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.autograd import Autograd
 from titan_launch.plan.memory.analytic.replay import Compute, ReplayContext
@@ -48,12 +48,13 @@ class AnalyticExperts:
         autograd = self.autograd
         logits = linear(f"{path}.router", x)
         choice = self._choose(logits)
+        counts = self._count(choice.experts)
         experts = f"{path}.experts"
         outputs = self.call(experts, lambda x: self._experts(experts, x), ops.view(autograd, x))
-        combined = ops.cast(autograd, self._combine(ops.view(autograd, outputs), choice.weights), x.dtype)
-        counted = self._count(choice.experts)
-        del counted
+        combined = _combined(autograd, ops.view(autograd, outputs), choice.weights, self.args.top_k)
+        combined = ops.cast(autograd, combined, x.dtype)
         combined = self._with_losses(combined, logits, choice)
+        del counts
         return combined if shared is None else ops.add(autograd, combined, shared(x))
 
     def _choose(self, logits: Tensor) -> _Choice:
@@ -89,10 +90,9 @@ class AnalyticExperts:
         num_rows = x.numel // self.dim * top_k
         values, order = autograd.new(num_rows, "int64"), autograd.new(num_rows, "int64")
         del values
-        counts = self._count(order)
-        rows = _spread(autograd, x, order, top_k)
+        inverse = _inverse(autograd, order)
+        rows = _spread(autograd, x, order, inverse, top_k)
         result = self._compute(path, rows, num_rows) if self.ranks == 1 else self._dispatched(path, rows, num_rows)
-        del counts
         return _permuted(autograd, result, order)
 
     def _dispatched(self, path: str, rows: Tensor, num_rows: int) -> Tensor:
@@ -103,7 +103,7 @@ class AnalyticExperts:
             return autograd.new(count, "int64")
 
         there = autograd.run_costly("all_to_all", lambda: numbers(self.args.num_experts))
-        arrived = _exchanged(autograd, rows, num_received * self.dim)
+        rows = _exchanged(autograd, rows, num_received * self.dim)
         experts = [numbers(self.args.num_experts), numbers(self.args.num_experts)]
         experts.pop(0)
         of_rows = [numbers(num_received), numbers(num_received)]
@@ -112,16 +112,17 @@ class AnalyticExperts:
         values, order = numbers(num_received), numbers(num_received)
         del values
         of_rows.clear()
-        inverse = _inverse(autograd, order, Category.ACTIVATIONS)
-        sorted_rows = _permuted(autograd, arrived, inverse)
-        del inverse
-        results = self._compute(path, sorted_rows, num_received)
+        places = _inverse(autograd, order)
+        rows = _permuted(autograd, rows, places)
+        rows = self._compute(path, rows, num_received)
+        rows = _permuted(autograd, rows, order)
         del there
-        return _exchanged(autograd, _permuted(autograd, results, order), num_rows * self.dim)
+        return _exchanged(autograd, rows, num_rows * self.dim)
 
     def _compute(self, path: str, rows: Tensor, num_rows: int) -> Tensor:
         autograd, args = self.autograd, self.args
-        product = _Product(autograd, self.kernels, equal_parts(num_rows, args.num_experts // self.ranks))
+        grouped = is_grouped(self.kernels, rows.dtype, (self.dim, args.hidden_dim))
+        product = partial(_product, autograd, args.num_experts // self.ranks, grouped)
         weights = {name: self.weight(f"{path}.w{name}") for name in "123"}
         biases = {name: self.weight(f"{path}.b{name}") if args.expert_bias else None for name in "123"}
         gate, up = (product(rows, weights[name], biases[name], args.hidden_dim) for name in "13")
@@ -133,15 +134,6 @@ class AnalyticExperts:
             hidden = ops.multiply(autograd, gated, ops.add_number(autograd, up))
             del gated
         return product(hidden, weights["2"], biases["2"], self.dim)
-
-    def _combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        autograd, top_k = self.autograd, self.args.top_k
-        of_outputs, of_weights = _Parts(autograd, outputs), _Parts(autograd, weights)
-        first, *others = [_weighted(autograd, outputs, weights, of_outputs, of_weights, top_k) for _ in range(top_k)]
-        total = first
-        for other in others:
-            total = ops.add(autograd, total, other)
-        return total
 
     def _with_losses(self, output: Tensor, logits: Tensor, choice: _Choice) -> Tensor:
         autograd, num_experts = self.autograd, self.args.num_experts
@@ -155,32 +147,6 @@ class AnalyticExperts:
         return output
 
 
-class _Parts:
-    """The parts of a tensor along a dimension (`unbind`, `split`), as an input of operations.
-
-    Backward joins their gradients, when all of them exist, into the gradient of the tensor.
-    """
-
-    def __init__(self, autograd: Autograd, x: Tensor, category: Category = _BACKWARD):
-        gradients: list[Tensor] = []
-        numel, dtype = x.numel, x.dtype
-
-        def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            joined = autograd.new(numel, dtype, category)
-            gradients.clear()
-            return (joined,)
-
-        self.dtype = dtype
-        self._gradients = gradients
-        self.whole = ops.record(autograd, Tensor(None, 0, dtype), (x,), backward)
-        """Stands for all parts as an input. It does not keep the memory of `x` alive."""
-
-    def take(self, gradient: Tensor) -> Tensor:
-        """Take the gradient of a part. Return a gradient without memory of its own, for `whole`."""
-        self._gradients.append(gradient)
-        return Tensor(None, 0, self.dtype)
-
-
 def _gather(autograd: Autograd, scores: Tensor, experts: Tensor) -> Tensor:
     saved, numel = autograd.save(scores, experts), scores.numel
 
@@ -190,7 +156,7 @@ def _gather(autograd: Autograd, scores: Tensor, experts: Tensor) -> Tensor:
         del zeros
         return (result,)
 
-    return ops.record(autograd, autograd.new(experts.numel, "float32"), (scores,), backward, saved)
+    return autograd.record(autograd.new(experts.numel, "float32"), (scores,), backward, saved)
 
 
 def _divide_by_sum(autograd: Autograd, x: Tensor, num_rows: int) -> Tensor:
@@ -198,7 +164,7 @@ def _divide_by_sum(autograd: Autograd, x: Tensor, num_rows: int) -> Tensor:
     before_addition, total = autograd.new(num_rows, "float32"), autograd.new(num_rows, "float32")
     del before_addition
     saved = autograd.save(x, total)
-    return ops.record(autograd, autograd.new(x.numel, "float32"), (x,), _divided_by_sum(autograd, x.numel), saved)
+    return autograd.record(autograd.new(x.numel, "float32"), (x,), _divided_by_sum(autograd, x.numel), saved)
 
 
 def _divided_by_sum(autograd: Autograd, numel: int) -> Backward:
@@ -222,7 +188,7 @@ def _divided_by_sum(autograd: Autograd, numel: int) -> Backward:
     return backward
 
 
-def _spread(autograd: Autograd, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+def _spread(autograd: Autograd, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
     """Return the rows of the tokens, one for each of their choices (`_Spread`)."""
     numel, dtype = x.numel, x.dtype
     tokens = autograd.new(order.numel, "int64")
@@ -230,27 +196,22 @@ def _spread(autograd: Autograd, x: Tensor, order: Tensor, top_k: int) -> Tensor:
     del tokens
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        inverse = _inverse(autograd, saved[0], _BACKWARD)
         rows = autograd.new(numel * top_k, dtype, _BACKWARD)
-        del inverse
         total = autograd.new(numel, dtype, _BACKWARD)
         del rows
         return (total,)
 
-    return ops.record(autograd, output, (x,), backward, autograd.save(order))
+    return autograd.record(output, (x,), backward, autograd.save(inverse))
 
 
-def _permuted(autograd: Autograd, rows: Tensor, order: Tensor) -> Tensor:
-    """Return the rows in the order of the choices (`_Permuted`)."""
+def _permuted(autograd: Autograd, rows: Tensor, inverse: Tensor) -> Tensor:
+    """Return the rows in another order (`Permuted`)."""
     numel, dtype = rows.numel, rows.dtype
-    inverse = _inverse(autograd, order, Category.ACTIVATIONS)
-    output = autograd.new(numel, dtype)
-    del inverse
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(numel, dtype, _BACKWARD),)
 
-    return ops.record(autograd, output, (rows,), backward, autograd.save(order))
+    return autograd.record(autograd.new(numel, dtype), (rows,), backward, autograd.save(inverse))
 
 
 def _exchanged(autograd: Autograd, rows: Tensor, numel: int) -> Tensor:
@@ -261,84 +222,62 @@ def _exchanged(autograd: Autograd, rows: Tensor, numel: int) -> Tensor:
         return (autograd.new(num_sent, dtype, _BACKWARD),)
 
     output = autograd.run_costly("all_to_all", lambda: autograd.new(numel, dtype)).detached()
-    return ops.record(autograd, output, (rows,), backward)
+    return autograd.record(output, (rows,), backward)
 
 
-def _inverse(autograd: Autograd, order: Tensor, category: Category) -> Tensor:
-    places = autograd.new(order.numel, "int64", category)
-    inverse = autograd.new(order.numel, "int64", category)
+def _inverse(autograd: Autograd, order: Tensor) -> Tensor:
+    places, inverse = autograd.new(order.numel, "int64"), autograd.new(order.numel, "int64")
     del places
     return inverse
 
 
-@dataclass(frozen=True)
-class _Product:
-    """The rows of the experts, and the kernels that multiply them."""
+def _product(
+    autograd: Autograd,
+    num_experts: int,
+    is_grouped: bool,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    width_out: int,
+) -> Tensor:
+    """Multiply each row by the matrix of its expert, and add a bias (`grouped_product`, `looped_product`)."""
+    weight = ops.view(autograd, weight) if is_grouped else weight
+    numel, dtype = rows.numel, rows.dtype
+    num_rows = numel * num_experts * width_out // weight.numel
+    own_bias = None if is_grouped else bias
+    needs_rows, needs_weight = rows.node is not None, weight.node is not None
 
-    autograd: Autograd
-    kernels: Kernels
-    counts: Sequence[int]
-    """Rows of each expert."""
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        for_rows = autograd.new(numel, dtype, _BACKWARD) if needs_rows else None
+        for_weight = autograd.new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
+        if own_bias is None:
+            return for_rows, for_weight
+        if own_bias.node is None:
+            return for_rows, for_weight, None
+        parts = autograd.new(own_bias.numel, own_bias.dtype, _BACKWARD)
+        for_bias = autograd.new(own_bias.numel, own_bias.dtype, _GRADIENT)
+        del parts
+        return for_rows, for_weight, for_bias
 
-    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, width_out: int) -> Tensor:
-        """Multiply each row by the matrix of its expert, and add a bias."""
-        if self.kernels == "cuda" and rows.dtype == "bfloat16":
-            result = self._grouped(rows, weight, width_out)
-            return result if bias is None else self._add_bias(result, bias)
-        return self._looped(rows, weight, bias, width_out)
+    inputs = (rows, weight) if own_bias is None else (rows, weight, own_bias)
+    saved = autograd.save(*((rows,) if needs_weight else ()))
+    result = autograd.record(autograd.new(num_rows * width_out, dtype), inputs, backward, saved)
+    return _add_bias(autograd, result, bias, num_rows) if is_grouped and bias is not None else result
 
-    def _grouped(self, rows: Tensor, weight: Tensor, width_out: int) -> Tensor:
-        autograd, weight = self.autograd, ops.view(self.autograd, weight)
-        numel, dtype = rows.numel, rows.dtype
 
-        def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            for_weight = autograd.new(weight.numel, weight.dtype, _GRADIENT)
-            return autograd.new(numel, dtype, _BACKWARD), for_weight
+def _add_bias(autograd: Autograd, result: Tensor, bias: Tensor, num_rows: int) -> Tensor:
+    """Add the bias of its expert to each row."""
+    index = autograd.new(num_rows, "int64")
 
-        saved = autograd.save(rows)
-        return ops.record(autograd, autograd.new(sum(self.counts) * width_out, dtype), (rows, weight), backward, saved)
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        zeros = autograd.new(bias.numel, bias.dtype, _GRADIENT)
+        for_bias = autograd.new(bias.numel, bias.dtype, _GRADIENT)
+        del zeros
+        return (for_bias,)
 
-    def _add_bias(self, result: Tensor, bias: Tensor) -> Tensor:
-        """Add the bias of its expert to each row."""
-        autograd = self.autograd
-        index = autograd.new(sum(self.counts), "int64")
-
-        def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            zeros = autograd.new(bias.numel, bias.dtype, _GRADIENT)
-            for_bias = autograd.new(bias.numel, bias.dtype, _GRADIENT)
-            del zeros
-            return (for_bias,)
-
-        saved = autograd.save(index)
-        of_rows = ops.record(autograd, autograd.new(result.numel, bias.dtype), (bias,), backward, saved)
-        return ops.add(autograd, result, of_rows)
-
-    def _looped(self, rows: Tensor, weight: Tensor, bias: Tensor | None, width_out: int) -> Tensor:
-        """Run one product for each expert, and join the results."""
-        autograd, dtype, num_experts = self.autograd, rows.dtype, len(self.counts)
-        width_in = weight.numel // (num_experts * width_out)
-        inputs = {"rows": rows, **({} if bias is None else {"bias": bias}), "weight": weight}
-        parts = {name: _Parts(autograd, x, _BACKWARD if name == "rows" else _GRADIENT) for name, x in inputs.items()}
-
-        def product(count: int) -> Tensor:
-            output: Tensor = autograd.run_costly("mm", lambda: autograd.new(count * width_out, dtype))
-            return output
-
-        def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            found: list[Tensor] = []
-            for count in reversed(self.counts):
-                sizes = {"rows": count * width_in, "bias": width_out, "weight": width_in * width_out}
-                found = [
-                    parts[name].take(autograd.new(sizes[name], parts[name].dtype, _BACKWARD))
-                    for name in reversed(parts)
-                ]
-            return found
-
-        saved = autograd.save(rows)
-        results = [product(count) for count in self.counts]
-        joined = autograd.new(sum(self.counts) * width_out, dtype)
-        del results
-        return ops.record(autograd, joined, [part.whole for part in reversed(parts.values())], backward, saved)
+    saved = autograd.save(index)
+    of_rows = autograd.record(autograd.new(result.numel, bias.dtype), (bias,), backward, saved)
+    return ops.add(autograd, result, of_rows)
 
 
 def _clamp(autograd: Autograd, x: Tensor, num_limits: int) -> Tensor:
@@ -351,27 +290,23 @@ def _clamp(autograd: Autograd, x: Tensor, num_limits: int) -> Tensor:
         del is_inside
         return (result,)
 
-    return ops.record(autograd, autograd.new(numel, dtype), (x,), backward, saved)
+    return autograd.record(autograd.new(numel, dtype), (x,), backward, saved)
 
 
-def _weighted(
-    autograd: Autograd, outputs: Tensor, weights: Tensor, of_outputs: _Parts, of_weights: _Parts, top_k: int
-) -> Tensor:
-    """Multiply the output of one of each token's experts by its weight."""
-    numel, num_tokens = outputs.numel // top_k, weights.numel // top_k
-    saved = autograd.save(outputs, weights)
+def _combined(autograd: Autograd, outputs: Tensor, weights: Tensor, top_k: int) -> Tensor:
+    """Return the weighted sums of the outputs (`_Combined`)."""
+    numel, dtype, num_weights = outputs.numel, outputs.dtype, weights.numel
+    num_tokens, saved = num_weights // top_k, autograd.save(outputs, weights)
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        products = autograd.new(numel, "float32", _BACKWARD)
-        for_outputs = autograd.new(numel, "float32", _BACKWARD)
-        if of_outputs.dtype != "float32":
-            for_outputs = autograd.new(numel, of_outputs.dtype, _BACKWARD)
-        for_weights = autograd.new(num_tokens, "float32", _BACKWARD)
-        del products
-        return of_weights.take(for_weights), of_outputs.take(for_outputs)
+        for_outputs, of_choices = autograd.new(numel, dtype, _BACKWARD), []
+        for _ in range(top_k):
+            products = autograd.new(numel // top_k, "float32", _BACKWARD)
+            of_choices.append(autograd.new(num_tokens, "float32", _BACKWARD))
+            del products
+        return for_outputs, autograd.new(num_weights, "float32", _BACKWARD)
 
-    output = autograd.new(numel, "float32")
-    return ops.record(autograd, output, (of_weights.whole, of_outputs.whole), backward, saved)
+    return autograd.record(autograd.new(numel // top_k, "float32"), (outputs, weights), backward, saved)
 
 
 def _balance_loss(autograd: Autograd, choice: _Choice, num_experts: int, num_sequences: int) -> Tensor:
@@ -392,7 +327,7 @@ def _balance_loss(autograd: Autograd, choice: _Choice, num_experts: int, num_seq
         of_shares = [autograd.new(small, "float32", _BACKWARD) for _ in range(2)]
         return _divided_by_sum(autograd, numel)(of_shares, saved)
 
-    return ops.record(autograd, Tensor(None, 1, "float32"), (scores,), backward, of_division, of_product)
+    return autograd.record(Tensor(None, 1, "float32"), (scores,), backward, of_division, of_product)
 
 
 def _z_loss(autograd: Autograd, logits: Tensor, num_experts: int) -> Tensor:
@@ -411,7 +346,7 @@ def _z_loss(autograd: Autograd, logits: Tensor, num_experts: int) -> Tensor:
         del temporaries, of_sums
         return (result,)
 
-    return ops.record(autograd, Tensor(None, 1, "float32"), (logits,), backward, of_logits, of_sums)
+    return autograd.record(Tensor(None, 1, "float32"), (logits,), backward, of_logits, of_sums)
 
 
 def _with_loss(autograd: Autograd, output: Tensor, loss: Tensor) -> Tensor:
@@ -420,4 +355,4 @@ def _with_loss(autograd: Autograd, output: Tensor, loss: Tensor) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return gradient.pop(), Tensor(None, 1, "float32")
 
-    return ops.record(autograd, Tensor(output.storage, output.numel, output.dtype), (output, loss), backward)
+    return autograd.record(Tensor(output.storage, output.numel, output.dtype), (output, loss), backward)

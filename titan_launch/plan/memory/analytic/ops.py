@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.memory.analytic.autograd import Autograd
-from titan_launch.plan.memory.analytic.tensors import Backward, Saved, Tensor
+from titan_launch.plan.memory.analytic.tensors import Tensor
 from titan_launch.plan.memory.ledger import Category
 
 _BACKWARD, _GRADIENT = Category.BACKWARD, Category.UNSHARDED_GRADIENTS
@@ -26,7 +26,7 @@ def cast(autograd: Autograd, x: Tensor, dtype: str) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(numel, before, _BACKWARD),)
 
-    return record(autograd, autograd.new(numel, dtype), (x,), backward)
+    return autograd.record(autograd.new(numel, dtype), (x,), backward)
 
 
 def view(autograd: Autograd, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int, i
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(weight.numel, weight.dtype, _GRADIENT),)
 
-    return record(autograd, autograd.new(num_tokens * width, weight.dtype), (weight,), backward, saved)
+    return autograd.record(autograd.new(num_tokens * width, weight.dtype), (weight,), backward, saved)
 
 
 def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, bias: Tensor | None = None) -> Tensor:
@@ -65,17 +65,17 @@ def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, bias: T
 
 def add_rows(autograd: Autograd, x: Tensor, rows: Tensor) -> Tensor:
     """Add the same rows to each sequence. Their gradient is a sum over the sequences."""
-    num_rows, dtype = rows.numel, rows.dtype
+    num_rows, dtype, needs_rows = rows.numel, rows.dtype, rows.node is not None
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        return gradient[0], autograd.new(num_rows, dtype, _BACKWARD)
+        return gradient[0], autograd.new(num_rows, dtype, _BACKWARD) if needs_rows else None
 
-    return record(autograd, autograd.new(x.numel, x.dtype), (x, rows), backward)
+    return autograd.record(autograd.new(x.numel, x.dtype), (x, rows), backward)
 
 
 def add_number(autograd: Autograd, x: Tensor) -> Tensor:
     """Add a number to each element. The gradient is that of the result."""
-    return record(autograd, autograd.new(x.numel, x.dtype), (x,), lambda gradient, saved: (gradient.pop(),))
+    return autograd.record(autograd.new(x.numel, x.dtype), (x,), lambda gradient, saved: (gradient.pop(),))
 
 
 def scale(autograd: Autograd, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def scale(autograd: Autograd, x: Tensor) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(numel, dtype, _BACKWARD),)
 
-    return record(autograd, autograd.new(numel, dtype), (x,), backward)
+    return autograd.record(autograd.new(numel, dtype), (x,), backward)
 
 
 def saving_result(autograd: Autograd, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def saving_result(autograd: Autograd, x: Tensor) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(numel, dtype, _BACKWARD),)
 
-    return record(autograd, output, (x,), backward, saved)
+    return autograd.record(output, (x,), backward, saved)
 
 
 def add(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
@@ -105,17 +105,19 @@ def add(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return gradient[0], gradient.pop()
 
-    return record(autograd, autograd.new(a.numel, a.dtype), (a, b), backward)
+    return autograd.record(autograd.new(a.numel, a.dtype), (a, b), backward)
 
 
 def multiply(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
     """Multiply elementwise."""
-    saved, numel, dtype = autograd.save(a, b), a.numel, a.dtype
+    factors, numel, dtype = (a, b), a.numel, a.dtype
+    needed = [x.node is not None for x in factors]
+    saved = autograd.save(*(other for other, is_needed in zip(factors[::-1], needed, strict=True) if is_needed))
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        return autograd.new(numel, dtype, _BACKWARD), autograd.new(numel, dtype, _BACKWARD)
+        return [autograd.new(numel, dtype, _BACKWARD) if is_needed else None for is_needed in needed]
 
-    return record(autograd, autograd.new(numel, dtype), (a, b), backward, saved)
+    return autograd.record(autograd.new(numel, dtype), (a, b), backward, saved)
 
 
 def activation(autograd: Autograd, x: Tensor) -> Tensor:
@@ -125,7 +127,7 @@ def activation(autograd: Autograd, x: Tensor) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(numel, dtype, _BACKWARD),)
 
-    return record(autograd, autograd.new(numel, dtype), (x,), backward, saved)
+    return autograd.record(autograd.new(numel, dtype), (x,), backward, saved)
 
 
 def rotate(autograd: Autograd, x: Tensor, angles: int = 0) -> Tensor:
@@ -150,7 +152,7 @@ def rotate(autograd: Autograd, x: Tensor, angles: int = 0) -> Tensor:
         del wide, conjugate
         return (rotated if dtype == "float32" else new(numel, dtype, _BACKWARD),)
 
-    return record(autograd, output, (x,), backward, *((saved,) if angles else ()))
+    return autograd.record(output, (x,), backward, *((saved,) if angles else ()))
 
 
 def attention(
@@ -242,7 +244,7 @@ def attention_sinks(autograd: Autograd, attended: Tensor, weight: Tensor, num_ro
         del for_differences, negative
         return narrow, for_weight
 
-    return record(autograd, output, (attended, weight), backward, saved)
+    return autograd.record(output, (attended, weight), backward, saved)
 
 
 def _repeat(autograd: Autograd, x: Tensor, numel: int) -> Tensor:
@@ -252,7 +254,7 @@ def _repeat(autograd: Autograd, x: Tensor, numel: int) -> Tensor:
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(before, dtype, _BACKWARD),)
 
-    return record(autograd, autograd.new(numel, dtype), (x,), backward)
+    return autograd.record(autograd.new(numel, dtype), (x,), backward)
 
 
 def rms_norm(autograd: Autograd, x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
@@ -314,10 +316,11 @@ def _norm(
     saved = autograd.save(x)
     output, statistics = autograd.new(numel, input_dtype), autograd.new(num_statistics, dtype)
     results = autograd.save(statistics)
+    needs_input = x.node is not None
     wanted = [(p.numel, p.dtype) if p.node is not None else None for p in parameters]
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        for_x = autograd.new(numel, input_dtype, _BACKWARD)
+        for_x = autograd.new(numel, input_dtype, _BACKWARD) if needs_input else None
         return for_x, *(None if shape is None else autograd.new(*shape, _GRADIENT) for shape in wanted)
 
     return autograd.record(output, (x, *parameters), backward, saved, results)
@@ -349,7 +352,7 @@ def _mean_square(autograd: Autograd, x: Tensor, num_rows: int) -> Tensor:
         del spread, power, doubled  # temporaries of one C++ expression
         return (product,)
 
-    return record(autograd, result, (x,), backward, saved)
+    return autograd.record(result, (x,), backward, saved)
 
 
 def _scale_rows(autograd: Autograd, x: Tensor, factor: Tensor) -> Tensor:
@@ -362,15 +365,15 @@ def _scale_rows(autograd: Autograd, x: Tensor, factor: Tensor) -> Tensor:
         del products
         return for_x, for_factor
 
-    return record(autograd, autograd.new(numel, "float32"), (x, factor), backward, saved)
+    return autograd.record(autograd.new(numel, "float32"), (x, factor), backward, saved)
 
 
 def _scale_columns(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
-    numel, needs_weight = x.numel, weight.node is not None
+    numel, needs_input, needs_weight = x.numel, x.node is not None, weight.node is not None
     saved = autograd.save(x) if needs_weight else autograd.save()
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        for_x = autograd.new(numel, "float32", _BACKWARD)
+        for_x = autograd.new(numel, "float32", _BACKWARD) if needs_input else None
         if not needs_weight:
             return for_x, None
         products = autograd.new(numel, "float32", _BACKWARD)
@@ -378,7 +381,7 @@ def _scale_columns(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
         del products
         return for_x, for_weight
 
-    return record(autograd, autograd.new(numel, "float32"), (x, weight), backward, saved)
+    return autograd.record(autograd.new(numel, "float32"), (x, weight), backward, saved)
 
 
 def cross_entropy(autograd: Autograd, logits: Tensor) -> Tensor:
@@ -450,10 +453,3 @@ def _negative_log_likelihood(autograd: Autograd, logarithms: Tensor) -> Tensor:
         return (autograd.new(numel, "float32", _BACKWARD),)
 
     return autograd.record(Tensor(None, 1, "float32"), (logarithms,), backward, saved)
-
-
-def record(autograd: Autograd, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
-    """Record an operation if any of its inputs takes a gradient. Return the output."""
-    if all(x.node is None for x in inputs):
-        return output
-    return autograd.record(output, inputs, backward, *saved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from titan_launch.config.architectures.base import ModelArgs
@@ -40,7 +41,7 @@ from titan_launch.plan.param_groups import (
     is_undecayed,
     settings_of,
 )
-from titan_launch.plan.types import Inventory, ModelPlan, enclosing, full_name, parameters_by_unit
+from titan_launch.plan.types import Inventory, ModelPlan, enclosing, full_name, outermost, parameters_by_unit
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
 
@@ -153,6 +154,8 @@ class Replay:
         self._groups = group_sizes(plan, config.optimizer, layout)
         self._unit_of_module = self._make_units()
         self._again = again
+        blocks = outermost(plan.inventory.blocks) if config.activation_checkpoint.offload else ()
+        self._offloaded = {path: index for index, path in enumerate(blocks)}
         self._keeps = _every_second_product if selection(config.activation_checkpoint) == "op" else None
         statistics_ranks = layout.data_parallel if config.batchnorm.statistics == "synchronized" else 0
         weight, seq_len = self._weights().__getitem__, config.training.seq_len
@@ -265,6 +268,8 @@ class Replay:
             self._ledger.enter(StepPoint(self._microbatch, "forward", path))
         if is_forward and path in self._again:
             compute = self._checkpointed(compute)
+        if is_forward and path in self._offloaded:
+            compute = partial(self._autograd.offloader.run, self._offloaded[path], compute)
         unit = self._unit_of_module.get(path)
         given = x if unit is None else unit.pre_forward(x)  # as in nn.Module, `x` lives until this function returns
         output = compute(given)
@@ -276,8 +281,10 @@ class Replay:
         return lambda x: self._autograd.checkpoint(compute, x, self._keeps)
 
     def _mark_backward(self, output: Tensor, path: str) -> None:
-        """Enter the step point of a module's backward as soon as the gradient of its output exists."""
-        assert output.node is not None
+        """Enter the step point of a module's backward as soon as the gradient of its output exists. A module in front
+        of all trained parameters has no backward."""
+        if output.node is None:
+            return
         point = StepPoint(self._microbatch, "backward", path)
         output.node.hooks.append(lambda: self._ledger.enter(point))
 

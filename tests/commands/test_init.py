@@ -1,0 +1,285 @@
+"""`init` writes job files that pass the check and train, with the facts of the folders that it is given."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli
+
+from tests.distributed import run_command, run_ranks
+from tests.models.huggingface_folders import write_config
+from tests.models.parity import random_model
+from tests.train.jobs import read_metrics, this_rank
+from titan_launch.cli import main
+from titan_launch.config.loading.carried import carried_configs
+from titan_launch.config.loading.load import load_job
+from titan_launch.data.tokenizers import train_tokenizer
+from titan_launch.launch import options
+from titan_launch.recipes.recipes import RECIPES
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import fit
+
+CHAT = {"conversations": [{"from": "human", "value": "Say a word."}, {"from": "gpt", "value": "word"}]}
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def written(*args: str) -> dict[str, Any]:
+    """Run `init`, and return the job file as a table."""
+    assert main(["init", *args]) == 0
+    return tomli.loads(Path(args[1]).read_text())
+
+
+def write_lines(name: str, *records: dict[str, Any], times: int = 1) -> str:
+    Path(name).write_text("".join(json.dumps({**record, "id": i}) + "\n" for i in range(times) for record in records))
+    return name
+
+
+def make_data(kind: str) -> str:
+    """Write data of a kind, and return its path."""
+    match kind:
+        case "chat":
+            chats = ({"prompt": f"Say the number {n}.", "response": f"It is {n}."} for n in range(400))
+            return write_lines("chats.jsonl", *chats)
+        case "preferences":
+            pairs = ({"prompt": f"Say {n}.", "chosen": f"It is {n}.", "rejected": "No."} for n in range(400))
+            return write_lines("pairs.jsonl", *pairs)
+        case "images":
+            generator = np.random.default_rng(0)
+            images = generator.integers(0, 255, (60, 3, 8, 8), np.uint8)
+            np.savez("images.npz", images=images, labels=np.arange(60) % 3)
+            return "images.npz"
+    Path("corpus").mkdir()
+    for number in range(40):
+        Path("corpus", f"{number}.txt").write_text(f"Text number {number}. " * 40)
+    return "corpus"
+
+
+def train_two_steps(job: str) -> None:
+    small = ["--training.steps=2", "--job.device=cpu", "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1"]
+    tiny = ["--training.seq_len=256", "--training.global_batch_size=32", "--validation.max_samples=4"]
+    config = load_job(job, [*small, *tiny]).config
+    with ExitStack() as stack:
+        fit(build_run(config, this_rank(), stack))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_passes_the_check_and_trains(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every recipe, with a tiny model and tiny data, on two ranks."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    data, arguments = make_data(RECIPES[name].kinds[0]), []
+    if RECIPES[name].needs_model:
+        random_model("Llama 3.1, RoPE scaling", Path("model"), vocab_size=320, max_position_embeddings=256)
+        train_tokenizer(["text"], 300, Path("tokenizer"))
+        shutil.copy("tokenizer/tokenizer.json", "model")
+        arguments = ["--model", "model"]
+    job = written(name, "job.toml", "--data", data, *arguments)
+    assert "to do" not in capsys.readouterr().out
+    assert main(["check", "--config", "job.toml", "--world-size", "2"]) == 0
+    assert job["data"]["kind"] == RECIPES[name].kinds[0] and job["job"]["name"] == "job"
+    assert arguments == [] or job["training"]["seq_len"] == 256, "the model takes no longer sequences"
+    run_ranks(train_two_steps, 2, "job.toml")
+    assert [report["step"] for report in read_metrics(Path("outputs"), "job")] == [1, 2]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_without_folders_names_what_is_missing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job runs as it is, or the placeholders are its only problems."""
+    if name == "image_classification":
+        pytest.importorskip("sklearn")
+    assert main(["init", name]) == 0
+    out = capsys.readouterr().out
+    status = main(["check", "--config", f"{name}.toml", "--world-size", "2"])
+    assert status == (2 if RECIPES[name].needs_model else 0)
+    keys = [line.split(": ")[1].split(" = ")[0] for line in out.splitlines() if line.startswith("  ")]
+    expected = ["model.weights", "tokenizer.path", *["data.path"] * (RECIPES[name].default_data != "python-stdlib")]
+    assert keys == (expected if RECIPES[name].needs_model else [])
+    assert all("REPLACE" in line for line in Path(f"{name}.toml").read_text().splitlines() if "weights = " in line)
+
+
+def test_every_comment_of_a_command_is_a_valid_command(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["init", "pretrain"])
+    lines = Path("pretrain.toml").read_text().splitlines()
+    commands = [line.split()[2:] for line in lines if line.startswith("#   titan-launch")]
+    assert [command[0] for command in commands] == ["check", "data", "plan", "launch"]
+    assert main(commands[0]) == 0
+
+
+def test_a_file_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.toml").write_text("mine")
+    for name in ("pretrain", "llama_bn"):
+        assert main(["init", name, "mine.toml"]) == 2
+        assert "mine.toml exists, and init never overwrites a file" in capsys.readouterr().err
+    assert Path("mine.toml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "needs the name of a recipe: pretrain, "),
+        (["stf"], 'no recipe or config "stf"; did you mean "sft"?'),
+        (["sft", "job.yaml"], "the name of a job file ends in .toml"),
+        (["sft", "no/such/folder.toml"], "no/such/folder.toml cannot be written: No such file or directory"),
+        (["sft", "--model", "nowhere"], "--model nowhere: there is no such folder"),
+        (["sft", "--data", "nowhere"], "--data nowhere: no such file or folder"),
+        (["sft", "--data", "text.txt"], 'has 1 text file (data.kind = "text"), but the recipe sft needs "chat"'),
+        (["pretrain", "--data", "chats.jsonl"], "recipes for it: sft, lora"),
+        (["pretrain", "--data", "numbers.jsonl"], "no key has text; there are: number"),
+        (["pretrain", "--data", "bad.jsonl"], "line 2 of bad.jsonl is not valid JSON"),
+        (["pretrain", "--data", "empty.jsonl"], "its files have no lines"),
+        (["pretrain", "--data", "array.jsonl"], "line 1 of array.jsonl is not a JSON object"),
+        (["image_classification", "--data", "bad.npz"], "is not an .npz file with the arrays images and labels"),
+        (["pretrain", "--device", "h100"], "--device h100: unknown device"),
+    ],
+)
+def test_bad_input_is_one_error_and_writes_nothing(
+    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("text.txt").write_text("text")
+    write_lines("chats.jsonl", CHAT)
+    write_lines("numbers.jsonl", {"number": 1})
+    Path("bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    Path("empty.jsonl").write_text("\n")
+    Path("array.jsonl").write_text("[1]\n")
+    Path("bad.npz").write_text("no archive")
+    assert main(["init", *args]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("error:") == 1 and words in error
+    assert list(Path().glob("*.toml")) == []
+
+
+def test_the_kind_of_data_follows_from_its_content(capsys: pytest.CaptureFixture[str]) -> None:
+    make_data("text")
+    many = write_lines("many.jsonl", {"title": "t", "body": "a longer text"}, times=300)
+    prepare = ["prepare", "corpus", "--out", "tokens", "--validation-percent", "10"]
+    assert run_command(prepare, Path.cwd())[0] == 0
+    Path("flat").mkdir()
+    np.arange(100, dtype=np.uint16).tofile("flat/a.bin")
+    found = {
+        path: written("pretrain", f"{n}.toml", "--data", path)["data"]
+        for n, path in enumerate(["corpus", many, "tokens", "tokens/train", "flat"])
+    }
+    assert found == {
+        "corpus": {"kind": "text", "path": "corpus", "split": "train"},
+        many: {"kind": "jsonl", "path": many, "split": "train", "field": "body"},
+        "tokens": {"kind": "tokens", "path": "tokens/train"},
+        "tokens/train": {"kind": "tokens", "path": "tokens/train"},
+        "flat": {"kind": "tokens", "path": "flat/*.bin"},
+    }
+    assert tomli.loads(Path("2.toml").read_text())["validation"]["data"]["path"] == "tokens/validation"
+    assert "validation" not in tomli.loads(Path("3.toml").read_text())
+
+
+def test_columns_of_tables_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    from pyarrow import parquet
+
+    Path("tables").mkdir()
+    parquet.write_table(pyarrow.table({"id": [1], "content": ["text"]}), "tables/a.parquet")
+    data = written("pretrain", "a.toml", "--data", "tables")["data"]
+    assert data == {"kind": "parquet", "path": "tables", "column": "content"}
+    split = datasets.Dataset.from_dict({"id": [1], "text": ["a"]})
+    datasets.DatasetDict({"train": split}).save_to_disk("set")
+    data = written("pretrain", "b.toml", "--data", "set")["data"]
+    assert data == {"kind": "huggingface", "path": "set", "split": "train", "column": "text", "hf_split": "train"}
+    assert main(["check", "--config", "a.toml"]) == 0 == main(["check", "--config", "b.toml"])
+
+
+def test_images_decide_sizes_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name, side in (("cat", 300), ("dog", 300)):
+        Path("photos", name).mkdir(parents=True)
+        image.new("RGB", (side, side + 20)).save(f"photos/{name}/1.png")
+    job = written("image_classification", "a.toml", "--data", "photos")
+    assert job["model"]["args"] == {"image_size": 224, "in_channels": 3, "num_classes": 2}
+    assert (job["data"]["resize"], job["data"]["crop"], job["data"]["augment"]) == (256, 224, ["resized_crop", "flip"])
+    assert "augment" not in job["validation"]["data"]
+    write_config(Path("vit"), "vit", architectures=["ViTForImageClassification"])
+    job = written("image_classification", "b.toml", "--data", "photos", "--model", "vit")
+    assert job["model"]["args"] == {"num_labels": 2} and job["model"]["exclude_from_weights"] == ["classifier.*"]
+    make_data("images")
+    job = written("image_classification", "c.toml", "--data", "images.npz")
+    assert job["model"]["args"] == {"image_size": 8, "in_channels": 3, "stem": "small", "num_classes": 3}
+
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+}
+
+
+def test_sizes_are_those_that_fit_the_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A larger GPU gets a larger microbatch or less activation checkpointing, for the same batch."""
+    write_config(Path("8b"), "llama", **LLAMA_8B)
+    sizes = {}
+    for device in ("h100-80gb", "a100-40gb", "l4"):
+        job = written("pretrain", f"{device}.toml", "--model", "8b", "--device", device, "--world-size", "8")
+        training = job["training"]
+        sizes[device] = (training["local_batch_size"], job["activation_checkpoint"]["mode"])
+        assert (training["seq_len"], training["global_batch_size"], job["loss"]["chunks"]) == (4096, 128, 8)
+        assert job["planner"] == {"device": device}
+    assert sizes["h100-80gb"][0] >= sizes["a100-40gb"][0] and sizes["h100-80gb"][1] == "none"
+    assert sizes["a100-40gb"][1] != "none" and sizes["l4"] == (1, "full")
+    assert "of 79.1 GiB per rank" in Path("h100-80gb.toml").read_text()
+    assert "the planner finds none with which the job fits into 8 l4" in Path("l4.toml").read_text()
+
+    answer = ["NVIDIA H100 80GB HBM3, 81559"] * 8
+    monkeypatch.setattr(options, "_ask_driver", lambda *args: answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    job = written("pretrain", "here.toml", "--model", "8b")
+    assert (job["training"]["local_batch_size"], job["activation_checkpoint"]["mode"]) == sizes["h100-80gb"]
+    assert "planner" not in job and "8 NVIDIA H100 80GB HBM3" in Path("here.toml").read_text()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert options.find_gpus() == [("NVIDIA H100 80GB HBM3", 81559 / 1024)] * 2 and options.count_gpus() == 2
+
+
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    written("pretrain", "job.toml")
+    assert "since this machine has no GPU" in Path("job.toml").read_text()
+
+
+def test_the_list_names_every_recipe_and_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--list"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert names == [*RECIPES, *carried_configs()] and "llama_bn" in names and "precision/fp32" in names
+
+
+@pytest.mark.parametrize("name", carried_configs())
+def test_a_copied_config_is_the_same_job(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", name, "copy.toml"]) == 0
+    assert load_job("copy.toml").config == load_job(name).config == load_job(str(carried_configs()[name])).config
+    text = Path("copy.toml").read_text()
+    assert "configs/" not in text and "scripts/" not in text and "#:schema" not in text
+
+
+def test_a_plain_name_is_a_config_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config", "llama_bn"]) == 0
+    assert main(["check", "--config", "precision/fp32"]) == 0
+    capsys.readouterr()
+    assert main(["check", "--config", "llama_b"]) == 2
+    error = capsys.readouterr().err
+    assert "no config of this package (there are llama3_70b, " in error and 'did you mean "llama_bn"?' in error
+    Path("job.toml").write_text('extends = "llama_bm"\n')
+    assert main(["check", "--config", "job.toml"]) == 2
+    assert 'job.toml:1: extends = "llama_bm": llama_bm: no such file, and no config' in capsys.readouterr().err
+    Path("job.toml").write_text('extends = "llama_bn"\n[training]\nsteps = 7\n')
+    config = load_job("job.toml").config
+    assert (config.job.name, config.training.steps) == ("llama_bn", 7)
+    Path("llama_bn").write_text("[training]\nsteps = 9\n")
+    assert load_job("llama_bn").config.training.steps == 9, "a file of this name comes first"

@@ -1,0 +1,131 @@
+"""Optimizer state in 8 bits: precision, skipped steps, and the same run after a resume."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal, full_state, full_tensor
+from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, this_rank, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.training import OptimizerConfig
+from titan_launch.core.errors import UserError
+from titan_launch.optim.eight_bit import decode, encode, initial_codes
+from titan_launch.optim.registry import build_optimizer, step_unless
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import fit
+
+
+def coded(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    codes, scales = initial_codes(nn.Parameter(values), name).values()
+    encode(codes, scales, name, values.clone())
+    return codes, scales
+
+
+@pytest.mark.parametrize("shape", [(5, 256), (3, 700), (2, 3, 512), (0, 300)])
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_values_are_close_and_stored_again_without_a_change(name: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(shape) * 10.0 ** torch.randint(-5, 1, shape)
+    values = values**2 if name == "exp_avg_sq" else values
+    codes, scales = coded(values, name)
+    found = decode(codes, scales, name)
+    largest = values.abs().amax() if values.numel() else 0
+    assert (found - values).abs().le(0.04 * values.abs() + 0.01 * largest).all()
+    if name == "exp_avg_sq":
+        assert (found > 0).eq(values > 0).all(), "a second moment is rounded to 0"
+    assert_equal(dict(enumerate(coded(found, name))), {0: codes, 1: scales})  # type: ignore[arg-type]
+
+
+def test_zeros_and_tiny_values_are_zeros() -> None:
+    for values in (torch.zeros(2, 256), torch.full((2, 256), 1e-30)):
+        for name in ("exp_avg", "exp_avg_sq"):
+            codes, scales = coded(values.clone(), name)
+            assert not decode(codes, scales, name).any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"name": "SGD"}, {"name": "Muon"}])
+def test_a_skipped_step_changes_no_bit(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 40), nn.Linear(40, 5))
+    optimizer = build_optimizer(model, OptimizerConfig.model_validate({**settings, "state_dtype": "int8"}), head=("1",))
+
+    def step(nonfinite: bool) -> dict[str, Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan) if nonfinite else torch.randn_like(parameter)
+        step_unless(optimizer, torch.tensor(float(nonfinite)))
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        states = {f"{names[p]}/{k}": v.clone() for p, state in optimizer.state.items() for k, v in state.items()}
+        return {**states, **{name: parameter.detach().clone() for name, parameter in model.named_parameters()}}
+
+    step(False)
+    before = step(False)
+    assert {v.dtype for k, v in before.items() if k.startswith("0.weight/")} == {torch.int8, torch.float32}
+    assert_equal(step(True), before)
+
+
+ARGS = {**TINY_ARGS, "dim": 64, "hidden_dim": 300}
+
+
+def job(folder: Path, name: str, dtype: str | None, steps: int = 12) -> dict[str, Any]:
+    return tiny_job(
+        folder,
+        job={"name": name, "device": "cpu", "dump_folder": str(folder)},
+        model={"args": ARGS},
+        optimizer={"lr": 3e-3, "state_dtype": dtype},
+        training={"steps": steps, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 16},
+        checkpoint={"enable": True, "interval": 6},
+    )
+
+
+def optimizer_state(run: Any) -> dict[str, Tensor]:
+    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    states = run.optimizer.state.items()
+    return {f"{names[p]}/{key}": full_tensor(value) for p, state in states for key, value in state.items()}
+
+
+def resumed(folder: Path, name: str) -> dict[str, Tensor]:
+    """Return the optimizer state of a run that has just resumed."""
+    with ExitStack() as stack:
+        return optimizer_state(build_run(JobConfig.model_validate(job(folder, name, "int8")), this_rank(), stack))
+
+
+def resumed_in_float32(folder: Path, name: str) -> str:
+    """Return the error of a run that would read codes as values."""
+    changed = job(folder, name, "float32")
+    changed["checkpoint"] = {**changed["checkpoint"], "accept_changes": True}
+    with ExitStack() as stack, pytest.raises(UserError) as caught:
+        build_run(JobConfig.model_validate(changed), this_rank(), stack)
+    return str(caught.value)
+
+
+def train(folder: Path) -> dict[str, Tensor]:
+    """Train with float32 and 8-bit state, and interrupt and resume a run. Return the state after 6 steps."""
+    run_job(job(folder, "float32", None))
+    expected = run_job(job(folder, "int8", "int8"))
+    interrupted = job(folder, "interrupted", "int8")
+    run_job_until(interrupted, 6)
+    state = resumed(folder, "interrupted")
+    assert any(value.dtype == torch.int8 and value.any() for value in state.values())
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(interrupted), this_rank(), stack)
+        assert run.first_step == 7
+        fit(run)
+        assert_equal(full_state(run.model), expected)
+    return state
+
+
+def test_a_run_resumes_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
+    state = run_ranks(train, 2, tmp_path, timeout=200)[0]
+    losses = [[row["train/loss"] for row in read_metrics(tmp_path, name)] for name in ("float32", "int8")]
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert "of another optimizer" in run_ranks(resumed_in_float32, 1, tmp_path, "interrupted")[0]
+    (tmp_path / "interrupted" / "checkpoints" / "step-12").rename(tmp_path / "last")  # the one before is resumed
+    assert_equal(run_ranks(resumed, 1, tmp_path, "interrupted")[0], state)

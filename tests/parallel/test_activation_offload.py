@@ -1,0 +1,207 @@
+"""Activation offloading moves saved tensors to the host and back, and changes no bit of the results."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal
+from tests.train.jobs import run_job, tiny_job
+from titan_launch.core.patches import replaced
+from titan_launch.distributed.torch_private import unit_steps_wrapped, unsharded_parameter
+from titan_launch.parallel import activation_offload
+from titan_launch.parallel.activation_offload import HostCopies, offload_activations
+from titan_launch.train import kernel_choice
+
+PIPELINE = {"pipeline_parallel_degree": 2}
+ZERO_BUBBLE = {**PIPELINE, "pipeline_parallel_schedule": "ZBVZeroBubble"}
+UNSHARDED = {"mode": "deferred", "keep_params_unsharded": True}
+FULL, OPS = {"mode": "full"}, {"mode": "selective"}
+FP32_NORMS = {"rules": [{"type": "BatchNorm", "param_dtype": "float32", "unit_per": "module"}]}
+JOBS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full, BatchNorm": {"activation_checkpoint": FULL, "model": {"args": {"norm": "batchnorm"}}},
+    "per operation, units inside of blocks": {
+        "activation_checkpoint": OPS,
+        "model": {"args": {"norm": "batchnorm"}},
+        "precision": {"param_dtype": "bfloat16", **FP32_NORMS},
+        "parallelism": {"fsdp_reshard_after_forward": "always"},
+    },
+    "every second block, deferred": {
+        "activation_checkpoint": {**OPS, "selective_ac_option": 2},
+        "gradient_accumulation": {"mode": "deferred"},
+    },
+    "a part of each block": {"activation_checkpoint": {**FULL, "modules": ["layers.*.feed_forward"]}},
+    "compiled": {"activation_checkpoint": FULL, "compile": {"enable": True, "backend": "aot_eager"}},
+    "tensor parallel": {
+        "parallelism": {"tensor_parallel_degree": 2},
+        "activation_checkpoint": OPS,
+        "model": {"args": {"vocab_size": 64}},
+    },
+    "1F1B": {"parallelism": PIPELINE, "model": {"args": {"n_layers": 4}}},
+    "zero bubble": {
+        "parallelism": ZERO_BUBBLE,
+        "gradient_accumulation": UNSHARDED,
+        "model": {"args": {"n_layers": 6}},
+    },
+}
+
+
+class Copied:
+    """Counts of copies. A copy of a parameter that FSDP2 has all-gathered is an error."""
+
+    def __init__(self) -> None:
+        self.to_host = self.to_device = 0
+        self.gathered: list[Tensor] = []
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count copies of storages of all sizes until the end of the block."""
+        to_host, to_device = HostCopies.to_host, HostCopies.to_device
+
+        def counted_to_host(copies: HostCopies, flat: Tensor) -> Tensor:
+            storages = {parameter.untyped_storage()._cdata for parameter in self.gathered}
+            assert flat.untyped_storage()._cdata not in storages, "an all-gathered parameter was offloaded"
+            self.to_host += 1
+            return to_host(copies, flat)
+
+        def counted_to_device(copies: HostCopies, flat: Tensor) -> Tensor:
+            self.to_device += 1
+            return to_device(copies, flat)
+
+        def watched(init: Any) -> Any:
+            def init_unsharded_param(parameter: Any) -> None:
+                init(parameter)
+                self.gathered.append(unsharded_parameter(parameter))
+
+            return init_unsharded_param
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced(HostCopies, "to_host", counted_to_host))
+            stack.enter_context(replaced(HostCopies, "to_device", counted_to_device))
+            stack.enter_context(replaced(activation_offload, "SMALLEST_OFFLOADED", 1))
+            stack.enter_context(replaced(kernel_choice, "missing_on_cpu", lambda *_: []))
+            stack.enter_context(unit_steps_wrapped({"init_unsharded_param": watched}))
+            yield
+
+
+def with_and_without(folder: Path) -> dict[str, int]:
+    """Train every job with and without offloading, and compare all parameters. Return the copies to the device."""
+    found = {}
+    for name, sections in JOBS.items():
+        job = tiny_job(folder / name, **{"training": {"steps": 2, "global_batch_size": 8}, **sections})
+        expected = run_job(job)
+        copied = Copied()
+        with copied.counted():
+            offloads = {**job.get("activation_checkpoint", {}), "offload": True}
+            assert_equal(run_job({**job, "activation_checkpoint": offloads}), expected)
+        assert copied.gathered, "no all-gathered parameter was seen"
+        is_pipeline = sections.get("parallelism", {}).keys() & PIPELINE.keys()
+        assert is_pipeline or copied.to_host > copied.to_device, "the last block left the device"
+        found[name] = copied.to_device
+    return found
+
+
+def test_offloading_changes_no_bit(tmp_path: Path) -> None:
+    for copies in run_ranks(with_and_without, 2, tmp_path, timeout=200):
+        assert copies.keys() == JOBS.keys()
+        assert [name for name, count in copies.items() if not count] == []
+
+
+class Block(nn.Module):
+    """A block that saves three views of one storage, and whose weight and buffer backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (x @ self.weight).tanh()
+        return hidden * self.scale + hidden[:, :4].repeat(1, 2) * hidden.t().reshape(-1, 8)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_views_share_one_copy_and_parameters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block())
+    x = torch.randn(8, 8) * 0.1
+    model(x).sum().backward()
+    expected = gradients(model)
+    model.zero_grad()  # later gradients are other tensors
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", 1)
+    offload_activations(model, ["0", "1", "2"], "cpu")
+    copied = Copied()
+    with copied.counted():
+        model(x).sum().backward()
+    assert_equal(gradients(model), expected)
+    saved = 3  # of a block: its input, `hidden`, and the repeated part of `hidden`; the first input needs no gradient
+    assert (copied.to_host, copied.to_device) == (3 * saved, 2 * saved)
+
+
+class Overwriting(Block):
+    """A block that overwrites a tensor that backward needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (x @ self.weight).tanh()
+        result = hidden * hidden  # saves `hidden`
+        hidden.add_(1)
+        return result
+
+
+def test_a_saved_tensor_that_is_overwritten_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", 1)
+    model = nn.Sequential(Overwriting(), Block())
+    offload_activations(model, ["0", "1"], "cpu")
+    loss = model(torch.randn(8, 8)).sum()
+    with pytest.raises(RuntimeError, match="changed a tensor in place"):
+        loss.backward()
+
+
+_ON_CUDA = """
+import torch
+from torch import nn
+from titan_launch.parallel.activation_offload import offload_activations
+
+def gradients(offload):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048)) for _ in range(12)]
+    model = nn.Sequential(*layers).cuda()
+    if offload:
+        offload_activations(model, [str(i) for i in range(12)], "cuda")
+    found, peaks = [], []
+    for step in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        generator = torch.Generator("cuda").manual_seed(step)
+        model(torch.randn(4096, 2048, device="cuda", generator=generator)).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        found += [p.grad.clone().cpu() for p in model.parameters()]
+        model.zero_grad()
+    assert len(set(peaks[1:])) == 1, peaks  # the peak does not depend on timing
+    return found, peaks[-1]
+
+expected, before = gradients(False)
+found, after = gradients(True)
+assert all(map(torch.equal, found, expected))
+saved = 12 * 4096 * (2048 + 2 * 4096) * 4  # of a block: its input, and input and output of GELU, in fp32
+assert before - after > 0.7 * saved, (before, after, saved)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_offloading_frees_the_memory_of_a_gpu_and_changes_no_bit() -> None:
+    result = subprocess.run([sys.executable, "-c", _ON_CUDA], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,190 @@
+"""Frozen parameters: they keep their values, the others train as without freezing, in every division of the work."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal, full_state, full_tensor
+from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.plan.job import plan_job
+from titan_launch.plan.memory.analytic.engine import model_inventory
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import fit, train_one_step
+
+SGD = {"name": "SGD", "lr": 0.1}
+STATE = {"optimizer": SGD, "model": {"args": {"n_layers": 3, "vocab_size": 62}}}
+NORMS_AND_HEAD = {"trainable": ("layers.*.*_norm.*", "output.*")}
+LATE_BLOCKS = {"frozen": ("tok_embeddings.*", "layers.0.**")}
+QUERIES = {"trainable": ("layers.*.attention.w[qv].*",)}
+LATER = {"match": "layers.1.**", "after_step": 2}
+DIVISIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"gradient_accumulation": {"mode": "deferred"}, "activation_checkpoint": {"mode": "full"}},
+    {"parallelism": {"tensor_parallel_degree": 2}, "activation_checkpoint": {"mode": "selective"}},
+    {"parallelism": {"pipeline_parallel_degree": 2}},
+)
+
+
+def frozen_job(folder: Path, name: str, training: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return tiny_job(folder, **{**STATE, **sections}, training={**training}, job={"name": name})
+
+
+def train(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train a job. Return the state before and after."""
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        before = full_state(run.model)
+        fit(run)
+        return before, full_state(run.model)
+
+
+def train_everywhere(folder: Path, ranks: int) -> list[set[str]]:
+    """Train all jobs in all divisions of a number of ranks. Return the names of the tensors that changed, by job."""
+    changed = []
+    for index, training in enumerate((NORMS_AND_HEAD, LATE_BLOCKS, QUERIES, {**LATE_BLOCKS, "unfreeze": (LATER,)})):
+        last = -1 if "unfreeze" in training else None  # pipelines do not support it
+        for division, sections in enumerate(DIVISIONS[:last] if ranks == 2 else DIVISIONS[:1]):
+            name = f"{ranks}ranks-{index}-{division}"
+            before, after = train(frozen_job(folder, name, training, **sections))
+        changed.append({name for name in after if not torch.equal(after[name], before[name])})
+    return changed
+
+
+def first_gradients(job: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the gradients of the first step."""
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        found: dict[str, Tensor] = {}
+
+        def keep(*_: Any) -> None:
+            found.update({n: full_tensor(p.grad) for n, p in run.model.named_parameters() if p.grad is not None})
+
+        run.optimizer.register_step_pre_hook(keep)
+        train_one_step(run)
+        return found
+
+
+def gradients_with_and_without(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    clip = {"max_norm": 0}
+    return (
+        first_gradients(frozen_job(folder, "frozen", {**QUERIES, **clip})),
+        first_gradients(frozen_job(folder, "all", clip)),
+    )
+
+
+def test_frozen_parameters_keep_their_values_in_every_division(tmp_path: Path) -> None:
+    (alone,) = run_ranks(train_everywhere, 1, tmp_path, 1)
+    assert all(name.startswith("output.") or "_norm." in name for name in alone[0])
+    assert not any(name.startswith(("tok_embeddings", "layers.0")) for name in alone[1])
+    assert len(alone[2]) == 6 and all(name.endswith(("wq.weight", "wv.weight")) for name in alone[2])
+    assert any(name.startswith("layers.1.") for name in alone[3])
+    run_ranks(train_everywhere, 2, tmp_path, 2, timeout=200)
+    for index in range(4):
+        expected = _curve(tmp_path, f"1ranks-{index}-0")
+        for division in range(len(DIVISIONS) - (index == 3)):
+            assert _curve(tmp_path, f"2ranks-{index}-{division}") == pytest.approx(expected, rel=1e-5)
+    (frozen, whole) = run_ranks(gradients_with_and_without, 2, tmp_path)[0]
+    assert_equal(frozen, {name: whole[name] for name in frozen})
+    assert len(frozen) == 6 and len(whole) > 20
+
+
+def _curve(folder: Path, name: str) -> list[float]:
+    """Return losses and gradient norms."""
+    return [report[tag] for report in read_metrics(folder, name) for tag in ("train/loss", "train/grad_norm")]
+
+
+def unfrozen_and_resumed(folder: Path) -> list[dict[str, Tensor]]:
+    """Return the states of a run with parameters that are unfrozen after step 2: whole, resumed after step 1 and after
+    step 3, and continued after step 2 as a run without that key."""
+    adam = {"optimizer": {"lr": 1e-2}, "checkpoint": {"enable": True, "interval": 1}}
+    job = {"steps": 4, "trainable": ("output.*",)}
+    later = {**job, "unfreeze": ({"match": "layers.**", "after_step": 2},)}
+    states = [run_job(frozen_job(folder, "whole", later, **adam))]
+    for step in (1, 3):
+        resumed = frozen_job(folder, f"resumed{step}", later, **adam)
+        run_job_until(resumed, step)
+        states.append(run_job(resumed))
+    run_job_until(frozen_job(folder, "switched", job, **adam), 2)
+    adam["checkpoint"]["accept_changes"] = True
+    states.append(run_job(frozen_job(folder, "switched", {**job, "trainable": ("output.*", "layers.**")}, **adam)))
+    return states
+
+
+def test_unfreezing_resumes_bitwise_and_equals_a_change_of_the_job(tmp_path: Path) -> None:
+    whole, *others = run_ranks(unfrozen_and_resumed, 2, tmp_path)[0]
+    for other in others:
+        assert_equal(whole, other)
+
+
+def batch_norms(folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    sections: dict[str, Any] = {
+        "model": {"args": {"norm": "batchnorm"}},
+        "precision": {"param_dtype": "float32", "frozen_storage_dtype": "bfloat16"},
+    }
+    frozen = {"frozen": ("layers.0.attention_norm.*",)}
+    return {
+        kind: train(frozen_job(folder, kind, frozen, **sections, batchnorm={"of_frozen": kind}))
+        for kind in ("update", "fixed")
+    }
+
+
+def test_a_frozen_batch_norm_keeps_or_updates_its_statistics(tmp_path: Path) -> None:
+    states = run_ranks(batch_norms, 2, tmp_path)[0]
+    for name in ("layers.0.attention_norm.running_mean", "layers.0.attention_norm.num_batches_tracked"):
+        for kind, is_kept in (("update", False), ("fixed", True)):
+            before, after = states[kind]
+            assert torch.equal(before[name], after[name]) == is_kept
+            other = name.replace("attention_norm", "ffn_norm")
+            assert not torch.equal(before[other], after[other])
+    weight = "layers.0.attention_norm.weight"
+    assert states["fixed"][1][weight].dtype == torch.bfloat16
+    assert not torch.equal(states["fixed"][1]["output.weight"], states["update"][1]["output.weight"])
+
+
+def planned(**training: Any) -> list[tuple[str, bool, str]]:
+    job = {"model": {"args": {"n_layers": 3}}, "training": training, "precision": {"frozen_storage_dtype": "bfloat16"}}
+    config = JobConfig.model_validate(job)
+    units = plan_job(config, model_inventory(config)).units
+    return [(unit.name, unit.is_trained, unit.storage_dtype) for unit in units if unit.num_parameters]
+
+
+def test_units_are_uniform() -> None:
+    frozen = (False, "bfloat16")
+    assert planned(**QUERIES) == [
+        ("tok_embeddings", *frozen),
+        ("trained", True, "float32"),
+        ("norm + output", *frozen),
+        *((f"layers.{index}", *frozen) for index in range(3)),
+    ]
+    assert ("norm", *frozen) in planned(trainable=["output.*"])
+    later = planned(trainable=["output.*"], unfreeze=[{"match": "layers.*.*_norm.*", "after_step": 2}])
+    assert ("trained after step 2", True, "float32") in later
+
+
+@pytest.mark.parametrize(
+    ("training", "key", "reason"),
+    [
+        ({"frozen": ["ouput.*"]}, ("training", "frozen", 0), 'matches no parameter; did you mean "output.'),
+        ({"frozen": ["**"]}, ("training", "frozen"), "leaves no parameter to train in the first step"),
+        ({"trainable": []}, ("training", "trainable"), "leaves no parameter to train in the first step"),
+        (
+            {"unfreeze": [{"match": "layers.7.**", "after_step": 1}]},
+            ("training", "unfreeze", 0, "match"),
+            "matches no parameter",
+        ),
+    ],
+)
+def test_globs_that_match_nothing_or_everything(training: dict[str, Any], key: tuple[Any, ...], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned(**training)
+    (problem,) = caught.value.problems
+    assert problem.key == key and problem.reason.startswith(reason)

@@ -1,0 +1,221 @@
+"""Training of adapters: equal in every division, to `peft` in a plain loop, and after a resume."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import adapter_units
+from tests.distributed import run_ranks
+from tests.models.parity import random_model
+from tests.tensors import assert_equal, full_state
+from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, this_rank, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.load import load_job
+from titan_launch.models.build import build_model
+from titan_launch.models.factory import HostBuild
+from titan_launch.models.init import allocate, initialize
+from titan_launch.plan.freezing import is_adapter
+from titan_launch.precision.audit import compare
+from titan_launch.precision.observation import look_at_storage, observe
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import train_one_step
+
+pytest.importorskip("peft")
+
+STEPS = 5
+
+
+class Net(nn.Module):
+    """A model of somebody else, whose values come from its factory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(62, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+        self.output = nn.Linear(16, 62)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: Tensor = self.output(x)
+        return logits
+
+
+ARGS = {**TINY_ARGS, "vocab_size": 62}
+USER = {"model": {"name": "tests.train.test_lora:Net"}, "lora": {"targets": ["embedding", "blocks.*.*"]}}
+EXPERTS = {
+    "model": {"args": {**ARGS, "experts": {"num_experts": 4, "top_k": 2, "hidden_dim": 24}}},
+    "lora": {"targets": ["layers.**"]},
+}
+MODELS: tuple[dict[str, Any], ...] = ({}, EXPERTS, USER, {"optimizer": {"name": "Muon"}})
+DIVISIONS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (0, {"gradient_accumulation": {"mode": "deferred"}, "activation_checkpoint": {"mode": "selective"}}),
+    (0, {"parallelism": {"tensor_parallel_degree": 2}, "activation_checkpoint": {"mode": "full"}}),
+    (0, {"parallelism": {"tensor_parallel_degree": 2, "sequence_parallel": False}}),
+    (0, {"parallelism": {"pipeline_parallel_degree": 2}}),
+    (1, {"parallelism": {"expert_parallel_degree": 2}}),
+    (1, {"parallelism": {"tensor_parallel_degree": 2}}),
+    (2, {"parallelism": {"data_parallel_replicate_degree": 2}}),
+    (3, {}),
+)
+"""Index in `MODELS`, and the way in which two ranks divide the work."""
+
+
+def lora_job(folder: Path, name: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    lora = {"targets": ["layers.*.attention.*", "layers.*.feed_forward.*", "output"], "rank": 4, "alpha": 8.0}
+    job = tiny_job(
+        folder,
+        **{**sections, "model": {}},
+        job={"name": name, "dump_folder": str(folder), "device": "cpu"},
+        data={"kind": "synthetic", "vocab_size": 62, "num_samples": 40},
+        training={"seq_len": 16, "local_batch_size": 1, "global_batch_size": 4, "steps": STEPS, "max_norm": 0.0},
+        lr_scheduler={"kind": "constant"},
+    )
+    # If a gradient is almost 0, the sign of its rounding error decides the sign of Adam's update.
+    job["optimizer"] = {"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-5, **sections.get("optimizer", {})}
+    job["lora"] = {**lora, **sections.get("lora", {})}
+    job["model"] = sections.get("model", {"args": ARGS})
+    return job
+
+
+def train_everywhere(folder: Path, ranks: int) -> list[dict[str, Tensor]]:
+    """Train all models on one rank, or in all divisions of two ranks. Return the adapters."""
+    divisions = DIVISIONS if ranks == 2 else tuple((model, {}) for model in range(len(MODELS)))
+    states = []
+    for index, (model, sections) in enumerate(divisions):
+        state = run_job(lora_job(folder, f"{ranks}-{index}", **MODELS[model], **sections))
+        states.append({name: tensor for name, tensor in state.items() if is_adapter(name)})
+    return states
+
+
+def peft_alone(folder: Path, model: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train the adapters of `peft` in a plain loop. Return the losses, and the adapters in our names."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    job = JobConfig.model_validate(lora_job(folder, f"peft-{model}", **MODELS[model]))
+    base, ours = build_model(job.model, 16, HostBuild(42, 2**34)), build_model(job.model, 16, None, job.lora)
+    losses = []
+    with ExitStack() as stack:
+        run = build_run(job, this_rank(), stack)
+        state = full_state(run.model)
+        allocate(base.module, torch.device("cpu"))
+        initialize(base.module, base.initializer, job.training.seed, torch.device("cpu"))
+        base.module.load_state_dict({name: state[name] for name in base.module.state_dict()})
+        names = [name.rpartition(".")[0] for name in state if name.endswith(".lora.a")]
+        targets = [name.removesuffix(".lora") for name in names]
+        config = LoraConfig(r=job.lora.rank, lora_alpha=job.lora.alpha, target_modules=targets)
+        wrapped = inject_adapter_in_model(config, base.module)
+        parameters = dict(wrapped.named_parameters())
+        pairs = {}
+        for target in targets:
+            is_embedding = f"{target}.lora_embedding_A.default" in parameters
+            for theirs, own in (("A", "a"), ("B", "b")):
+                name = f"{target}.lora_embedding_{theirs}.default"
+                pairs[f"{target}.lora.{own}"] = parameters[
+                    name if is_embedding else f"{target}.lora_{theirs}.default.weight"
+                ]
+        with torch.no_grad():
+            for name, parameter in pairs.items():
+                parameter.copy_(state[name])
+        assert len(pairs) == sum(parameter.requires_grad for parameter in parameters.values())
+        assert len(list(ours.module.parameters())) == len(parameters)
+        optimizer = torch.optim.AdamW(pairs.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            microbatches = [next(run.train_batches) for _ in range(run.layout.num_microbatches)]
+            inputs, targets_of = (torch.cat([batch[index] for batch in microbatches]) for index in (0, 1))
+            loss = F.cross_entropy(wrapped(inputs).flatten(0, 1), targets_of.flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in pairs.items()}
+
+
+def test_two_ranks_equal_one_and_peft_in_a_plain_loop(tmp_path: Path) -> None:
+    alone = run_ranks(train_everywhere, 1, tmp_path, 1)[0]
+    divided = run_ranks(train_everywhere, 2, tmp_path, 2, timeout=200)[0]
+    for index, (model, _) in enumerate(DIVISIONS):
+        assert _curve(tmp_path, f"2-{index}") == pytest.approx(_curve(tmp_path, f"1-{model}"), rel=1e-5)
+        assert max(float((divided[index][n] - alone[model][n]).abs().max()) for n in divided[index]) < 1e-5
+    for model in (0, 2):
+        losses, adapters = run_ranks(peft_alone, 1, tmp_path, model)[0]
+        assert losses == pytest.approx([row["train/loss"] for row in read_metrics(tmp_path, f"1-{model}")], abs=1e-5)
+        assert max(float((adapters[name] - tensor).abs().max()) for name, tensor in alone[model].items()) < 1e-5
+
+
+def _curve(folder: Path, name: str) -> list[float]:
+    return [row[tag] for row in read_metrics(folder, name) for tag in ("train/loss", "train/grad_norm")]
+
+
+def losses_of_first_steps(folder: Path, jobs: list[dict[str, Any]]) -> list[float]:
+    for index, job in enumerate(jobs):
+        run_job({**job, "training": {**job["training"], "steps": 1}, "job": {**job["job"], "name": f"first-{index}"}})
+    return [read_metrics(folder, f"first-{index}")[0]["train/loss"] for index in range(len(jobs))]
+
+
+def resumed(folder: Path) -> list[dict[str, Tensor]]:
+    """Return the states of a run with dropout: uninterrupted, resumed after step 2, and with other random numbers."""
+    sections: dict[str, Any] = {"lora": {"dropout": 0.5}, "checkpoint": {"enable": True, "interval": 2}}
+    torch.manual_seed(1)
+    states = [run_job(lora_job(folder, "whole", **sections))]
+    torch.manual_seed(1)
+    run_job_until(lora_job(folder, "resumed", **sections), 2)
+    torch.manual_seed(2)
+    return [*states, *(run_job(lora_job(folder, name, **sections)) for name in ("resumed", "other"))]
+
+
+def test_first_steps_are_those_of_the_base_and_dropout_resumes(tmp_path: Path) -> None:
+    random_model("Llama 2", tmp_path / "hf")
+    file, model = tmp_path / "job.json", {"weights": str(tmp_path / "hf"), "args": {"vocab_size": 62}}
+    file.write_text(json.dumps(lora_job(tmp_path, "first", model=model)))
+    read = {"model": load_job(str(file)).config.model_dump(mode="json", exclude_none=True)["model"]}
+    bf16 = {"precision": {"param_dtype": "bfloat16"}}
+    jobs = [lora_job(tmp_path, "first", **sections) for sections in (bf16, EXPERTS, USER, read)]
+    bases = [{**job, "lora": {}} for job in jobs]
+    losses = run_ranks(losses_of_first_steps, 2, tmp_path, [*jobs, *bases])[0]
+    assert losses[: len(jobs)] == losses[len(jobs) :]
+    whole, again, other = run_ranks(resumed, 2, tmp_path)[0]
+    assert_equal(whole, again)
+    assert not torch.equal(whole["output.lora.a"], other["output.lora.a"])
+
+
+def audited(folder: Path) -> tuple[list[str], dict[str, dict[str, Any]], list[tuple[int, str]]]:
+    """Return the differences from the plan, the observations of two modules, and the units of adapters."""
+    rules = [{"type": "LoRA", "param_dtype": "float32"}]
+    precision = {"param_dtype": "bfloat16", "frozen_storage_dtype": "bfloat16", "rules": rules}
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(lora_job(folder, "audit", precision=precision)), this_rank(), stack)
+        with observe(run.model, run.plan) as observed:
+            train_one_step(run)
+            look_at_storage(run.model, observed)
+        audit = compare(run.plan, run.layout, observed)
+    seen = {row.name: {f.what: f.observed for f in row.findings if f.observed} for row in audit.modules}
+    units = [(len(unit.modules), unit.reason) for unit in run.plan.units if unit.is_trained]
+    return audit.differences(), {n: seen[n] for n in ("layers.0.attention.wq", "layers.0.attention.wq.lora")}, units
+
+
+def test_adapters_in_fp32_on_a_base_in_bf16_are_one_unit(tmp_path: Path) -> None:
+    differences, seen, units = run_ranks(audited, 2, tmp_path)[0]
+    assert differences == [] and units == [(15, "precision.rules.0")]
+    base, adapter = seen.values()
+    assert base["parameters"] == base["stored parameters"] == ("bfloat16",)
+    assert adapter["parameters"] == adapter["stored parameters"] == adapter["gradients"] == ("float32",)
+    assert (adapter["inputs"], adapter["outputs"], base["outputs"]) == (("float32",), ("bfloat16",), ("bfloat16",))
+
+
+def test_all_adapters_of_a_model_add_two_collectives() -> None:
+    (shared, per_block, per_adapter) = [(p, f, t) for _, p, f, t in adapter_units.counts(4)]
+    for planned, _, traced in (shared, per_block, per_adapter):
+        assert planned == traced
+    extra = [(p.all_gathers - f.all_gathers, p.reduce_scatters) for p, f, _ in (shared, per_block, per_adapter)]
+    assert extra[0] == (1, 1)
+    assert extra[1][1] == 4 and extra[2][1] == 28

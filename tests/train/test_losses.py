@@ -1,0 +1,488 @@
+"""Each loss trains as a plain loop in one process does, on every division into ranks and microbatches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.tensors import full_state
+from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, tiny_job
+from tests.train.test_step import relative_error
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.data.order import SampleOrder
+from titan_launch.data.sources import build_source
+from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.models.build import build_model
+from titan_launch.models.init import initialize
+from titan_launch.plan.hardware import GIB
+from titan_launch.plan.layout import plan_layout
+from titan_launch.trace.step import TracedStep, trace_step
+from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.measure import MEASURED
+from titan_launch.train.model import build_job_model
+
+STEPS, BATCH, SEED = 3, 4, 7
+BYTES = {**TINY_ARGS, "vocab_size": 257}
+"""A model of the tokens of `tokenizer.kind = "bytes"`."""
+
+_IMMEDIATE = {"mode": "immediate", "keep_params_unsharded": True}
+DIVISIONS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "tiny": {},
+        "microbatches": {"training": {"local_batch_size": 1}},
+    },
+    2: {
+        "deferred": {"training": {"local_batch_size": 1}, "gradient_accumulation": {"mode": "deferred"}},
+        "immediate": {"training": {"local_batch_size": 1}, "gradient_accumulation": _IMMEDIATE},
+    },
+}
+"""Ways to divide the batch of a step, by number of ranks. The first has the whole batch in one microbatch."""
+
+
+def focal_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The focal loss (arXiv:1708.02002), summed over the valid targets."""
+    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).sum()
+
+
+def sequence_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum over sequences of the largest loss of a token."""
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    return losses.amax(-1).square().sum()
+
+
+def num_sequences(targets: Tensor) -> Tensor:
+    """Return the number of sequences that are not padding, which validation adds."""
+    return (targets != -100).any(-1).sum()
+
+
+sequence_loss.count = num_sequences  # type: ignore[attr-defined]
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def losses_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+
+
+def constant_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return focal_loss(logits.detach(), targets)
+
+
+def failing_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    raise ValueError("no such class")
+
+
+def no_loss() -> None:
+    """A function without arguments."""
+
+
+def write_model(folder: Path, seed: int, **args: Any) -> Path:
+    """Write a tiny model as `titan-launch export --format plain` does."""
+    model = plain_model(seed, **args)
+    folder.mkdir(parents=True)
+    record = {"model": {"name": "llama3", "flavor": "debug", "args": args}, "training": {"seq_len": 16}}
+    (folder / "config.json").write_text(json.dumps(record))
+    save_file({name: tensor.detach() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    return folder
+
+
+def plain_model(seed: int, seq_len: int = 16, **args: Any) -> nn.Module:
+    config = JobConfig.model_validate({"model": {"args": args}})
+    built = build_model(config.model, seq_len)
+    built.module.to_empty(device="cpu")
+    initialize(built.module, built.initializer, seed, torch.device("cpu"))
+    return built.module
+
+
+def job_of(folder: Path, loss: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    """Return a job of three steps with SGD at a constant learning rate."""
+    return tiny_job(
+        folder,
+        **{
+            "training": {
+                "seq_len": 16,
+                "local_batch_size": BATCH,
+                "global_batch_size": BATCH,
+                "steps": STEPS,
+                "seed": SEED,
+                "max_norm": 0.0,
+            },
+            "optimizer": {"name": "SGD", "lr": 0.1, "weight_decay": 0.0},
+            "lr_scheduler": {"kind": "constant"},
+            "loss": loss,
+            **sections,
+        },
+    )
+
+
+def run_named(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
+    """Train jobs on this rank, each in a run folder with its name."""
+    return {name: run_job({**job, "job": {**job["job"], "name": name}}) for name, job in jobs.items()}
+
+
+def divided(job: dict[str, Any], ranks: int) -> dict[str, dict[str, Any]]:
+    """Return a job in all divisions for a number of ranks."""
+    return {
+        name: {**job, **changes, "training": {**job["training"], **changes.get("training", {})}}
+        for name, changes in DIVISIONS[ranks].items()
+    }
+
+
+def samples_of(job: dict[str, Any]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Yield the samples of each step of a job."""
+    config = JobConfig.model_validate(job)
+    source = build_source(config.data, build_tokenizer(config.tokenizer), config.training.seq_len)
+    order = SampleOrder(len(source), SEED, config.data.shuffle)
+    for step in range(STEPS):
+        yield [source[order(step * BATCH + index)] for index in range(BATCH)]
+
+
+def train_plainly(
+    job: dict[str, Any], args: dict[str, Any], mean_loss_of: Callable[[nn.Module, list[tuple[Tensor, ...]]], Tensor]
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Train in one process with PyTorch's SGD. Return the parameters and the loss of each step."""
+    model, losses = plain_model(SEED, job["training"]["seq_len"], **args), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for samples in samples_of(job):
+        loss = mean_loss_of(model, samples)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return full_state(model), losses
+
+
+def check_all_divisions(
+    job: dict[str, Any], folder: Path, expected: dict[str, Tensor], losses: list[float]
+) -> list[dict[str, float]]:
+    """Train a job as one batch, as 4 microbatches, and on 2 ranks. Compare with plain training. Return the metrics."""
+    for ranks in DIVISIONS:
+        for name, state in run_ranks(run_named, ranks, divided(job, ranks))[0].items():
+            assert relative_error(state, expected) < 1e-5, name
+    metrics = read_metrics(folder)
+    assert [row["train/loss"] for row in metrics] == pytest.approx(losses, rel=1e-5)
+    for name in ("microbatches", "deferred", "immediate"):
+        of_division = read_metrics(folder, name)
+        for row, own in zip(metrics, of_division, strict=True):
+            compared = [
+                tag
+                for tag in row
+                if tag.startswith(("train/", "validation/", "dpo/", "distillation/")) and tag != "train/loss_max"
+            ]
+            assert [own[tag] for tag in compared] == pytest.approx([row[tag] for tag in compared], rel=1e-4, abs=1e-6)
+    return metrics
+
+
+@pytest.mark.parametrize(("loss", "num_items"), [(focal_loss, BATCH * 16), (sequence_loss, BATCH)])
+def test_a_function_of_the_user_trains_as_a_plain_loop(
+    tmp_path: Path, loss: Callable[[Tensor, Tensor], Tensor], num_items: int
+) -> None:
+    held_out = {"freq": STEPS, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 6, "seed": 1}}
+    job = job_of(tmp_path, {"name": f"{__name__}:{loss.__name__}"}, validation=held_out)
+
+    def mean_loss_of(model: nn.Module, samples: list[tuple[Tensor, ...]]) -> Tensor:
+        inputs, targets = map(torch.stack, zip(*samples, strict=True))
+        return loss(model(inputs), targets) / num_items
+
+    expected, losses = train_plainly(job, TINY_ARGS, mean_loss_of)
+    last = check_all_divisions(job, tmp_path, expected, losses)[-1]
+
+    model = plain_model(SEED, **TINY_ARGS)
+    model.load_state_dict(expected, strict=False)
+    source = build_source(JobConfig.model_validate(job).validation.data, build_tokenizer(JobConfig().tokenizer), 16)  # type: ignore[arg-type]
+    inputs, targets = map(torch.stack, zip(*(source[index] for index in range(6)), strict=True))
+    logits = model(inputs)
+    assert last["validation/loss"] == pytest.approx(loss(logits, targets).item() / (num_items / BATCH * 6), rel=1e-4)
+    assert last["validation/accuracy"] == pytest.approx((logits.argmax(-1) == targets).float().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("losses_of_tokens", "returns a tensor of the shape (64,) instead of one sum, a scalar tensor"),
+        ("mean_loss", "return a sum over samples, not a mean: the launcher divides it"),
+        ("constant_loss", "returns a value without a gradient; compute it from the logits"),
+        ("failing_loss", "failed:\nTraceback"),
+        ("no_loss", "cannot be called with two arguments, logits and targets"),
+        ("missing", 'has no attribute "missing"'),
+    ],
+)
+def test_a_wrong_function_is_one_error(tmp_path: Path, name: str, message: str) -> None:
+    run_ranks(fail_with, 1, job_of(tmp_path, {"name": f"{__name__}:{name}"}), ("loss", "name"), message)
+    in_first_step = name not in ("no_loss", "missing")
+    assert (tmp_path / "tiny").exists() == in_first_step, "a function that cannot be called is found before any file"
+
+
+def fail_with(job: dict[str, Any], key: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_job(job)
+    (problem,) = caught.value.problems
+    assert problem.key == key and message in problem.reason
+
+
+def test_distillation_trains_as_a_plain_loop(tmp_path: Path) -> None:
+    """The teacher is wider than the student, and has other initial values."""
+    args = {**TINY_ARGS, "dim": 48, "hidden_dim": 64}
+    folder = write_model(tmp_path / "teacher", 3, **args)
+    held_out = {"freq": STEPS, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 6, "seed": 1}}
+    table = {"teacher": str(folder), "temperature": 2.0, "weight": 0.75}
+    job = job_of(tmp_path, {"name": "distillation", "distillation": table}, validation=held_out)
+    teacher = plain_model(3, **args).eval()
+
+    def mean_loss_of(model: nn.Module, samples: list[tuple[Tensor, ...]]) -> Tensor:
+        total = torch.zeros(())
+        for inputs, targets in samples:  # one sample at a time, by the definition
+            logits, soft = model(inputs[None])[0], teacher(inputs[None])[0].detach()
+            log_p, log_q = (soft / 2).log_softmax(-1), (logits / 2).log_softmax(-1)
+            divergence = (log_p.exp() * (log_p - log_q)).sum()
+            total = total + 0.75 * 4 * divergence + 0.25 * F.cross_entropy(logits, targets, reduction="sum")
+        return total / (BATCH * 16)
+
+    expected, losses = train_plainly(job, TINY_ARGS, mean_loss_of)
+    metrics = check_all_divisions(job, tmp_path, expected, losses)
+    for row in metrics:
+        total = 0.75 * 4 * row["distillation/kl_divergence"] + 0.25 * row["distillation/cross_entropy"]
+        assert row["train/loss"] == pytest.approx(total, rel=1e-5)
+    student = plain_model(SEED, **TINY_ARGS)
+    student.load_state_dict(expected, strict=False)
+    source = build_source(JobConfig.model_validate(job).validation.data, build_tokenizer(JobConfig().tokenizer), 16)  # type: ignore[arg-type]
+    inputs, targets = map(torch.stack, zip(*(source[index] for index in range(6)), strict=True))
+    cross_entropy = F.cross_entropy(student(inputs).flatten(0, 1), targets.flatten()).item()
+    assert metrics[-1]["validation/loss"] == pytest.approx(cross_entropy, rel=1e-5)
+
+
+SEQ_LEN = 400
+"""Places of two short pairs, or of a long one."""
+
+CHATS = [("Add 2 and 3.", "5", "It is 6."), ("Name a color.", "Blue.", "Dog"), ("Hi", "Hello!", "Go away, please.")]
+CHATS = [(f"{question} ({index})", *answers) for index in range(4) for question, *answers in CHATS]
+CHATS[5] = (f"{'Which word is missing? ' * 4}(1)", "I do not know.", "Yes.")
+
+
+def write_pairs(file: Path) -> Path:
+    """Write pairs of answers, in each of the layouts in use in turn."""
+    rows: list[dict[str, Any]] = []
+    for number, (question, *answers) in enumerate(CHATS):
+        prompt = [{"role": "user", "content": question}]
+        chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in answers)
+        rows.append(
+            [
+                {"prompt": question, "chosen": answers[0], "rejected": answers[1]},
+                {"prompt": prompt, "chosen": chosen, "rejected": rejected},
+                {"chosen": prompt + chosen, "rejected": prompt + rejected},
+                {"prompt": question, "chosen": prompt + chosen, "rejected": prompt + rejected, "score": 1.5},
+            ][number % 4]
+        )
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def dpo_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Return a job of whole pairs, several of which are in each sample."""
+    reference = folder / "reference"
+    if not reference.exists():
+        write_model(reference, 3, **BYTES)
+    pairs = {"kind": "preferences", "path": str(write_pairs(folder / "pairs.jsonl")), "template": "chatml"}
+    table = {"reference": str(reference), "beta": 0.4, "label_smoothing": 0.1}
+    job = job_of(folder, {"name": "dpo", "dpo": table}, **{"data": pairs, "model": {"args": BYTES}, **sections})
+    job["data"] = {**pairs, **sections.get("data", {})}
+    job["training"] |= {"seq_len": SEQ_LEN}
+    return job
+
+
+def log_prob(model: nn.Module, question: str, answer: str) -> Tensor:
+    """Return the log-probability of an answer and the token that ends it, without packing and masks."""
+    before = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    tokens = torch.tensor(list(f"{before}{answer}<|im_end|>".encode()))
+    log_probs = model(tokens[None, :-1])[0].log_softmax(-1)
+    start = len(before.encode()) - 1
+    return log_probs[torch.arange(start, len(tokens) - 1), tokens[start + 1 :]].sum()
+
+
+def rewards_by_definition(model: nn.Module, reference: nn.Module, chat: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """Return beta times the log-ratios of both answers, as in equation 7 of arXiv:2305.18290."""
+    question, *answers = chat
+    with torch.no_grad():
+        of_reference = [log_prob(reference, question, answer) for answer in answers]
+    chosen, rejected = (
+        0.4 * (log_prob(model, question, answer) - base) for answer, base in zip(answers, of_reference, strict=True)
+    )
+    return chosen, rejected
+
+
+def chats_in(sample: tuple[Tensor, ...]) -> list[tuple[str, ...]]:
+    """Return the pairs of a sample, found by the text of their questions."""
+    text = bytes(sample[0].tolist()).decode()
+    return [chat for chat in CHATS if f"user\n{chat[0]}<" in text]
+
+
+def test_dpo_trains_as_a_plain_loop(tmp_path: Path) -> None:
+    """The plain loop runs each answer alone, and follows the paper's formula."""
+    pytest.importorskip("jinja2")
+    job = dpo_job(tmp_path)
+    job["validation"] = {"freq": STEPS, "data": job["data"], "local_batch_size": 2}
+    reference = plain_model(3, SEQ_LEN, **BYTES).eval()
+    counts, margins = [], []
+
+    def mean_loss_of(model: nn.Module, samples: list[tuple[Tensor, ...]]) -> Tensor:
+        chats = [chat for sample in samples for chat in chats_in(sample)]
+        rewards = [rewards_by_definition(model, reference, chat) for chat in chats]
+        deltas = torch.stack([chosen - rejected for chosen, rejected in rewards])
+        counts.append([len(chats_in(sample)) for sample in samples])
+        margins.append(deltas.mean().item())
+        return (-0.9 * deltas.sigmoid().log() - 0.1 * (-deltas).sigmoid().log()).mean()
+
+    expected, losses = train_plainly(job, BYTES, mean_loss_of)
+    assert len({count for step in counts for count in step}) > 1, "samples must have different numbers of pairs"
+    metrics = check_all_divisions(job, tmp_path, expected, losses)
+    assert [row["dpo/reward_margin"] for row in metrics] == pytest.approx(margins, rel=1e-4)
+    for row in metrics:
+        assert row["dpo/reward_chosen"] - row["dpo/reward_rejected"] == pytest.approx(
+            row["dpo/reward_margin"], rel=1e-4
+        )
+        assert 0 <= row["dpo/accuracy"] <= 1
+
+    model = plain_model(SEED, SEQ_LEN, **BYTES)
+    model.load_state_dict(expected, strict=False)
+    rewards = [rewards_by_definition(model, reference, chat) for chat in CHATS]
+    deltas = torch.stack([chosen - rejected for chosen, rejected in rewards]).detach()
+    assert metrics[-1]["validation/loss"] == pytest.approx(-F.logsigmoid(deltas).mean().item(), rel=1e-4)
+    assert metrics[-1]["validation/accuracy"] == pytest.approx((deltas > 0).float().mean().item())
+
+
+def test_dpo_from_the_reference_begins_without_margins_and_resumes_exactly(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    reference = write_model(tmp_path / "reference", 3, **BYTES)
+    rules = {"param_dtype": "bfloat16", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
+    sections = {"model": {"args": BYTES, "weights": str(reference)}, "precision": rules}
+    whole, parts = (
+        dpo_job(tmp_path, **sections, checkpoint={"enable": True, "interval": 1, "async_mode": "disabled"})
+        for _ in range(2)
+    )
+    parts["job"] = {**parts["job"], "name": "parts"}
+    ((expected, resumed),) = run_ranks(run_whole_and_in_parts, 1, whole, parts)
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, resumed[name]), name
+    first = read_metrics(tmp_path)[0]
+    assert first["dpo/reward_margin"] == 0.0 and first["dpo/accuracy"] == 0.0
+    assert read_metrics(tmp_path, "parts")[-1]["train/loss"] == read_metrics(tmp_path)[-1]["train/loss"]
+    shutil.rmtree(reference)
+    parts["training"] |= {"steps": STEPS + 1}
+    run_ranks(fail_with, 1, parts, ("loss", "dpo", "reference"), "there is no such folder")
+    write_model(reference, 4, **BYTES)
+    del parts["model"]["weights"]
+    run_ranks(fail_with, 1, parts, ("loss", "dpo", "reference"), "the folder has changed since ")
+
+
+def run_whole_and_in_parts(whole: dict[str, Any], parts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    expected = run_job(whole)
+    run_job_until(parts, 2)
+    return expected, run_job(parts)
+
+
+def test_the_base_of_adapters_is_the_reference(tmp_path: Path) -> None:
+    """The reference is the model in the folder that training starts from, so both ways give the same run."""
+    pytest.importorskip("jinja2")
+    folder = write_model(tmp_path / "reference", 3, **BYTES)
+    lora = {"targets": ["layers.*.attention.w*", "layers.*.feed_forward.*"], "rank": 4, "dropout": 0.0}
+    sections = {"model": {"args": BYTES, "weights": str(folder)}, "lora": lora}
+    job = dpo_job(tmp_path, **sections)
+    expected = run_ranks(run_job, 1, job)[0]
+    of_folder = read_metrics(tmp_path)
+    base = {**job, "loss": {"name": "dpo", "dpo": {**job["loss"]["dpo"], "reference": "base"}}}
+    for name, state in run_ranks(run_named, 2, divided(base, 2))[0].items():
+        assert relative_error(state, expected) < 1e-5, name
+        for row, own in zip(of_folder, read_metrics(tmp_path, name), strict=True):
+            tags = ("train/loss", "dpo/reward_chosen", "dpo/reward_rejected")
+            assert [own[tag] for tag in tags] == pytest.approx([row[tag] for tag in tags], rel=1e-4, abs=1e-6)
+    assert of_folder[0]["dpo/reward_margin"] == 0.0 != of_folder[-1]["dpo/reward_margin"]
+
+
+def traced(job: dict[str, Any], ranks: int) -> TracedStep:
+    """Trace a step of a job on a rank."""
+    config = JobConfig.model_validate(job)
+    layout = plan_layout(config.parallelism, config.training, ranks)
+    built = build_job_model(config)
+    return trace_step(config, built, plan_precision(config, built), layout, "cpu")
+
+
+@pytest.mark.parametrize("loss", ["distillation", "dpo", "base"])
+def test_measured_memory_and_traffic_are_those_of_the_trace(tmp_path: Path, loss: str) -> None:
+    sections: dict[str, Any] = {
+        "comm": {"count_traffic": True},
+        "precision": {"param_dtype": "bfloat16", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]},
+        "gradient_accumulation": {"mode": "deferred"},
+    }
+    if loss == "distillation":
+        folder = write_model(tmp_path / "teacher", 3, **{**TINY_ARGS, "dim": 64, "n_layers": 4})
+        table = {"name": loss, loss: {"teacher": str(folder)}}
+        job = job_of(tmp_path, table, **sections)
+    else:
+        pytest.importorskip("jinja2")
+        adapters = {"lora": {"targets": ["layers.*.attention.w*"], "rank": 4}} if loss == "base" else {}
+        job = dpo_job(tmp_path, **sections, **adapters)
+        job["loss"]["dpo"] |= {"reference": "base"} if loss == "base" else {}
+    job["training"] |= {"local_batch_size": 1, "global_batch_size": 4}
+    run_ranks(run_job, 2, job)
+    step, last = traced(job, 2), read_metrics(tmp_path)[-1]
+    assert last[MEASURED] * GIB == pytest.approx(step.footprint.peak_bytes, rel=0.02)
+    assert last["comm/collectives"] == step.traffic.collectives.total
+    assert last["comm/all_gather_gib"] * GIB == step.traffic.all_gather_bytes
+    assert last["comm/reduce_scatter_gib"] * GIB == step.traffic.reduce_scatter_bytes
+
+
+def test_losses_under_tensor_parallelism_and_in_a_pipeline(tmp_path: Path) -> None:
+    """Logits are gathered for the losses. A pipeline runs functions of the user alone."""
+    pytest.importorskip("jinja2")
+    args = {**TINY_ARGS, "vocab_size": 64}
+    data = {"kind": "synthetic", "vocab_size": 64, "num_samples": 40}
+    teacher = {"teacher": str(write_model(tmp_path / "teacher", 5, **args))}
+    focal = job_of(tmp_path, {"name": f"{__name__}:focal_loss"}, model={"args": args}, data=data)
+    distillation = {**focal, "loss": {"name": "distillation", "distillation": teacher}}
+    dpo = dpo_job(tmp_path, model={"args": {**BYTES, "vocab_size": 258}})
+    dpo["loss"]["dpo"]["reference"] = str(write_model(tmp_path / "other", 3, **{**BYTES, "vocab_size": 258}))
+    jobs = {"focal": focal, "distillation": distillation, "dpo": dpo}
+    expected = run_ranks(run_named, 1, jobs)[0]
+    losses = {name: [row["train/loss"] for row in read_metrics(tmp_path, name)] for name in jobs}
+    by_tensor = {"parallelism": {"tensor_parallel_degree": 2, "loss_parallel": False}}
+    staged = {"parallelism": {"pipeline_parallel_degree": 2}, "training": {**focal["training"], "local_batch_size": 1}}
+    divided = {name: {**job, **by_tensor} for name, job in jobs.items()} | {"pipeline": {**focal, **staged}}
+    first, second = run_ranks(run_named, 2, divided)
+    for name in jobs:
+        assert relative_error(first[name], expected[name]) < 1e-5, name
+        assert [row["train/loss"] for row in read_metrics(tmp_path, name)] == pytest.approx(losses[name], rel=1e-5)
+    whole = {**first["pipeline"], **second["pipeline"]}
+    assert relative_error(whole, expected["focal"]) < 1e-5
+    assert [row["train/loss"] for row in read_metrics(tmp_path, "pipeline")] == pytest.approx(losses["focal"], rel=1e-5)
+
+
+def test_the_functions_of_the_docs_train(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/how_to/losses.md").read_text()
+    (code,) = re.findall(r"^```python\n# my_losses.py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_losses.py").write_text(code)
+    jobs = {name: job_of(tmp_path, {"name": f"my_losses:{name}"}) for name in ("focal", "hardest_token")}
+    run_ranks(run_in_folder, 1, tmp_path, jobs)
+    for name in jobs:
+        first, *_, last = read_metrics(tmp_path, name)
+        assert last["train/loss"] < first["train/loss"], name
+
+
+def run_in_folder(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
+    os.chdir(folder)
+    run_named(jobs)

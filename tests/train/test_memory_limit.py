@@ -1,0 +1,84 @@
+"""A host with little memory: the microbatch that `auto` chooses, and the report of a run that is out of memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+LIMIT_KIB = 1_600_000
+"""A microbatch of 2 samples needs about 1.3 GiB, and each further sample 0.4 GiB, most of it for logits."""
+
+JOB = """
+[job]
+name = "limited"
+dump_folder = "."
+device = "cpu"
+
+[model.args]
+dim = 64
+n_layers = 1
+n_heads = 4
+n_kv_heads = 4
+hidden_dim = 64
+vocab_size = 32768
+
+[data]
+kind = "synthetic"
+vocab_size = 257
+num_samples = 12
+
+[training]
+seq_len = 1024
+local_batch_size = "auto"
+global_batch_size = 6
+steps = 1
+
+[precision]
+param_dtype = "float32"
+
+[checkpoint]
+save_last = false
+
+[metrics]
+enable_tensorboard = false
+"""
+
+
+def launch(folder: Path, *overrides: str) -> tuple[int, str]:
+    """Train the job with a limit of memory. Return the exit status and the output."""
+    (folder / "job.toml").write_text(JOB)
+    command = (
+        f"ulimit -d {LIMIT_KIB}; exec {sys.executable} -m titan_launch launch --nproc-per-node 1 --config job.toml"
+    )
+    # With this variable, freed memory is returned to the system at once, so that the limit is exact.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "PYTHONPATH": os.pathsep.join(sys.path)}
+    overrides = ("--checkpoint.load=none", *overrides)
+    done = subprocess.run(
+        ["bash", "-c", f'{command} "$@"', "bash", *overrides],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_auto_trains_where_one_sample_more_does_not_and_the_first_advice_helps(tmp_path: Path) -> None:
+    status, output = launch(tmp_path)
+    assert status == 0, output
+    assert "auto: microbatches of 2 samples, with which two steps were tried" in output
+    status, output = launch(tmp_path, "--training.local_batch_size=3")
+    assert status == 1
+    assert output.count("out of memory") == 1
+    assert re.search(
+        r"out of memory on rank 0 in step 1: an allocation of 0.\d+ GiB failed in (forward|backward)", output
+    )
+    assert re.search(r"planned peak: 1.\d+ GiB \(loss in microbatch \d\): backward .* GiB, activations .* GiB", output)
+    advice = re.findall(r"^  (\S+) = (\S+)  # saves .*; costs .*$", output, re.MULTILINE)
+    assert advice[0] == ("loss.chunks", "16") and ("training.global_batch_size", "6") in advice
+    status, output = launch(tmp_path, "--training.local_batch_size=3", f"--{'='.join(advice[0])}")
+    assert status == 0, output

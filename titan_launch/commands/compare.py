@@ -1,0 +1,56 @@
+"""The command `compare`: runs beside each other."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
+
+from titan_launch.commands.parser import Parser, number_from
+from titan_launch.core.errors import UserError
+from titan_launch.core.process import FAILED, OK
+from titan_launch.report.comparison import Comparison
+from titan_launch.report.figures import to_json
+from titan_launch.report.page import write_page
+from titan_launch.report.recorded_run import load_run
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `compare`."""
+    parser.usage = "titan-launch compare RUN RUN ... [options]"
+    parser.epilog = "example:\n  titan-launch compare outputs/llama outputs/llama_fp32 --fail-if-slower 3%"
+    text = "run folders; the first is the reference"
+    parser.add_argument("run_folders", metavar="RUN", nargs="+", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--html", metavar="FILE", help="also write a page")
+    group = parser.add_argument_group("for scripts", "exit status 1 if a run exceeds a limit")
+    text = "most by which the median speed of a run may be below that of the first run, such as 3%%"
+    group.add_argument("--fail-if-slower", type=percentage, metavar="PERCENT", help=text)
+    text = "largest difference of the losses at the last step that all runs reported, such as 1e-3"
+    group.add_argument("--fail-if-loss-differs", type=number_from(0), metavar="X", help=text)
+
+
+def percentage(text: str) -> float:
+    """Return the number of a percentage: 3 for `3%`."""
+    if not text.endswith("%"):
+        raise ArgumentTypeError(f'must be a percentage such as 3%, not "{text}"')
+    return number_from(0, 100)(text.removesuffix("%").strip())
+
+
+def run(arguments: Namespace) -> int:
+    """Print the comparison. Return 1 if a run exceeds a limit."""
+    if len(arguments.run_folders) < 2:
+        raise UserError("error: compare needs at least two runs (see titan-launch compare --help)")
+    comparison = Comparison([load_run(Path(folder)) for folder in arguments.run_folders])
+    exceeded: list[str] = []
+    if arguments.fail_if_slower is not None:
+        exceeded += comparison.slower(arguments.fail_if_slower)
+    if arguments.fail_if_loss_differs is not None:
+        exceeded += comparison.loss_differs(arguments.fail_if_loss_differs)
+    print(to_json(comparison.as_data()) if arguments.json else comparison.as_text())
+    if arguments.html is not None:
+        write_page(Path(arguments.html), comparison.as_page(), "--html")
+        print(f"page: {arguments.html}", file=sys.stderr)
+    for sentence in exceeded:
+        print(f"failed: {sentence}", file=sys.stderr)
+    return FAILED if exceeded else OK

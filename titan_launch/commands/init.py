@@ -1,0 +1,146 @@
+"""The command `init`: a commented job file, from a recipe or from a config that the package carries."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from titan_launch.commands.parser import Parser, at_least
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.carried import carried_configs
+from titan_launch.config.loading.load import load_job
+from titan_launch.config.sections.run import PlannerConfig
+from titan_launch.core.errors import UserError, did_you_mean
+from titan_launch.core.process import OK
+from titan_launch.launch.options import PROCESSES_WITHOUT_GPU, find_gpus
+from titan_launch.plan.hardware import find_device, planned_device_exists
+from titan_launch.recipes.folders import look_at_model
+from titan_launch.recipes.recipes import RECIPES, Inputs, find_data, head_of, tables_of
+from titan_launch.recipes.sizes import Machine, Sizes, planned_sizes
+from titan_launch.recipes.writing import check_new, job_text, print_open_problems, write_new
+
+_NO_GPU = (
+    "Sizes: small ones, since this machine has no GPU. `titan-launch plan --device h100-80gb` shows what fits a GPU.",
+    "`titan-launch init` with the options --device and --world-size writes the sizes for it.",
+)
+
+_NO_MODEL = "Sizes: small ones, since no model is named. `titan-launch init` with --model chooses them for the GPU."
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `init`."""
+    parser.usage = "titan-launch init NAME [FILE] [options]"
+    parser.epilog = "example:\n  titan-launch init sft job.toml --model Llama-3.2-1B-Instruct --data chats.jsonl"
+    parser.add_argument("name", metavar="NAME", nargs="?", help="recipe, or config of the package: see --list")
+    parser.add_argument("file", metavar="FILE", nargs="?", help="job file to write, which must not exist (NAME.toml)")
+    parser.add_argument("--list", action="store_true", help="list the recipes, and the configs of the package")
+    parser.add_argument("--model", metavar="FOLDER", help="Hugging Face folder: weights, tokenizer, longest sequence")
+    parser.add_argument("--data", metavar="PATH", help="file, folder or glob; its content decides data.kind")
+    text = "GPU to choose sizes for, such as h100-80gb (default: the GPU of this machine)"
+    parser.add_argument("--device", metavar="NAME", help=text)
+    text = "ranks to choose sizes for (default: the number of GPUs of this machine, or 1 with --device)"
+    parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
+
+
+def run(arguments: Namespace) -> int:
+    """Write the job file, and print what to do next."""
+    if arguments.list:
+        print("\n".join(_listing()))
+        return OK
+    name = arguments.name
+    if name is None:
+        raise UserError(f"error: init needs the name of a recipe: {', '.join(RECIPES)} (titan-launch init --list)")
+    if name not in RECIPES and name not in carried_configs():
+        hint = did_you_mean(name, [*RECIPES, *carried_configs()])
+        raise UserError(f'error: init has no recipe or config "{name}"{hint}; titan-launch init --list shows all')
+    file = arguments.file or f"{Path(name).name}.toml"
+    check_new(file, "init")
+    if name in RECIPES:
+        write_new(file, _recipe(arguments, file))
+        print(f"wrote {file}: {RECIPES[name].title}")
+        print_open_problems(file)
+    else:
+        write_new(file, _copy(name, file))
+        print(f"wrote {file}: a copy of the config {name}")
+    print(f"next: titan-launch launch --config {file}")
+    return OK
+
+
+def _listing() -> list[str]:
+    width = max(map(len, [*RECIPES, *carried_configs()]))
+    lines = ["recipes (titan-launch init NAME [FILE] [--model FOLDER] [--data PATH]):"]
+    lines += [f"  {name:{width}}  {recipe.title}" for name, recipe in RECIPES.items()]
+    lines += ["", "configs that the package carries (copied by init; --config takes their names, too):"]
+    return lines + [f"  {name:{width}}  {_first_sentence(path)}" for name, path in carried_configs().items()]
+
+
+def _first_sentence(path: Path) -> str:
+    comments = re.findall(r"^# (.*)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    sentence = re.match(r".*?\.(?= |$)", " ".join(comments))
+    return sentence[0].rstrip(".") if sentence else ""
+
+
+def _copy(name: str, file: str) -> str:
+    """Return the text of a config for a file in another folder.
+
+    `extends` names the configs of the package instead of files, and the commands in comments name `file`.
+    """
+    path = carried_configs()[name]
+    by_path = {carried.resolve(): other for other, carried in carried_configs().items()}
+
+    def named(match: re.Match[str]) -> str:
+        target = (path.parent / match[1]).resolve()
+        return f'"{by_path[target]}"'
+
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#:schema") or (line.startswith("#") and "scripts/" in line):
+            continue
+        if line.startswith("extends"):
+            line = re.sub(r'"([^"]+)"', named, line)
+        lines.append(line.replace(f"configs/{name}.toml", file) if line.startswith("#") else line)
+    return "\n".join(lines) + "\n"
+
+
+def _recipe(arguments: Namespace, file: str) -> str:
+    """Return the text of a recipe. With a GPU it is written twice: the sizes of the second text follow from the
+    first."""
+    name = arguments.name
+    model = None if arguments.model is None else look_at_model(arguments.model)
+    data, machine = find_data(name, arguments.data), _machine(arguments)
+    stem = Path(file).stem
+    inputs = Inputs(
+        name=stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", stem) else "job",
+        model=model,
+        data=data,
+        ranks=machine.ranks if machine else arguments.world_size or PROCESSES_WITHOUT_GPU,
+        device=arguments.device,
+        sizes=Sizes(RECIPES[name].small_batch, "none", _NO_GPU),
+    )
+    if machine is not None and (model is not None or not RECIPES[name].needs_model):
+        with TemporaryDirectory() as folder:
+            draft = Path(folder, "draft.toml")
+            draft.write_text(job_text((), tables_of(name, inputs)), encoding="utf-8")
+            config = load_job(str(draft), rules=()).config
+        inputs = replace(inputs, sizes=planned_sizes(config, machine))
+    elif machine is not None:
+        inputs = replace(inputs, sizes=replace(inputs.sizes, comments=(_NO_MODEL,)))
+    return job_text(head_of(name, inputs, file), tables_of(name, inputs))
+
+
+def _machine(arguments: Namespace) -> Machine | None:
+    """Return the GPUs to choose sizes for; None if no device is named, and this machine has none."""
+    if arguments.device is not None:
+        planned = JobConfig(planner=PlannerConfig(device=arguments.device))
+        if problem := next(planned_device_exists(planned), None):
+            raise UserError(f"error: --device {arguments.device}: {problem.reason}")
+        return Machine(arguments.world_size or 1, arguments.device, None)
+    gpus = find_gpus()
+    if not gpus:
+        return None
+    name, memory_gib = gpus[0]
+    known = find_device(name)
+    return Machine(arguments.world_size or len(gpus), name, known.memory_gib if known else memory_gib)

@@ -1,0 +1,65 @@
+"""The command `migrate`: a job file of TorchTitan, as a job file of this launcher."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from titan_launch.commands.parser import Parser, at_least
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.files import JobFile, read_job
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.migration import Migration, Note, migrate
+from titan_launch.core.errors import UserError, format_key
+from titan_launch.core.process import OK
+from titan_launch.recipes.writing import Row, Table, check_new, job_text, print_open_problems, write_new
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `migrate`."""
+    parser.usage = "titan-launch migrate OLD.toml [NEW.toml] [--world-size N]"
+    parser.epilog = "example:\n  titan-launch migrate llama3_8b.toml job.toml --world-size 8"
+    parser.add_argument("old", metavar="OLD.toml", help="job file of TorchTitan v0.2")
+    text = "job file to write, which must not exist (default: OLD.migrated.toml)"
+    parser.add_argument("new", metavar="NEW.toml", nargs="?", help=text)
+    text = "ranks of the job, for keys whose number of samples depends on it (default: unknown)"
+    parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
+
+
+def run(arguments: Namespace) -> int:
+    """Write the new job file, and print a line for each key that it does not have."""
+    new = arguments.new or str(Path(arguments.old).with_suffix(".migrated.toml"))
+    check_new(new, "migrate")
+    (old,) = read_job(arguments.old)[-1:]
+    if unknown := [name for name, value in old.table.items() if not isinstance(value, dict)]:
+        place = old.find((unknown[0],))[1]
+        raise UserError(f"error: {place}: {unknown[0]}: not a section; migrate reads job files of TorchTitan v0.2")
+    migration = migrate(old.table, arguments.world_size)
+    head = [f"Converted from {arguments.old}, a job file of TorchTitan."]
+    if description := old.table.get("job", {}).get("description"):
+        head.append(str(description))
+    write_new(new, job_text(head, _tables(migration)))
+    lost, needless = ([note for note in migration.notes if note.changes_run is value] for value in (True, False))
+    print(f"wrote {new}: {len(migration.new)} keys")
+    for title, notes in (("not carried", lost), ("left out, without a change of the run", needless)):
+        if notes:
+            print(f"{title}:", *(f"  {line}" for line in _lines(old, notes)), sep="\n")
+    print_open_problems(new)
+    print(f"next: titan-launch plan --config {new}")
+    return OK
+
+
+def _lines(old: JobFile, notes: list[Note]) -> list[str]:
+    ordered = sorted(notes, key=lambda note: old.find(note.key)[0])
+    return [
+        f"{old.find(note.key)[1]}: {format_key(note.key)} = {toml_value(note.value)}: {note.reason}" for note in ordered
+    ]
+
+
+def _tables(migration: Migration) -> list[Table]:
+    """Return the tables of the new job, in the order of the reference."""
+    tables: dict[str, list[Row]] = {}
+    order = list(JobConfig.model_fields)
+    for key, (value, comment) in sorted(migration.new.items(), key=lambda item: order.index(str(item[0][0]))):
+        tables.setdefault(format_key(key[:-1]), []).append(Row(str(key[-1]), value, comment))
+    return [Table(header, rows) for header, rows in tables.items()]

@@ -1,0 +1,61 @@
+"""The command `runs`: the runs in a folder."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from titan_launch.commands.parser import Parser
+from titan_launch.core.errors import UserError
+from titan_launch.core.process import OK
+from titan_launch.plan.report.table import aligned
+from titan_launch.report.figures import to_json
+from titan_launch.report.recorded_run import find_runs, load_run
+from titan_launch.report.run_page import describe_run
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `runs`."""
+    parser.usage = "titan-launch runs [FOLDER] [--json]"
+    parser.epilog = "example:\n  titan-launch runs outputs"
+    text = "folder with run folders, at most three levels below (default: outputs)"
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="outputs", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(arguments: Namespace) -> int:
+    """List the runs of a folder."""
+    folder = Path(arguments.folder)
+    if not folder.is_dir():
+        raise UserError(f"error: {folder}: there is no such folder; name the folder with the runs (job.dump_folder)")
+    rows = [_row(path) for path in find_runs(folder)]
+    if arguments.json:
+        print(to_json(rows))
+    elif not rows:
+        print(f"{folder}: no run")
+    else:
+        head = ("run", "state", "step", "loss", "speed", "s/step")
+        print("\n".join(aligned([head, *map(_cells, rows)])))
+    return OK
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    try:
+        return describe_run(load_run(folder))
+    except UserError as error:
+        return {"folder": str(folder), "error": str(error).removeprefix(f"error: {folder}: ").removeprefix("error: ")}
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if "error" in row:
+        return (row["folder"], row["error"], "", "", "", "")
+    loss, speed, seconds = row["loss"], row["speed"], row["seconds_per_step"]
+    return (
+        row["folder"],
+        row["state"],
+        f"{row['step']}/{row['steps']}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if speed is None else f"{speed:,.0f} {row['speed_unit']}",
+        "" if seconds is None else f"{seconds:.3g}",
+    )

@@ -1,0 +1,548 @@
+"""Conversion of TorchTitan v0.2 job files. The remedies for keys that cannot be carried are those of `TORCHTITAN_KEYS`.
+
+A job keeps its training: a key that it does not set gets TorchTitan's default, if the default here is another one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS, foreign_key
+from titan_launch.config.loading.schema_walk import tables
+from titan_launch.config.sections.model import HUGGINGFACE
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.core.errors import KeyPath, format_key
+
+DEFAULTS: dict[str, Any] = {
+    "model.name": "llama3",
+    "model.flavor": "debugmodel",
+    "model.hf_assets_path": "./tests/assets/tokenizer",
+    "model.converters": [],
+    "training.dataset": "c4_test",
+    "training.local_batch_size": 8,
+    "training.global_batch_size": -1,
+    "training.seq_len": 2048,
+    "training.steps": 10_000,
+    "optimizer.lr": 8e-4,
+    "optimizer.weight_decay": 0.1,
+    "lr_scheduler.warmup_steps": 200,
+    "lr_scheduler.decay_type": "linear",
+    "lr_scheduler.min_lr_factor": 0.0,
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "2",
+    "metrics.enable_tensorboard": False,
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "parallelism.pipeline_parallel_schedule": "1F1B",
+    "compile.enable": False,
+    "compile.components": ["model", "loss"],
+    "checkpoint.enable": False,
+    "validation.enable": False,
+    "validation.dataset": "c4_validation",
+    "validation.freq": 10,
+    "validation.steps": -1,
+    "validation.local_batch_size": 8,
+}
+"""TorchTitan's defaults of keys whose default differs here."""
+
+_DATASETS: dict[str, dict[str, Any]] = {
+    "c4": {"kind": "huggingface", "path": "allenai/c4", "subset": "en", "streaming": True, "shuffle": False},
+    "c4_test": {"kind": "jsonl", "path": "tests/assets/c4_test", "shuffle": False},
+    "c4_validation": {"kind": "huggingface", "path": "allenai/c4", "subset": "en", "hf_split": "validation"},
+}
+"""`[data]` for each data set that TorchTitan knows by name."""
+
+_SWITCHES = {
+    "profiling": ("enable_profiling", "enable_memory_snapshot"),
+    "fault_tolerance": ("enable",),
+    "memory_estimation": ("enable",),
+    "experimental": ("custom_import", "custom_args_module"),
+}
+"""Sections without a counterpart, with the keys that switch them on."""
+
+_COSMETIC = (
+    "job.print_config",
+    "job.save_config_file",
+    "metrics.save_for_all_ranks",
+    "metrics.save_tb_folder",
+    "model.print_after_conversion",
+    "comm.save_traces_folder",
+    "comm.save_traces_file_prefix",
+    "activation_checkpoint.visualize_memory_budget_pareto",
+    "activation_checkpoint.debug",
+    "checkpoint.enable_first_step_checkpoint",
+    "checkpoint.enable_ft_dataloader_checkpoints",
+)
+"""Keys of TorchTitan without a counterpart that do not change the training."""
+
+_DEBUG_LLAMA3 = {"n_heads": 16, "n_kv_heads": 16, "vocab_size": 2048, "rope_scaling": {"factor": 8.0}}
+_DEBUG_QWEN3: dict[str, Any] = {
+    "dim": 256,
+    "n_layers": 8,
+    "n_heads": 16,
+    "n_kv_heads": 8,
+    "head_dim": 128,
+    "hidden_dim": 3072,
+    "vocab_size": 2048,
+    "tie_embeddings": True,
+    "qk_norm": True,
+    "norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+
+
+def _llama4(**sizes: Any) -> tuple[str, str | None, dict[str, Any]]:
+    """Return a model of TorchTitan's Llama 4 as the class of `transformers`, which computes the same."""
+    layers = sizes["num_hidden_layers"]
+    full_attention = {"no_rope_layers": [1] * layers, "layer_types": ["full_attention"] * layers}
+    common = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "num_experts_per_tok": 1}
+    plain = {"use_qk_norm": False, "attn_temperature_tuning": False, "max_position_embeddings": 1_048_576}
+    return HUGGINGFACE, None, {**common, **sizes, **plain, **full_attention}
+
+
+_LLAMA4_17B: dict[str, Any] = {
+    "hidden_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 202_048,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16_384,
+}
+_LLAMA4_DEBUG: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 16,
+    "vocab_size": 2048,
+    "intermediate_size": 512,
+    "intermediate_size_mlp": 768,
+    "num_local_experts": 8,
+    "interleave_moe_layer_step": 2,
+}
+_LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+
+_MODELS: dict[tuple[str, str], tuple[str, str | None, dict[str, Any]]] = {
+    ("llama3", "debugmodel"): ("llama3", "debug", _DEBUG_LLAMA3),
+    ("qwen3", "debugmodel"): (
+        "qwen3",
+        ALL_IN_ARGS,
+        _DEBUG_QWEN3,
+    ),
+    ("qwen3", "30B-A3B"): ("qwen3_moe", "30B-A3B", {}),
+    ("qwen3", "235B-A22B"): ("qwen3_moe", "235B-A22B", {}),
+    ("deepseek_v3", "671B"): ("deepseek_v3", "671B-A37B", {}),
+    ("llama4", "debugmodel"): _llama4(**_LLAMA4_DEBUG, rope_parameters=_LLAMA4_ROPE),
+    ("llama4", "17bx16e"): _llama4(
+        **_LLAMA4_17B, num_local_experts=16, interleave_moe_layer_step=1, rope_parameters=_LLAMA4_ROPE
+    ),
+    ("llama4", "17bx128e"): _llama4(
+        **_LLAMA4_17B,
+        num_local_experts=128,
+        interleave_moe_layer_step=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    ),
+}
+"""Name, flavor and arguments of each model that has another name or flavor here."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A key of the old file that has no counterpart in the new one."""
+
+    key: KeyPath
+    value: Any
+    reason: str
+    """The reason, and what to do."""
+
+    changes_run: bool
+    """False if the run is the same without the key."""
+
+
+@dataclass
+class Migration:
+    """A job file of TorchTitan, and what it became."""
+
+    old: Mapping[str, Any]
+    """The old job file as a table."""
+
+    ranks: int | None = None
+    """World size, for numbers of samples that depend on it; None: unknown."""
+
+    new: dict[KeyPath, tuple[Any, str]] = field(default_factory=dict)
+    """Value and comment of each key of the new job file."""
+
+    notes: list[Note] = field(default_factory=list)
+    done: set[str] = field(default_factory=set)
+    """Keys of the old file that are converted, or have a note."""
+
+    def value(self, key: str) -> Any:
+        """Return the value of an old key, or TorchTitan's default. The key then counts as converted."""
+        self.done.add(key)
+        return _value(self.old, key, DEFAULTS.get(key))
+
+    def is_given(self, key: str) -> bool:
+        """Return True if the old file sets a key."""
+        return _value(self.old, key) is not None
+
+    def put(self, key: str, value: Any, comment: str = "") -> None:
+        """Set a key of the new file."""
+        self.new[tuple(key.split("."))] = (value, comment)
+
+    def drop(self, key: str, reason: str = "", changes_run: bool = True) -> None:
+        """Add a note for a key of the old file, if the file sets it. Without a reason, the reason is the remedy of
+        `TORCHTITAN_KEYS`."""
+        self.done.add(key)
+        if self.is_given(key):
+            path = tuple(key.split("."))
+            remedy = foreign_key(path)
+            text = reason or (remedy[0] if remedy else "not supported; remove this key")
+            self.notes.append(Note(path, _value(self.old, key), text, changes_run))
+
+    def rest(self) -> Iterator[tuple[str, Any]]:
+        """Yield the keys of the old file that nothing has converted yet, with their values."""
+        yield from ((key, value) for key, value in _leaves(self.old) if key not in self.done)
+
+
+def migrate(old: Mapping[str, Any], ranks: int | None = None) -> Migration:
+    """Convert a job file of TorchTitan v0.2. `ranks`: the world size, if it is known."""
+    migration = Migration(old, ranks)
+    for step in (_job, _model, _data, _batch, _optimizer, _schedule, _precision, _float8, _parallelism, _switches):
+        step(migration)
+    for step in (_activation_checkpoint, _compile, _checkpoint, _validation, _others):
+        step(migration)
+    return migration
+
+
+def _value(table: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    found: Any = table
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return default
+        found = found[part]
+    return found
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        key = f"{prefix}{format_key((name,))}"
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _job(job: Migration) -> None:
+    description = job.value("job.description")
+    name = "_".join("".join(c if c.isascii() and c.isalnum() else " " for c in description or "").split()).lower()
+    job.put("job.name", name or "migrated", "name of the run folder")
+    job.put("metrics.enable_tensorboard", job.value("metrics.enable_tensorboard"))
+
+
+def _model(job: Migration) -> None:
+    name, flavor = job.value("model.name"), job.value("model.flavor")
+    base, _, kernel = str(flavor).partition("_")
+    packed = kernel if kernel in ("flex", "varlen", "flex_attn", "varlen_attn") else ""
+    own, size, args = _MODELS.get((name, base if packed else flavor), (name, base if packed else flavor, {}))
+    is_known = own == HUGGINGFACE or (own in ARCHITECTURES and size in (*ARCHITECTURES[own].flavors, ALL_IN_ARGS))
+    job.put("model.name", own, f"{name} {flavor} of TorchTitan")
+    if size is not None:
+        job.put("model.flavor", size)
+    for key, value in args.items():
+        job.put(f"model.args.{key}", value)
+    if packed:
+        reason = 'documents of a sample attend to each other; data that is no stream has data.packing = "documents"'
+        job.drop("model.flavor", reason)
+    elif own == HUGGINGFACE:
+        reason = "it is the class of transformers here, whose router has no bias that balances the load of experts"
+        job.drop("model.name", reason)
+    elif not is_known:
+        reason = 'no model of this package; choose another one, or use "model.name" = "package.module:factory"'
+        job.drop("model.name" if own not in ARCHITECTURES else "model.flavor", reason)
+
+
+def _data(job: Migration) -> None:
+    folder = job.value("model.hf_assets_path")
+    if job.is_given("model.tokenizer_path"):
+        folder = job.value("model.tokenizer_path")
+    job.put("tokenizer.kind", "huggingface")
+    job.put("tokenizer.path", folder)
+    with suppress(OSError, ValueError, AttributeError):
+        token = json.loads(Path(folder, "tokenizer_config.json").read_text(encoding="utf-8")).get("bos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token:
+            job.put("tokenizer.begin_of_document", token, "TorchTitan begins documents with the bos_token")
+    _dataset(job, "training", "data")
+    workers = job.value("training.dataloader.num_workers")
+    if workers:
+        is_stream = job.new.get(("data", "streaming"), (False,))[0]
+        job.put("data.num_workers", min(workers, 1) if is_stream else workers)
+    for name in ("persistent_workers", "pin_memory", "prefetch_factor"):
+        job.drop(f"training.dataloader.{name}", "not needed; the dataloader always does this", changes_run=False)
+
+
+def _dataset(job: Migration, section: str, table: str) -> None:
+    """Write a table of data for `dataset` and `dataset_path` of a section."""
+    name, path = job.value(f"{section}.dataset"), job.value(f"{section}.dataset_path")
+    keys = dict(_DATASETS.get(str(name).lower(), {"kind": "huggingface", "path": name}))
+    if str(name).lower() not in _DATASETS:
+        job.drop(f"{section}.dataset", "not a data set of TorchTitan itself; check data.kind, path and column")
+    if path is not None:
+        keys["path"] = path
+    for key, value in keys.items():
+        job.put(f"{table}.{key}", value)
+
+
+def _data_parallel_ranks(job: Migration) -> int | None:
+    """Return the number of data-parallel ranks; None if it depends on an unknown world size."""
+    degrees = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+    shard = _value(job.old, "parallelism.data_parallel_shard_degree", -1)
+    if shard > 0:
+        return int(shard * _value(job.old, "parallelism.data_parallel_replicate_degree", 1))
+    others = 1
+    for degree in degrees if job.new.get(("model", "name"), ("",))[0] != HUGGINGFACE else ():
+        others *= _value(job.old, f"parallelism.{degree}", 1)
+    return None if job.ranks is None else job.ranks // others
+
+
+def _batch(job: Migration) -> None:
+    local, total = job.value("training.local_batch_size"), job.value("training.global_batch_size")
+    for key in ("seq_len", "steps"):
+        job.put(f"training.{key}", job.value(f"training.{key}"))
+    divides = job.value("parallelism.pipeline_parallel_degree") > 1 and job.new["model", "name"][0] != HUGGINGFACE
+    microbatch = job.value("parallelism.pipeline_parallel_microbatch_size")
+    job.put("training.local_batch_size", microbatch if divides else local)
+    if total > 0:
+        job.put("training.global_batch_size", total)
+    elif divides:
+        ranks = _data_parallel_ranks(job)
+        if ranks is not None:
+            job.put("training.global_batch_size", local * ranks)
+        else:
+            key = "parallelism.pipeline_parallel_degree"
+            job.put(key, job.value(key))
+            microbatches = f"training.local_batch_size ({local}) becomes microbatches of the pipeline"
+            remedy = f"set training.global_batch_size to {local} times the data-parallel ranks"
+            job.drop(key, f"{microbatches}; {remedy}, or use the option --world-size of migrate")
+
+
+def _optimizer(job: Migration) -> None:
+    job.put("optimizer.lr", job.value("optimizer.lr"))
+    decay = job.value("optimizer.weight_decay")
+    job.put("optimizer.weight_decay", decay)
+    groups = [{"match": "**", "weight_decay": decay}] if decay else []
+    if groups:
+        job.put("optimizer.param_groups", groups, "TorchTitan also decays norms and embeddings")
+    name = job.value("optimizer.name")
+    if name not in (None, "AdamW"):
+        job.drop("optimizer.name", 'AdamW is used instead; "optimizer.name" has the other algorithms')
+
+
+def _schedule(job: Migration) -> None:
+    """TorchTitan has one schedule, whose decay begins after warm-up if `decay_ratio` is not set."""
+    warmup, kind = job.value("lr_scheduler.warmup_steps"), job.value("lr_scheduler.decay_type")
+    ratio, steps = job.value("lr_scheduler.decay_ratio"), job.value("training.steps")
+    total = job.value("lr_scheduler.total_steps")
+    if total not in (None, steps):
+        job.drop("lr_scheduler.total_steps")
+    if ratio is None and kind in ("linear", "cosine"):
+        job.put("lr_scheduler.kind", kind)
+    else:
+        job.put("lr_scheduler.kind", "warmup_stable_decay")
+        rest = max(0, steps - warmup) / steps
+        job.put("lr_scheduler.decay_ratio", round(rest, 6) if ratio is None else ratio)
+        job.put("lr_scheduler.decay_type", kind)
+    job.put("lr_scheduler.warmup_steps", warmup)
+    job.put("lr_scheduler.min_lr_factor", job.value("lr_scheduler.min_lr_factor"))
+
+
+def _precision(job: Migration) -> None:
+    for name in ("deterministic_warn_only", "moe_force_load_balance"):
+        if not _value(job.old, f"debug.{name}"):
+            job.drop(f"debug.{name}", "off", changes_run=False)
+    seed = job.value("debug.seed")
+    if seed is not None:
+        job.put("training.seed", seed)
+
+
+def _float8(job: Migration) -> None:
+    """`quantize.*` has an effect only for the converters that `model.converters` names."""
+    converters = job.value("model.converters")
+    section, tensor = "quantize.linear.float8", _value(job.old, "parallelism.tensor_parallel_degree", 1)
+    is_wanted = "float8" in converters or section in converters
+    if is_wanted and tensor > 1:
+        reason = f"float8 is not supported with parallelism.tensor_parallel_degree = {tensor}; the job computes in bf16"
+        job.drop("model.converters", f"{reason}. For float8, set the degree to 1, and float8.enable = true")
+    elif is_wanted:
+        recipe = job.value(f"{section}.recipe_name") or "tensorwise"
+        job.put("float8.enable", True)
+        job.put("float8.recipe", recipe)
+        for name, key in (("enable_fsdp_float8_all_gather", "all_gather"), ("emulate", "emulate")):
+            if (value := job.value(f"{section}.{name}")) and (key != "all_gather" or recipe == "tensorwise"):
+                job.put(f"float8.{key}", value)
+        precomputes = TORCHTITAN_KEYS["float8.precompute_float8_dynamic_scale_for_fsdp"]
+        job.drop(f"{section}.precompute_float8_dynamic_scale_for_fsdp", precomputes, changes_run=False)
+        skipped = [name for name in job.value(f"{section}.filter_fqns") or () if name not in ("output", "router.gate")]
+        if skipped:
+            job.drop(f"{section}.filter_fqns", TORCHTITAN_KEYS["float8.filter_fqns"])
+    if others := [name for name in converters if name not in ("float8", section)]:
+        job.drop("model.converters", f"only float8 of linear layers is supported, not {', '.join(others)}")
+    for key, _ in _leaves({"quantize": job.old.get("quantize", {})}):
+        if key not in job.done:
+            job.drop(key, "without effect, since model.converters does not name it", changes_run=False)
+
+
+def _parallelism(job: Migration) -> None:
+    if job.new["model", "name"][0] == HUGGINGFACE:
+        for name in ("tensor", "pipeline", "context", "expert"):
+            if (_value(job.old, f"parallelism.{name}_parallel_degree") or 1) > 1:
+                key = f"parallelism.{name}_parallel_degree"
+                job.drop(key, "not supported for this class of transformers; FSDP2 shards over these ranks instead")
+    if job.is_given("parallelism.disable_loss_parallel"):
+        job.put("parallelism.loss_parallel", not job.value("parallelism.disable_loss_parallel"))
+    schedule, known = job.value("parallelism.pipeline_parallel_schedule"), _schedules()
+    if job.value("parallelism.pipeline_parallel_degree") > 1:
+        if str(schedule).lower() in known:
+            job.put("parallelism.pipeline_parallel_schedule", known[str(schedule).lower()])
+        else:
+            job.drop("parallelism.pipeline_parallel_schedule", f"not supported; there are {', '.join(known.values())}")
+    else:
+        job.drop("parallelism.pipeline_parallel_schedule", "without effect without a pipeline", changes_run=False)
+    if job.is_given("parallelism.context_parallel_load_balancer"):
+        balancer = job.value("parallelism.context_parallel_load_balancer")
+        job.put("parallelism.context_parallel_load_balance", balancer == "headtail")
+    tensor = _value(job.old, "parallelism.tensor_parallel_degree", 1)
+    if _value(job.old, "parallelism.expert_tensor_parallel_degree", tensor) in (1, tensor):
+        job.drop("parallelism.expert_tensor_parallel_degree", changes_run=False)
+    if not _value(job.old, "parallelism.enable_async_tensor_parallel"):
+        job.drop("parallelism.enable_async_tensor_parallel", "off", changes_run=False)
+
+
+def _schedules() -> dict[str, str]:
+    """Return the pipeline schedules of this package, by their name in lower case."""
+    names = get_args(ParallelismConfig.model_fields["pipeline_parallel_schedule"].annotation)
+    return {str(name).lower(): str(name) for name in names}
+
+
+def _switches(job: Migration) -> None:
+    for section, switches in _SWITCHES.items():
+        if any(_value(job.old, f"{section}.{name}") for name in switches):
+            for name in switches:
+                is_on = bool(_value(job.old, f"{section}.{name}"))
+                job.drop(f"{section}.{name}", TORCHTITAN_KEYS[section] if is_on else "off", changes_run=is_on)
+        for key, _ in _leaves({section: job.old.get(section, {})}):
+            if key not in job.done:
+                job.drop(key, f"a setting of [{section}], which has no counterpart", changes_run=False)
+
+
+def _activation_checkpoint(job: Migration) -> None:
+    mode, option = job.value("activation_checkpoint.mode"), job.value("activation_checkpoint.selective_ac_option")
+    job.put("activation_checkpoint.mode", mode)
+    if mode == "selective":
+        job.put("activation_checkpoint.selective_ac_option", int(option) if str(option).isdecimal() else option)
+    elif job.is_given("activation_checkpoint.selective_ac_option"):
+        job.drop("activation_checkpoint.selective_ac_option", 'only for mode = "selective"', changes_run=False)
+    for name in ("per_op_sac_force_recompute_mm_shapes_by_fqns", "determinism_check"):
+        job.drop(f"activation_checkpoint.{name}", "not supported, and the results are the same", changes_run=False)
+    for name in ("early_stop", "preserve_rng_state"):
+        job.drop(f"activation_checkpoint.{name}", changes_run=False)
+
+
+def _compile(job: Migration) -> None:
+    enabled, components = job.value("compile.enable"), job.value("compile.components")
+    job.put("compile.enable", enabled)
+    if enabled:
+        job.put("compile.components", components)
+
+
+def _checkpoint(job: Migration) -> None:
+    enabled = job.value("checkpoint.enable")
+    job.put("checkpoint.enable", enabled)
+    if not enabled:
+        job.put("checkpoint.save_last", False, "TorchTitan saves nothing without checkpoint.enable")
+    modes = {"disabled": "disabled", "async": "thread", "async_with_pinned_mem": "process"}
+    mode = job.value("checkpoint.async_mode")
+    if mode in modes:
+        job.put("checkpoint.async_mode", modes[mode])
+    elif mode is not None:
+        job.drop("checkpoint.async_mode", f"not a mode of TorchTitan; there are {', '.join(modes)}")
+    step = job.value("checkpoint.load_step")
+    if step not in (None, -1):
+        job.put("checkpoint.load", step)
+    path = job.value("checkpoint.initial_load_path")
+    if path and _value(job.old, "checkpoint.initial_load_in_hf"):
+        job.put("model.weights", path, "checkpoint.initial_load_path of TorchTitan")
+        job.value("checkpoint.initial_load_in_hf")
+    elif path:
+        reason = "checkpoints of TorchTitan cannot be loaded; set model.weights to one in the Hugging Face format"
+        job.drop("checkpoint.initial_load_path", reason)
+    job.drop("checkpoint.folder", changes_run=False)
+    job.drop("checkpoint.export_dtype", changes_run=False)
+    job.drop("checkpoint.last_save_in_hf", changes_run=False)
+    job.drop("checkpoint.last_save_model_only", "every checkpoint can be resumed", changes_run=False)
+    for name in ("initial_load_model_only", "initial_load_in_hf", "initial_load_in_hf_quantized", "load_only"):
+        if not path or not _value(job.old, f"checkpoint.{name}"):
+            job.drop(f"checkpoint.{name}", "off, or without checkpoint.initial_load_path", changes_run=False)
+    if excluded := job.value("checkpoint.exclude_from_loading"):
+        names = {"optimizer": "optimizer", "dataloader": "data", "train_state": "step", "lr_scheduler": "step"}
+        parts = sorted({names[part] for part in excluded if part in names})
+        job.drop("checkpoint.exclude_from_loading", f"with checkpoint.load, set the key to {json.dumps(parts)}")
+
+
+def _validation(job: Migration) -> None:
+    if not job.value("validation.enable"):
+        for key, _ in _leaves({"validation": job.old.get("validation", {})}):
+            if key != "validation.enable":
+                job.drop(key, "without effect, since validation.enable is false", changes_run=False)
+        return
+    job.put("validation.freq", job.value("validation.freq"))
+    local, steps = job.value("validation.local_batch_size"), job.value("validation.steps")
+    job.put("validation.local_batch_size", local)
+    ranks = _data_parallel_ranks(job)
+    if steps > 0 and ranks is not None:
+        job.put("validation.max_samples", steps * local * ranks)
+    elif steps > 0:
+        wanted = f"set validation.max_samples to {steps * local} times the data-parallel ranks"
+        job.drop("validation.steps", f"{wanted}, or use the option --world-size of migrate")
+    _dataset(job, "validation", "validation.data")
+    for key in ("streaming", "shuffle"):
+        job.new.pop(("validation", "data", key), None)
+    if _value(job.old, "validation.seq_len") not in (None, _value(job.old, "training.seq_len", 2048)):
+        job.drop("validation.seq_len", "validation uses training.seq_len")
+    job.value("validation.seq_len")
+
+
+_KEYS = {format_key((*table.key, name)) for table in tables(JobConfig) for name in table.section.model_fields}
+
+
+def _others(job: Migration) -> None:
+    """Carry the keys with another name, or with the same name in both, and note all others."""
+    for key, value in list(job.rest()):
+        remedy = TORCHTITAN_KEYS.get(key)
+        if remedy is not None and " " not in remedy:
+            job.put(remedy, value)
+        elif remedy is not None:
+            is_needless = remedy.startswith("not needed") or value in (False, None, "", []) or key in _COSMETIC
+            job.drop(key, changes_run=not is_needless)
+        elif key in _COSMETIC:
+            job.drop(key, "not needed here", changes_run=False)
+        elif key in _KEYS:
+            job.put(key, value)
+        else:
+            job.drop(key, "not a key of TorchTitan v0.2 that is known here; look for it in the reference")

@@ -1,0 +1,193 @@
+"""Rules across sections for the loss, and the job of its second model. Part of `titan_launch.config.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan_launch.config.architectures import ARCHITECTURES, known_args, unit_taken, vocabulary_taken
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.data import sources_of
+from titan_launch.config.sections.data import FactoryData, PreferenceData, TokensData
+from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
+from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
+from titan_launch.config.sections.training import BASE, FrozenModelConfig, GradientAccumulationConfig, LossConfig
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
+
+_NAME: KeyPath = ("loss", "name")
+_TABLES = {"dpo": "reference", "distillation": "teacher"}
+"""The losses with a table of their own, each with the key that the table must have."""
+
+
+def loss_exists(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if `loss.name` is neither a loss of this package nor a valid import string."""
+    name, known = config.loss.name, ("cross_entropy", *_TABLES)
+    if ":" in name:
+        module, _, function = name.partition(":")
+        if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+            yield Problem(_NAME, "must have the form package.module:function for a loss of your own", name)
+    elif name not in known:
+        names = ", ".join(f'"{loss}"' for loss in known)
+        hint = did_you_mean(name, known)
+        yield Problem(_NAME, f"unknown loss; must be {names}, or package.module:function for your own{hint}", name)
+
+
+def loss_has_its_table(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for a loss without the table that it needs, and for the table of another loss."""
+    for name, key in _TABLES.items():
+        has_table, table = getattr(config.loss, name) is not None, f"[loss.{name}]"
+        if config.loss.name == name and not has_table:
+            yield Problem(_NAME, f"needs the table {table} with the key {key}", name, also=(("loss", name),))
+        elif has_table and config.loss.name != name:
+            reason = f'applies only to loss.name = "{name}"; remove this table, or set that name'
+            yield Problem(("loss", name), reason, also=(_NAME,))
+
+
+def only_the_cross_entropy_has_its_options(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each option of the cross-entropy that is set with another loss."""
+    if config.loss.name != "cross_entropy":
+        for name, value in config.loss.changed("chunks", "z_loss", "label_smoothing"):
+            reason = f'is an option of the cross-entropy, and loss.name is "{config.loss.name}"; remove this key'
+            yield Problem(("loss", name), reason, value, also=(_NAME,))
+
+
+def losses_of_logits_have_whole_logits(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each kind of parallelism that divides the logits or the model, and that a loss other than
+    the cross-entropy does not support."""
+    loss, parallelism = config.loss, config.parallelism
+    if loss.name == "cross_entropy":
+        return
+    divides_logits = parallelism.tensor_parallel_degree > 1 and parallelism.loss_parallel
+    needs = "reads the logits of all classes and of whole sequences"
+    obstacles = [
+        ("loss_parallel", divides_logits, needs, "set false"),
+        ("context_parallel_degree", parallelism.context_parallel_degree > 1, needs, "set 1"),
+    ]
+    if loss.is_of_package:
+        degrees = ("pipeline_parallel_degree", "expert_parallel_degree")
+        what = "runs a second model, which is not divided"
+        obstacles += [(name, getattr(parallelism, name) > 1, what, "set 1") for name in degrees]
+    for name, is_set, what, remedy in obstacles:
+        if is_set:
+            reason = f'is not supported with loss.name = "{loss.name}", which {what}; {remedy}'
+            yield Problem(("parallelism", name), reason, getattr(parallelism, name), also=(_NAME,))
+
+
+def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for data without pairs of answers with `dpo`, and for data of pairs with another loss. (For
+    token files, which may have pairs, the run checks this.)"""
+    for source, data in sources_of(config):
+        has_pairs, also = isinstance(data, PreferenceData), (_NAME,)
+        if config.loss.name == "dpo":
+            if isinstance(data, TokensData):
+                continue
+            if not has_pairs and not (isinstance(data, FactoryData) and data.samples == "documents"):
+                reason = 'has no pairs of answers, which loss.name = "dpo" needs; set kind = "preferences"'
+                yield Problem((*source, "kind"), reason, data.kind, also=also)
+        elif has_pairs:
+            reason = f'has pairs of answers, which only loss.name = "dpo" uses, not "{config.loss.name}"; set that loss'
+            yield Problem((*source, "kind"), reason, data.kind, also=also)
+
+
+def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the reference of `dpo` is the base of adapters, and the job has none or also trains the
+    base."""
+    if config.loss.name != "dpo" or config.loss.dpo is None or config.loss.dpo.reference != BASE:
+        return
+    key: KeyPath = ("loss", "dpo", "reference")
+    if not config.lora.targets:
+        reason = "is the model without its adapters, but the job has none; set lora.targets, or name a folder"
+        yield Problem(key, reason, BASE, also=(("lora", "targets"),))
+    for name in ("trainable", "unfreeze"):
+        if getattr(config.training, name):
+            reason = f"changes if training.{name} also trains parameters of the base; remove that key, or name a folder"
+            yield Problem(key, reason, BASE, also=(("training", name),))
+
+
+def second_model_fits(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for the folder of a second model that cannot be read, or whose model takes other inputs."""
+    second = config.loss.frozen_model()
+    if second is None:
+        return
+    try:
+        model = frozen_job(config, second).model
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if unit_taken(model) != config.data.unit:
+        reason = f"holds a model ({model.name}) that takes {unit_taken(model)}, but the data consists of "
+        yield Problem(second.key, reason + config.data.unit, second.folder, also=(("data", "kind"),))
+        return
+    theirs, own = vocabulary_taken(model), vocabulary_taken(config.model)
+    if None not in (theirs, own) and theirs != own:
+        reason = f"its vocabulary has {theirs} tokens, but that of the trained model has {own}; name another model"
+        yield Problem(second.key, reason, second.folder, also=(("model", "name"), ("model", "args")))
+    args, seq_len = known_args(model), config.training.seq_len
+    longest = None if args is None else args.longest_sequence()
+    if longest is not None and seq_len > longest[1]:
+        reason = f"has positions for {longest[1]} tokens, but training.seq_len is {seq_len}; set at most {longest[1]}"
+        yield Problem(second.key, reason, second.folder, also=(("training", "seq_len"),))
+
+
+def frozen_job(config: JobConfig, second: FrozenModelConfig) -> JobConfig:
+    """Return the job that describes the second model of a loss: its folder, its dtypes, and nothing that only training
+    needs. Raises ConfigError if the folder does not hold a model of this package.
+
+    A model with the arguments of the trained model also has its precision rules.
+    """
+    from titan_launch.config.huggingface.config_json import differences, read_folder_config
+    from titan_launch.config.huggingface.features import WeightsError
+
+    try:
+        folder = read_folder_config(second.folder)
+    except WeightsError as error:
+        raise config_error(second.key, str(error), second.folder) from None
+    if folder.name not in ARCHITECTURES:
+        reason = f"holds {folder.name}, which is not a model of this package; name a folder with such a model"
+        raise config_error(second.key, reason, second.folder)
+    args = known_args(config.model)
+    is_same = folder.name == config.model.name and args is not None and not differences(folder.name, args, folder)
+    if is_same:
+        model = config.model.model_copy(update={"weights": second.folder, "exclude_from_weights": ()})
+    else:
+        model = ModelConfig(
+            name=folder.name, flavor=folder.flavor, args=dict(folder.args), weights=second.folder, loss=None
+        )
+    own, dtype = config.precision, second.dtype or config.precision.param_dtype
+    rules = [
+        rule.model_copy(update={"storage_dtype": rule.storage_dtype or rule.param_dtype or own.storage_dtype})
+        for rule in own.rules
+    ]
+    frozen = {
+        "model": model,
+        "precision": own.model_copy(
+            update={
+                "storage_dtype": dtype,
+                "frozen_storage_dtype": None,
+                "param_dtype": dtype,
+                "rules": tuple(rules) if is_same else (),
+            }
+        ),
+        "training": config.training.model_copy(update={"trainable": None, "frozen": (), "unfreeze": ()}),
+        "lora": LoRAConfig(),
+        "batchnorm": BatchNormConfig(),
+        "loss": LossConfig(),
+        "activation_checkpoint": ActivationCheckpointConfig(),
+        "gradient_accumulation": GradientAccumulationConfig(),
+        "compile": CompileConfig(),
+        "float8": Float8Config(),
+    }
+    return config.model_copy(update=frozen)
+
+
+LOSS_RULES = (
+    loss_exists,
+    loss_has_its_table,
+    only_the_cross_entropy_has_its_options,
+    losses_of_logits_have_whole_logits,
+    pairs_are_for_preferences,
+    base_is_frozen,
+    second_model_fits,
+)
+"""The rules of this file."""

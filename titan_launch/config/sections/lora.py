@@ -1,0 +1,43 @@
+"""`[lora]`: low-rank adapters of a frozen model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from titan_launch.config.sections.base import Array, Section
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685). All other parameters are frozen. The product of a target with its
+    weight W becomes the product with W + scale * B A, where A has `rank` rows and B has `rank` columns. At the start
+    B A is 0, so the first step computes what the model computes without adapters."""
+
+    targets: Array[str] = ()
+    """Globs of the modules that get adapters, such as `["layers.*.attention.w*"]`: linear layers, embeddings, and the
+    experts of a mixture. A glob may match other modules too, which get none. `*` matches within one segment of a module
+    path, `**` crosses dots. The adapter of a module is its child `lora`. Empty: no adapters."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    """Rows of A, and columns of B. At most the smaller side of each target's weight."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The scale of the adapters is `alpha / rank`."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability with which an element of an adapter's input is set to zero in training. Adapters of embeddings, whose
+    inputs are token ids, have no dropout."""
+
+    rank_stabilized: bool = False
+    """Scale by `alpha / sqrt(rank)` instead (arXiv:2312.03732), so that a larger rank does not slow down learning."""
+
+    adapter: str | None = None
+    """Folder of `peft` with the initial values of the adapters: `adapter_config.json` and `adapter_model.safetensors`,
+    as `titan-launch export --adapter` writes them. Its rank, scale and targets must be those of the job. A run that
+    resumes does not read the folder."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product B A."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)

@@ -1,0 +1,17 @@
+"""The commit of a git checkout."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of the git checkout that a folder is in, with `-dirty` if files have changed. None without a
+    checkout, or without git."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

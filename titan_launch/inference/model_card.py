@@ -1,0 +1,90 @@
+"""The model card of an export: README.md with the origin of the weights."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titan_launch import __version__
+from titan_launch.checkpoint.index import read_index, read_tensor
+from titan_launch.checkpoint.manifest import checkpoint_name
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.inference.saved_model import SavedModel
+from titan_launch.train.run_folder.folder import checkpoint_folder
+
+CARD = "README.md"
+
+
+def write_card(folder: Path, source: SavedModel, origin: Path, library: str) -> None:
+    """Write the model card of an export into its folder. `origin`: the exported folder. `library`: the library that
+    loads the export, as Hugging Face names it.
+
+    Raises FileExistsError if the folder has a card.
+    """
+    with (folder / CARD).open("x", encoding="utf-8") as file:
+        file.write("\n".join(_lines(source, origin, library)) + "\n")
+
+
+def _lines(source: SavedModel, origin: Path, library: str) -> Iterator[str]:
+    manifest = source.manifest
+    base = None if manifest is None else manifest.base
+    yield from ("---", f"library_name: {library}")
+    if base is not None:
+        yield f"base_model: {toml_value(base.folder)}"
+    yield from ("---", "", f"# {source.job.job.name if manifest else origin.name}", "")
+    yield from ("| | |", "|---|---|")
+    yield _row("exported from", f"`{origin}`, {source.description}")
+    if base is not None:
+        yield _row("base", f"`{base.folder}`, fingerprint `{base.fingerprint.digest}`")
+    elif source.base is not None:
+        yield _row("base", f"`{source.base}`")
+    yield _row("model", f"`{source.job.model.name}`, {source.num_parameters:,} elements in all tensors")
+    if manifest is not None:
+        progress = _progress(origin, manifest.step)
+        yield _row("steps", f"{manifest.step:,} on {manifest.world_size} ranks")
+        samples = progress["samples_seen"]
+        if source.job.data.unit != "images":
+            length = source.job.training.seq_len
+            yield _row("tokens", f"{samples * length:,} ({samples:,} samples of {length})")
+        else:
+            yield _row("samples", f"{samples:,}")
+        if manifest.validation_loss is not None:
+            yield _row("validation loss", f"{manifest.validation_loss:.4f}")
+        for section, fingerprint in manifest.data.items():
+            yield _row(section, f"{_named(source, section)}fingerprint `{fingerprint.digest}`")
+        yield _row("trained with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+        yield _row("command", f"`{manifest.command}`")
+        if manifest.commit is not None:
+            yield _row("commit", f"`{manifest.commit}`")
+        yield _row("config", f"SHA-256 `{manifest.config_digest}`")
+    yield _row("exported with", f"titan_launch {__version__}: `{shlex.join(['titan-launch', *sys.argv[1:]])}`")
+    if manifest is not None:
+        yield from ("", "## Job", "", "```toml", *_toml(source.record), "```")
+
+
+def _row(name: str, text: str) -> str:
+    return f"| {name} | {text.replace('|', '&#124;')} |"
+
+
+def _progress(run: Path, step: int) -> dict[str, int]:
+    checkpoint = checkpoint_folder(run) / checkpoint_name(step)
+    index = read_index(checkpoint)
+    return {"samples_seen": int(read_tensor(checkpoint, index["progress.samples_seen"]))}
+
+
+def _named(source: SavedModel, section: str) -> str:
+    """Return the path or the kind of a data source of the job."""
+    table: Any = source.record
+    for part in section.split("."):
+        table = table[int(part)] if part.isdecimal() else table.get(part, {})
+    return f"`{table.get('path') or table.get('kind')}`, " if isinstance(table, dict) else ""
+
+
+def _toml(record: Any) -> Iterator[str]:
+    """Yield the sections of the job as TOML, as `config.json` of the run has them."""
+    for section, table in record.items():
+        yield f"[{section}]"
+        yield from (f"{key} = {toml_value(value)}" for key, value in table.items())

@@ -1,0 +1,139 @@
+"""What the modules of a model learn: norms of gradients, parameters and updates, and the scale of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_launch.distributed.dtensor import local_tensor, number_of_copies
+from titan_launch.plan.types import is_within
+
+_NORMS = ("learned/grad_norm", "learned/param_norm", "learned/update_norm")
+_OUTPUTS = ("activations/rms", "activations/underflow", "activations/overflow")
+
+
+class Learned:
+    """Measurements of modules in the steps that are reported. The host does not wait for the device."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        paths: Sequence[str],
+        groups: Mapping[str, Sequence[str]],
+        with_outputs: bool,
+        device: torch.device,
+        stack: ExitStack,
+    ):
+        """`modules`: this rank's modules by path, the root first. `paths`: modules of the whole model that are
+        measured, each alone. `groups`: paths of modules whose outputs are measured together, by name. `with_outputs`:
+        False if outputs are not measured. Closing `stack` removes all hooks."""
+        self._paths = paths
+        named = [
+            (name, p) for name, p in modules[""].named_parameters() if any(is_within(name, path) for path in paths)
+        ]
+        self._parameters = [parameter for _, parameter in named]
+        self._shares = torch.tensor([1 / number_of_copies(p) for p in self._parameters], device=device)
+        pairs = [(i, j) for i, (name, _) in enumerate(named) for j, path in enumerate(paths) if is_within(name, path)]
+        self._members, self._owners = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
+        self._norms = torch.zeros(len(_NORMS), len(paths), device=device)
+        self._before: list[Tensor] = []
+        self._step, self._is_on = 0, False
+        self._names = [*paths, *groups] if with_outputs else []
+        self._outputs = torch.zeros(len(self._names), 1 + len(_OUTPUTS), device=device)
+        for index, members in enumerate([*([path] for path in paths), *groups.values()] if with_outputs else []):
+            for path in members:
+                if path in modules:  # else another pipeline rank has it
+                    hook = modules[path].register_forward_hook(_output_hook(self, index))
+                    stack.callback(hook.remove)
+
+    @contextmanager
+    def measuring(self, step: int) -> Iterator[None]:
+        """Measure a step during the block, which calls `before_update`. The parameters are copied until its end."""
+        self._step, self._is_on = step, True
+        self._outputs.zero_()
+        try:
+            yield
+        finally:
+            self._is_on = False
+            if self._before:
+                after = self._locals()
+                torch._foreach_sub_(self._before, after)
+                self._norms[2] = self._squares(self._before)
+            self._before = []
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Measure gradients and parameters, when all gradients of the step are complete."""
+        if not self._is_on:
+            return
+        values = self._locals()
+        gradients = [torch.zeros((), device=p.device) if p.grad is None else p.grad for p in self._parameters]
+        gradients = [local_tensor(gradient).float() for gradient in gradients]
+        self._norms[0], self._norms[1] = self._squares(gradients), self._squares(values)
+        self._before = values
+
+    def _locals(self) -> list[Tensor]:
+        """Return copies in fp32 of this rank's parts of the parameters."""
+        return [local_tensor(p).detach().to(torch.float32, copy=True) for p in self._parameters]
+
+    def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the squares of the tensors of each module."""
+        sums = self._norms.new_zeros(len(self._paths))
+        if not tensors:
+            return sums
+        norms = torch.stack(torch._foreach_norm(list(tensors))).to(sums.device)
+        return sums.index_add_(0, self._owners, (norms.square() * self._shares)[self._members])
+
+    def add_output(self, index: int, output: Tensor) -> None:
+        """Add an output of the modules with number `index`."""
+        x = output.detach().float()
+        size, largest = x.abs(), torch.finfo(torch.bfloat16)
+        self._outputs[index, 0] += x.numel()
+        self._outputs[index, 1] += x.square().sum()
+        self._outputs[index, 2] += ((size < largest.tiny) & (size > 0)).sum()
+        self._outputs[index, 3] += (~(size <= largest.max)).sum()
+
+    @property
+    def is_on(self) -> bool:
+        """True during a step that is measured."""
+        return self._is_on
+
+    def take(self, step: int) -> dict[str, Tensor]:
+        """Return the measurements of a step by tag, the same on all ranks; empty if it was not measured. Collective."""
+        if step != self._step:
+            return {}
+        together = torch.cat([self._norms.flatten(), self._outputs.flatten()])
+        if dist.is_initialized():
+            dist.all_reduce(together)
+        squares, outputs = together.split([self._norms.numel(), self._outputs.numel()])
+        norms = squares.view_as(self._norms).sqrt()
+        values = {f"{kind}/{path}": norms[i, j] for i, kind in enumerate(_NORMS) for j, path in enumerate(self._paths)}
+        values |= {f"learned/update_ratio/{path}": norms[2, j] / norms[1, j] for j, path in enumerate(self._paths)}
+        for name, (count, total, below, above) in zip(
+            self._names, outputs.view_as(self._outputs).unbind(), strict=True
+        ):
+            found = ((total / count).sqrt(), below / count, above / count)
+            values |= {f"{kind}/{name}": value for kind, value in zip(_OUTPUTS, found, strict=True)}
+        return values
+
+
+def _output_hook(learned: Learned, index: int) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if learned.is_on:
+            for tensor in _floating(output):
+                learned.add_output(index, tensor)
+
+    return hook
+
+
+def _floating(output: Any) -> Iterable[Tensor]:
+    found = output if isinstance(output, (tuple, list)) else [output]
+    for tensor in found:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,70 @@
+"""Metrics as a run of MLflow."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from titan_launch.metrics.sinks.base import Sink, SinkContext
+
+_MAX_METRICS, _MAX_PARAMS = 1000, 100
+"""Largest numbers of metrics and parameters in one call of MLflow's REST API."""
+
+_RUN_ID = "titan_launch.run_id"
+"""Tag with `SinkContext.run_id`."""
+
+
+class MlflowSink(Sink):
+    """A sink that writes a run of MLflow. The environment variables of MLflow apply, such as MLFLOW_TRACKING_URI and
+    MLFLOW_EXPERIMENT_NAME.
+
+    The keys of the job are the parameters. A resumed run continues its run. Metrics of steps that run again are added,
+    and MLflow shows the latest.
+    """
+
+    def __init__(self, run: SinkContext):
+        """Raises an error of MLflow if the tracking server or folder cannot be used."""
+        self._client = MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "titan_launch")
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        found = self._client.search_runs([experiment_id], f"tags.`{_RUN_ID}` = '{run.run_id}'", max_results=1)
+        if found:
+            self._run_id = found[0].info.run_id
+            self._client.set_terminated(self._run_id, "RUNNING")
+            return
+        created = self._client.create_run(experiment_id, run_name=run.name, tags={_RUN_ID: run.run_id})
+        self._run_id = created.info.run_id
+        params = _params(run.config, "")
+        while part := list(islice(params, _MAX_PARAMS)):
+            self._client.log_batch(self._run_id, params=part)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Send the metrics to the tracking server."""
+        now = int(time.time() * 1000)
+        metrics = (Metric(tag, value, now, step) for tag, value in scalars.items())
+        while part := list(islice(metrics, _MAX_METRICS)):
+            self._client.log_batch(self._run_id, metrics=part)
+
+    def text(self, tag: str, text: str) -> None:
+        """Store a text as an artifact."""
+        self._client.log_text(self._run_id, text, f"{tag}.md")
+
+    def close(self, failed: bool = False) -> None:
+        """Set the state of the run."""
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+def _params(table: Mapping[str, Any], prefix: str) -> Iterator[Param]:
+    """Yield the keys of a job with their values as text."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _params(value, f"{prefix}{name}.")
+        else:
+            yield Param(f"{prefix}{name}", str(value))

@@ -1,0 +1,302 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of linear layers, embeddings and experts.
+
+A target keeps its path and the names of its parameters, and gets a child, `lora`. Its product with the weight W then
+also adds the result of the child, scale * B A x. The child is a module with a forward of its own, so that it can be an
+FSDP2 unit with its own dtypes.
+
+The sum is formed inside of the target's forward, where `nn.Linear` or `nn.Embedding` computes the product. So a layer
+that changes the product, such as an output layer with a soft cap, changes the sum of both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.core.errors import ConfigError, Problem, listed
+from titan_launch.core.globs import matches
+from titan_launch.models.blocks import has_forward
+from titan_launch.models.mixture_of_experts import ExpertProduct, Experts
+from titan_launch.plan.freezing import ADAPTER
+from titan_launch.plan.types import full_name, parent
+from titan_launch.plan.units.rule_assignment import nothing_matched
+
+_TARGETS: tuple[str, str] = ("lora", "targets")
+_EXPERT_WEIGHTS = ("w1", "w2", "w3")
+
+
+class LoRA(nn.Module):
+    """The adapter of a linear layer."""
+
+    def __init__(self, shape: Sequence[int], config: LoRAConfig):
+        """`shape`: (out, in), the shape of the weight. The parameters are `a` (rank, in) and `b` (out, rank)."""
+        super().__init__()
+        self.scale, self.dropout = config.scale, config.dropout
+        *stack, num_out, num_in = shape
+        self.a = nn.Parameter(torch.empty(*stack, config.rank, num_in))
+        self.b = nn.Parameter(torch.empty(*stack, num_out, config.rank))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw `a` as `peft` does (`kaiming_uniform_` with a = sqrt(5)), and set `b` to 0."""
+        bound = self.a.shape[-1] ** -0.5
+        nn.init.uniform_(self.a, -bound, bound)
+        nn.init.zeros_(self.b)
+
+    def forward(self, x: Tensor, product: ExpertProduct = F.linear) -> Tensor:
+        """Map (..., in) to (..., out). `product`: the function that multiplies by `a` and by `b`."""
+        low = product(F.dropout(x, self.dropout, self.training), self.a, None)
+        return product(low * self.scale, self.b, None)
+
+    def delta(self) -> Tensor:
+        """Return the matrix that the adapter adds to the weight, in the shape of the weight and in fp32. The parameters
+        must not be sharded."""
+        return delta(self.a, self.b, self.scale)
+
+
+class EmbeddingLoRA(LoRA):
+    """The adapter of an embedding, whose weight is (rows, dim): `a` is (rank, rows), and `b` is (dim, rank)."""
+
+    def __init__(self, embedding: nn.Embedding, config: LoRAConfig):
+        super().__init__(embedding.weight.shape[::-1], config)
+        self.padding_idx = embedding.padding_idx
+
+    def reset_parameters(self) -> None:
+        """Set `a` to 0 and draw `b`, as `peft` does: a row of `a` without gradients then adds nothing."""
+        nn.init.zeros_(self.a)
+        nn.init.normal_(self.b)
+
+    def forward(self, x: Tensor, product: ExpertProduct = F.linear) -> Tensor:
+        """Map indices of rows, of any shape, to (..., dim)."""
+        return product(F.embedding(x, self.a.T, self.padding_idx) * self.scale, self.b, None)
+
+    def delta(self) -> Tensor:
+        """Return the matrix that the adapter adds to the weight."""
+        return delta(self.a, self.b, self.scale, is_embedding=True)
+
+
+class StackedLoRA(LoRA):
+    """The adapter of one stacked weight of experts: `a` is (experts, rank, in), and `b` is (experts, out, rank). Its
+    rows are sorted by expert, and its product is that of the experts."""
+
+
+def delta(a: Tensor, b: Tensor, scale: float, is_embedding: bool = False) -> Tensor:
+    """Return the matrix that an adapter adds to the weight of its target, in the shape of the weight and in fp32."""
+    product = b.float() @ a.float() * scale
+    return product.mT if is_embedding else product
+
+
+class Adapter(NamedTuple):
+    """The names of an adapter's parameters, and of the weight that it changes."""
+
+    weight: str
+    a: str
+    b: str
+    scale: float
+    is_embedding: bool
+
+    def merged(self, read: Callable[[str], Tensor]) -> Tensor:
+        """Return the weight with its adapter, in the dtype of the weight. The sum is formed in fp32.
+
+        `read` returns a whole parameter by its name.
+        """
+        weight = read(self.weight)
+        added = delta(read(self.a), read(self.b), self.scale, self.is_embedding)
+        return (weight.float() + added.to(weight.device)).to(weight.dtype)
+
+
+def adapters_of(model: nn.Module) -> Iterator[Adapter]:
+    """Yield the adapters of a model, in the order of `named_modules`. The model may be on the meta device."""
+    for path, module in model.named_modules():
+        if isinstance(module, LoRA):
+            owner, name = parent(path), "weight"
+            if isinstance(module, StackedLoRA):
+                owner, name = parent(owner), path.rpartition(".")[2]
+            is_embedding = isinstance(module, EmbeddingLoRA)
+            yield Adapter(full_name(owner, name), f"{path}.a", f"{path}.b", module.scale, is_embedding)
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Let the model, wrapped or not, compute what its base computes, during the block.
+
+    The results of adapters are multiplied by 0. They are computed nevertheless, so that the units of the model run as
+    in every other forward.
+    """
+    adapters = [(module, module.scale) for module in model.modules() if isinstance(module, LoRA)]
+    try:
+        for adapter, _ in adapters:
+            adapter.scale = 0.0
+        yield
+    finally:
+        for adapter, scale in adapters:
+            adapter.scale = scale
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> None:
+    """Add the adapters of a model to its weights and remove them, in place. The parameters must not be sharded."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for adapter in list(adapters_of(model)):
+        parameters[adapter.weight].copy_(adapter.merged(parameters.__getitem__))
+    for module in list(model.modules()):
+        if isinstance(module, Experts):
+            module.lora = None
+        elif isinstance(getattr(module, ADAPTER, None), LoRA):
+            delattr(module, ADAPTER)
+            module.__class__ = class_without_adapter(module)
+
+
+def add_adapters(model: nn.Module, config: LoRAConfig, device: torch.device | None = None) -> None:
+    """Add adapters to the modules that `lora.targets` matches, in place. Without targets, nothing changes.
+
+    `device`: device of the adapters, by default meta. `plan.freezing` freezes all other parameters.
+
+    Raises ConfigError for a glob that matches nothing that can have an adapter, a layer that does not compute as
+    `nn.Linear` or `nn.Embedding` does, a weight that another module shares, and a rank above the smaller side of a
+    weight.
+    """
+    if not config.targets:
+        return
+    targets, problems = _find_targets(model, config.targets)
+    if not problems:
+        refusals = (_refusal(model, path, module) for path, module in targets.items())
+        problems += [Problem(_TARGETS, reason, list(config.targets)) for reason in filter(None, refusals)][:1]
+        problems += _rank_problem(targets, config)
+    if problems:
+        raise ConfigError(problems)
+    with device or torch.device("meta"):
+        for module in targets.values():
+            if isinstance(module, Experts):
+                shapes = {name: module.get_parameter(name).shape for name in _EXPERT_WEIGHTS}
+                module.lora = nn.ModuleDict({name: StackedLoRA(shape, config) for name, shape in shapes.items()})
+            elif isinstance(module, nn.Linear):
+                attach(module, LoRA(module.weight.shape, config), nn.Linear)
+            else:
+                assert isinstance(module, nn.Embedding)
+                attach(module, EmbeddingLoRA(module, config), nn.Embedding)
+
+
+def attach(module: nn.Module, adapter: LoRA, product: type[nn.Module]) -> None:
+    """Make an adapter a child of its target, and let the target add the result of the adapter to that of `product`, the
+    class of the target, or a base class, whose forward computes the product."""
+    cls: Any = type(module)
+    of: Any = product
+    module.__class__ = _adapted(cls, of)
+    module.register_module(ADAPTER, adapter)
+
+
+def class_without_adapter(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, or the class that it had before it got an adapter."""
+    cls: type[nn.Module] = getattr(type(module), "__adapts__", type(module))
+    return cls
+
+
+class _Adapted:
+    """A base class of targets, before the class in the method resolution order that computes the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product and the result of the adapter, added.
+
+        PyTorch's tensor parallelism multiplies DTensors. The adapter then computes this rank's part of its result from
+        this rank's part of `x`, and both results are divided alike.
+        """
+        product: Tensor = super().forward(x)  # type: ignore[misc]
+        adapter: Callable[[Tensor], Tensor] = self.lora  # type: ignore[attr-defined]
+        if not (isinstance(x, DTensor) and isinstance(product, DTensor)):
+            return product + adapter(x)
+        gradients = [Partial() if placement.is_replicate() else placement for placement in x.placements]
+        part = adapter(x.to_local(grad_placements=gradients))
+        return product + DTensor.from_local(part, product.device_mesh, product.placements, run_check=False)
+
+
+@cache
+def _adapted(cls: Any, product: Any) -> type[nn.Module]:
+    """Return a subclass of `cls`, with the same name, in which `_Adapted` comes just before `product`."""
+
+    def subclass(of: type[nn.Module], *bases: type) -> type[nn.Module]:
+        same: dict[str, Any] = {name: getattr(of, name) for name in ("__module__", "__qualname__", "__doc__")}
+        return type(of.__name__, bases, {**same, "__adapts__": cls})
+
+    adapted = subclass(product, _Adapted, product)
+    return adapted if cls is product else subclass(cls, cls, adapted)
+
+
+def _find_targets(model: nn.Module, globs: Sequence[str]) -> tuple[dict[str, nn.Module], list[Problem]]:
+    """Return the modules that can have an adapter and that a glob matches, by their first path, and a problem for each
+    glob that matches none of them."""
+    everything = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if path]
+    first = {module: path for path, module in reversed(everything)}
+    targets: dict[str, nn.Module] = {}
+    problems = []
+    for index, glob in enumerate(globs):
+        matched = [(path, module) for path, module in everything if matches(glob, path)]
+        found = [module for _, module in matched if isinstance(module, (nn.Linear, nn.Embedding, Experts))]
+        targets |= {first[module]: module for module in found}
+        if found:
+            continue
+        others = [f"{path} ({type(module).__name__})" for path, module in matched if has_forward(module)]
+        paths = [path for path, module in everything if has_forward(module)]
+        reason = (
+            f"matches only {listed(others)}; adapters are for linear layers (nn.Linear), embeddings (nn.Embedding) and "
+            "stacked experts (Experts): name such modules, also inside of those that it matches"
+            if others
+            else nothing_matched(glob, paths, [path for path, module in everything if not has_forward(module)])
+        )
+        problems.append(Problem((*_TARGETS, index), reason, glob))
+    return targets, problems
+
+
+def _refusal(model: nn.Module, path: str, module: nn.Module) -> str | None:
+    """Return the reason why a target cannot have an adapter; None if it can."""
+    what = f"matches {path} ({type(module).__name__}),"
+    if isinstance(model.get_submodule(parent(path)), nn.MultiheadAttention):
+        return f"{what} whose weight nn.MultiheadAttention reads without a call of the layer; name other modules"
+    forward = None if isinstance(module, Experts) else _own_forward(module)
+    if forward is not None:
+        return f"{what} whose forward ({forward}) does not call super().forward; such a layer cannot have an adapter"
+    sharers = [
+        other_path
+        for other_path, other in model.named_modules()
+        if other is not module and {*map(id, other._parameters.values())} & {*map(id, _weights(module))}
+    ]
+    if sharers:
+        return f"{what} which shares its weight with {listed(sharers)}, so it cannot be merged; name other modules"
+    return None
+
+
+def _rank_problem(targets: Mapping[str, nn.Module], config: LoRAConfig) -> Iterator[Problem]:
+    sides = {path: min(min(weight.shape[-2:]) for weight in _weights(module)) for path, module in targets.items()}
+    path = min(sides, key=sides.__getitem__)
+    if config.rank > sides[path]:
+        reason = f"is above the smaller side of {path}, {sides[path]}; set {sides[path]} or less, or name only larger "
+        yield Problem(("lora", "rank"), f"{reason}layers in lora.targets", config.rank, also=(_TARGETS,))
+
+
+def _weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of a target to which adapters add."""
+    names = _EXPERT_WEIGHTS if isinstance(module, Experts) else ("weight",)
+    return [module.get_parameter(name) for name in names]
+
+
+def _own_forward(module: nn.Module) -> str | None:
+    """Return the name of the function that computes the product of a target in place of `nn.Linear.forward` or
+    `nn.Embedding.forward`; None if one of these does."""
+    if "forward" in vars(module):
+        return "an attribute of the module"
+    for cls in type(module).__mro__:
+        if cls in (nn.Linear, nn.Embedding):
+            return None
+        forward = inspect.unwrap(vars(cls).get("forward", _own_forward))
+        if forward is not _own_forward and "super" not in forward.__code__.co_names:
+            return f"{cls.__qualname__}.forward"
+    return None

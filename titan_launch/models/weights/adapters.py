@@ -1,0 +1,313 @@
+"""Folders of adapters in the format of the library `peft`: names, layouts, and reads. The metadata needs no torch.
+
+A module of `transformers` may be several of this package (`qkv_proj`). Their adapters then are one of `peft`: it has
+their rows of A one after another, and a B of blocks, which is zero elsewhere. Its rank is the sum of their ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from titan_launch.config.architectures import resolve_args
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.huggingface.adapters import config_problems, read_config
+from titan_launch.config.huggingface.config_json import model_type_of
+from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.core.errors import listed
+from titan_launch.models.weights.folder import FLOATS, VOCABULARY, in_halves, interleaved, read_file, read_header
+from titan_launch.models.weights.tensor_names import Piece, Shape, pieces_of, tensor_shapes
+from titan_launch.plan.types import parent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE = "adapter_model.safetensors"
+
+BASE = "base_fingerprint"
+"""Key of the metadata of an exported file: the digest of the folder of `model.weights`."""
+
+_PREFIX = "base_model.model."
+
+_EXPERTS = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0)}
+"""The stacked parameter of `transformers` for each weight of the experts, and the position in it, of the classes whose
+files have a tensor for each expert."""
+
+
+class AdapterNames(Protocol):
+    """The names of an adapter's parameters, and of the weight that it changes (`models.lora.Adapter`)."""
+
+    @property
+    def weight(self) -> str: ...
+    @property
+    def a(self) -> str: ...
+    @property
+    def b(self) -> str: ...
+    @property
+    def is_embedding(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """An adapter of this package, and the place of its output features in the target of `peft`."""
+
+    adapter: AdapterNames
+    shape: Shape
+    """Shape of the weight in the file."""
+
+    start: int
+    step: int
+    rotary_width: int | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module or a stacked parameter of `transformers` with an adapter of `peft`."""
+
+    module: str
+    parameter: str | None
+    """Name of the stacked parameter of experts in the module; None for a linear layer or an embedding."""
+
+    parts: tuple[Part, ...]
+    num_out: int
+    """Output features of the module."""
+
+    num_experts: int | None
+    depth: int = 0
+    """Number of stacked parameters of the module that `peft` wraps after this one."""
+
+    @property
+    def path(self) -> str:
+        """Full name of the module or parameter."""
+        return self.module if self.parameter is None else f"{self.module}.{self.parameter}"
+
+    @property
+    def is_embedding(self) -> bool:
+        """True for an embedding."""
+        return self.parts[0].adapter.is_embedding
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Names of A and B in the file."""
+        if self.is_embedding:
+            return f"{_PREFIX}{self.module}.lora_embedding_A", f"{_PREFIX}{self.module}.lora_embedding_B"
+        module = f"{_PREFIX}{self.module}{'.base_layer' * self.depth}"
+        return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+    def shapes(self, rank: int) -> tuple[Shape, Shape]:
+        """Return the shapes of A and B in the file. `rank`: rank of the target, which may be that of several parts."""
+        num_in = self.parts[0].shape[0 if self.is_embedding else -1]
+        rows = rank * (self.num_experts or 1)
+        return (rows, num_in), (self.num_out, rows)
+
+    def to_file(self, read: Callable[[str], Tensor], rank: int) -> tuple[Tensor, Tensor]:
+        """Return A and B of the file. `read` returns a whole parameter; `rank`: rank of an adapter of this package."""
+        whole, experts = rank * len(self.parts), self.num_experts or 1
+        (_, num_in), _ = self.shapes(whole)
+        first = read(self.parts[0].adapter.a)
+        a, b = first.new_zeros(experts, whole, num_in), first.new_zeros(experts, self.num_out, whole)
+        for number, part in enumerate(self.parts):
+            columns = slice(number * rank, (number + 1) * rank)
+            a[:, columns] = read(part.adapter.a).reshape(experts, rank, -1)[:, :, :num_in]
+            own = read(part.adapter.b).reshape(experts, -1, rank)
+            if part.rotary_width:
+                own = in_halves(own[0], part.rotary_width)[None]
+            rows = b[:, part.start :: part.step, columns]
+            count = min(rows.shape[1], own.shape[1])
+            rows[:, :count] = own[:, :count]
+        return a.reshape(experts * whole, num_in), b.permute(1, 2, 0).reshape(self.num_out, whole * experts)
+
+    def from_file(self, a: Tensor, b: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of this package by name, from A and B of the file. The inverse of `to_file`.
+
+        An A that all parts share, as `peft` trains it, is copied to each. Raises WeightsError if B has values that
+        belong to no adapter.
+        """
+        experts, whole = self.num_experts or 1, a.shape[0] // (self.num_experts or 1)
+        a, rest = a.reshape(experts, whole, -1), b.reshape(self.num_out, whole, experts).permute(2, 0, 1).clone()
+        for number, part in enumerate(self.parts):
+            first = number * rank if whole == rank * len(self.parts) else 0
+            columns, num_rows = slice(first, first + rank), part.shape[-1 if self.is_embedding else -2]
+            rows = rest[:, part.start :: part.step, columns][:, :num_rows]
+            own = rows.clone()
+            rows.zero_()
+            if part.rotary_width:
+                own = interleaved(own[0], part.rotary_width)[None]
+            is_stacked = self.num_experts is not None
+            own_a = a[:, columns].clone()
+            yield part.adapter.a, own_a if is_stacked else own_a[0]
+            yield part.adapter.b, own if is_stacked else own[0]
+        if rest.any():
+            parts = listed([parent(part.adapter.weight) for part in self.parts])
+            raise WeightsError(f"its adapter of {self.path} is not one of {parts} alone; it cannot be divided")
+
+
+def file_places(
+    model: ModelConfig, shapes: Mapping[str, Shape], rows: int | None, is_plain: bool = False
+) -> tuple[dict[str, Shape], dict[str, Piece]]:
+    """Return the shape and the place of each weight of a model in files of `transformers`.
+
+    `shapes`: shape of each weight here. `rows`: rows of the vocabulary in the files; None: as here. `is_plain`: the
+    files have the names of this package. Raises WeightsError for a model that no class of `transformers` computes.
+    """
+    if is_plain or model.name == HUGGINGFACE:
+        return dict(shapes), pieces_of(None, shapes, None)
+    model_type = model_type_of(model.name)  # raises for models that are not decoders
+    args = cast(DecoderArgs, resolve_args(model.name, model.flavor, model.args))
+    cut = {name: (rows or shapes[name][0], *shapes[name][1:]) for name in VOCABULARY if name in shapes}
+    in_files = {**shapes, **cut}
+    return in_files, pieces_of(model_type, in_files, args.head_width)
+
+
+def targets_of(
+    adapters: Sequence[AdapterNames], shapes: Mapping[str, Shape], pieces: Mapping[str, Piece]
+) -> list[Target]:
+    """Return the targets of `peft` for the adapters of a model.
+
+    `shapes` and `pieces`: shape and place of each weight in the files, as `file_places` returns them. Raises
+    WeightsError for a target that `peft` does not take.
+    """
+    whole = tensor_shapes(pieces, shapes)
+    found: defaultdict[tuple[str, str | None], list[Part]] = defaultdict(list)
+    sizes: dict[tuple[str, str | None], int] = {}
+    has_experts = any(piece.num_experts is not None for piece in pieces.values())
+    for adapter in adapters:
+        name = adapter.weight
+        if name not in pieces:
+            raise WeightsError(f"{name} has an adapter, but no tensor in files of transformers")
+        piece, shape = pieces[name], shapes[name]
+        start, leaf = piece.start, name.rpartition(".")[2]
+        key: tuple[str, str | None] = parent(piece.tensor), piece.tensor.rpartition(".")[2]
+        if len(shape) == 2:
+            key = key[0], None
+            num_out = whole[piece.tensor][-1 if piece.is_transposed or adapter.is_embedding else 0]
+            if has_experts and ".mlp." in key[0]:
+                reason = "which peft takes for an expert of this family"
+                raise WeightsError(f"{name} is {piece.tensor}, {reason}; export the merged model")
+        elif piece.has_tensor_per_expert:
+            layer = parent(parent(parent(name)))
+            parameter, position = _EXPERTS[leaf]
+            key = f"{piece.tensor.partition(layer)[0]}{layer}.mlp.experts", parameter
+            start = position * shape[1]
+            num_out = sum(shapes[f"{parent(name)}.{own}"][1] for own, (of, _) in _EXPERTS.items() if of == parameter)
+        else:
+            num_out = whole[piece.tensor][-1 if piece.is_transposed else 1]
+        sizes[key] = num_out
+        found[key].append(Part(adapter, shape, start, piece.step, piece.rotary_width))
+    targets = []
+    for (module, stacked), parts in found.items():
+        siblings = [other for path, other in found if path == module]
+        depth = 0 if stacked is None else len(siblings) - 1 - sorted(siblings, key=_wrapping_order).index(stacked)
+        experts = None if stacked is None else parts[0].shape[0]
+        ordered = tuple(sorted(parts, key=lambda part: part.start))
+        targets.append(Target(module, stacked, ordered, sizes[module, stacked], experts, depth))
+    return targets
+
+
+def _wrapping_order(parameter: str | None) -> int:
+    """Return the position of a stacked parameter in its module."""
+    return ("gate_up_proj", "down_proj", "w1", "w2", "w3").index(str(parameter))
+
+
+def config_of(
+    targets: Sequence[Target], config: LoRAConfig, modules: Collection[str], base: str | None, is_conv: bool
+) -> dict[str, Any]:
+    """Return the content of `adapter_config.json`.
+
+    `modules`: all modules of the model. `base`: folder of the model without adapters. `is_conv`: the model's matrices
+    are (input features, output features).
+    """
+    plain = {target.path for target in targets if target.parameter is None}
+    stacked = {target.path for target in targets if target.parameter is not None}
+    fused = {target.path: len(target.parts) for target in targets if len(target.parts) > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0 if stacked else config.dropout,  # peft has no dropout for stacked parameters
+        "use_rslora": config.rank_stabilized,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": is_conv,
+        "inference_mode": True,
+        "target_modules": _shortest(plain, modules),
+        "target_parameters": _shortest(stacked, stacked, least=3) if stacked else None,
+        "rank_pattern": {path: config.rank * count for path, count in fused.items()},
+        "alpha_pattern": {
+            path: config.alpha * (count**0.5 if config.rank_stabilized else count) for path, count in fused.items()
+        },
+        "modules_to_save": None,
+    }
+
+
+def _shortest(paths: Collection[str], everything: Collection[str], least: int = 1) -> list[str]:
+    """Return ends of paths that match exactly `paths` among `everything`, with as few segments as possible."""
+    chosen = set[str]()
+    for path in paths:
+        segments = path.split(".")
+        ends = [".".join(segments[-count:]) for count in range(min(least, len(segments)), len(segments) + 1)]
+        chosen.add(
+            next(end for end in ends if all(o in paths for o in everything if o == end or o.endswith(f".{end}")))
+        )
+    return sorted(chosen)
+
+
+class AdapterFolder:
+    """A folder of `peft` with adapters."""
+
+    def __init__(self, path: str | Path):
+        """Read the configuration and the header of the file. Raises WeightsError."""
+        self.path = Path(path)
+        self.config = read_config(self.path)
+        if not (self.path / FILE).is_file():
+            raise WeightsError(f"it has no {FILE}")
+        self.tensors, self.metadata = read_header(self.path / FILE)
+
+    @cached_property
+    def base(self) -> str | None:
+        """Digest of the folder of the model without adapters; None if the file does not name it."""
+        return self.metadata.get(BASE)
+
+    def check(self, targets: Sequence[Target], config: LoRAConfig, base: str | None) -> None:
+        """Raise WeightsError, with all problems at once, if the adapters are not those of a job.
+
+        `base`: digest of the job's folder of `model.weights`.
+        """
+        problems = list(config_problems(self.config, config))
+        expected: dict[str, list[Shape]] = {}
+        for target in targets:
+            for ranks in {config.rank, config.rank * len(target.parts)}:
+                for key, shape in zip(target.keys, target.shapes(ranks), strict=True):
+                    expected.setdefault(key, []).append(shape)
+        missing = [name for name in expected if name not in self.tensors]
+        unexpected = [name for name in self.tensors if name not in expected]
+        misshaped = [
+            f"{name} {list(self.tensors[name].shape)}, not {' or '.join(str(list(shape)) for shape in shapes)}"
+            for name, shapes in expected.items()
+            if name in self.tensors and self.tensors[name].shape not in shapes
+        ]
+        for what, names in (
+            ("missing", missing),
+            ("unexpected (lora.targets does not match them)", unexpected),
+            ("of another shape", misshaped if not problems else []),
+            ("of another dtype", [n for n, tensor in self.tensors.items() if tensor.dtype not in FLOATS]),
+        ):
+            if names:
+                problems.append(f"{len(names)} tensors are {what}: {listed(names, most=4)}")
+        if base is not None and self.base is not None and base != self.base:
+            problems.append(f"its base has the fingerprint {self.base}, and model.weights has {base}")
+        if problems:
+            raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
+
+    def read(self, target: Target, rank: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of the adapters of a target, by their names in this package."""
+        a, b = read_file(self.path / FILE, target.keys)
+        yield from target.from_file(a, b, rank)

@@ -1,0 +1,274 @@
+"""Activation offloading: the tensors that a block's forward saves for backward wait in host memory.
+
+The unit of offloading is the storage, not the tensor: a storage is copied once even if several operations save views of
+it, and backward gets the same views (dtype, shape, strides). So offloading changes no bit of the results.
+
+On CUDA, one side stream copies in both directions, so a copy to the device always follows the copy to the host. While
+a block computes, the storages of the block before it are copied to the host. The memory of these is freed when the
+next block ends, after the compute stream has waited for the copies. In backward, the first access to a block's storages
+starts the copies for the block before it. All device memory is allocated and freed in the order of the compute stream,
+so the peak does not depend on timing, and `Tensor.record_stream` is not needed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.plan.memory.ledger import SMALLEST_OFFLOADED
+
+
+def offload_activations(model: nn.Module, blocks: Sequence[str], device_type: str) -> None:
+    """Let the forwards of `blocks` save their tensors for backward in host memory. Call this after activation
+    checkpointing and compilation, and before FSDP2 wraps the modules.
+
+    `blocks`: paths, in the order in which the blocks run. Parameters, buffers, tensors below `SMALLEST_OFFLOADED` bytes
+    and tensor subclasses stay on the device. With `device_type = "cpu"` the copies are made in the same memory.
+    """
+    offloader = _Offloader(model, CudaCopies() if device_type == "cuda" else HostCopies())
+    for index, path in enumerate(blocks):
+        block = model.get_submodule(path)
+        block.forward = offloader.offloaded(index, block, block.forward)
+
+
+class HostCopies:
+    """Copies within host memory, for tests and traces: they are complete when the call returns."""
+
+    device_type = "cpu"
+
+    def to_host(self, flat: Tensor) -> Tensor:
+        """Return a copy of a flat tensor."""
+        return flat.clone()
+
+    def to_device(self, flat: Tensor) -> Tensor:
+        """Return a copy of a flat tensor."""
+        return flat.clone()
+
+    def mark(self) -> Any:
+        """Return an event that the copies so far precede."""
+        return None
+
+    def wait(self, event: Any) -> None:
+        """Let the compute stream wait for the copies before `event`."""
+
+
+class CudaCopies(HostCopies):
+    """Copies between the device and pinned host memory, in a stream of their own.
+
+    Every copy follows the work that the compute stream has been given so far: the kernels that write its source, and
+    those that used the memory of its target before. PyTorch reuses pinned memory only after the copies that use it.
+    """
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def to_host(self, flat: Tensor) -> Tensor:
+        """Start a copy to pinned memory. The source must live until the compute stream has waited for the copy."""
+        return self._copy(torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True), flat)
+
+    def to_device(self, flat: Tensor) -> Tensor:
+        """Start a copy to device memory, which must live until the compute stream has waited for the copy."""
+        return self._copy(torch.empty(flat.shape, dtype=flat.dtype, device="cuda"), flat)
+
+    def _copy(self, target: Tensor, source: Tensor) -> Tensor:
+        self._stream = stream = self._stream or torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            return target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Any:
+        """Return an event that the copies so far precede."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Let the compute stream wait for the copies before `event`."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
+class _Saved:
+    """A storage that a forward saved. It is freed with the last reference that autograd holds."""
+
+    __slots__ = ("__weakref__", "device", "group", "host", "is_stale", "original")
+
+    def __init__(self, group: _Group, original: Tensor, device: Tensor, host: Tensor):
+        self.group = group
+        self.original: tuple[Tensor, int] | None = (original, original._version)
+        """The saved tensor with its version, until the copy to the host is complete."""
+        self.device: Tensor | None = device
+        """The bytes on the device; None while they are only on the host."""
+        self.host: Tensor | None = host
+        self.is_stale = False
+        """True if an operation in place has changed the tensor before it was copied."""
+
+
+class _Packed(NamedTuple):
+    """A saved tensor: a view of a saved storage."""
+
+    saved: _Saved
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Group:
+    """The storages that one forward of a block saved."""
+
+    def __init__(self, before: _Group | None):
+        self.before = before
+        """The group of the block that ran before, until backward has begun to load it."""
+        self.by_storage: dict[tuple[int, int], _Saved] = {}
+        """Storages by address and version, during the forward. An operation in place begins a new version."""
+        self.storages: list[weakref.ref[_Saved]] = []
+
+
+class _Offloader:
+    """The offloaded storages of a model, of all microbatches."""
+
+    def __init__(self, model: nn.Module, copies: HostCopies):
+        self._model = model
+        self._copies = copies
+        self._resident: set[int] = set()
+        """Addresses of the storages of parameters and buffers."""
+        self._last: tuple[int, _Group] | None = None
+        """Index and group of the block that ran last."""
+        self._leaving: tuple[Any, _Group, list[_Saved]] | None = None
+        """The group whose copies to the host may be incomplete, with their event."""
+        self._arriving: tuple[Any, _Group, list[Tensor]] | None = None
+        """The group whose copies to the device may be incomplete, with their event. The tensors live until the compute
+        stream has waited, even if backward does not need them."""
+
+    def offloaded(self, index: int, block: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward `compute` of a block, with offloading. `index`: the position of the block."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return compute(*args, **kwargs)
+            with self._saving(index, block):
+                return compute(*args, **kwargs)
+
+        return forward
+
+    @contextmanager
+    def _saving(self, index: int, block: nn.Module) -> Iterator[None]:
+        before = None if self._last is None or self._last[0] >= index else self._last[1]
+        if before is None:  # another forward of the model begins
+            self._add_resident(self._model)
+        group = _Group(before if before is None or before.storages else before.before)
+        pack = partial(self._pack, group, block)
+        token = _hooks.set((pack, self._unpack))
+        try:
+            with saved_tensors_hooks(pack, self._unpack):
+                yield
+        finally:
+            _hooks.reset(token)
+        self._last = (index, group)
+        self._free_leaving()
+        if group.by_storage:
+            self._leaving = (self._copies.mark(), group, list(group.by_storage.values()))
+            group.by_storage.clear()
+
+    def _pack(self, group: _Group, block: nn.Module, tensor: Tensor) -> Tensor | _Packed:
+        if tensor.device.type != self._copies.device_type or is_traceable_wrapper_subclass(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        num_bytes, address = storage.nbytes(), storage._cdata
+        if num_bytes < SMALLEST_OFFLOADED or num_bytes % tensor.itemsize or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        key = (address, tensor._version)
+        if key not in group.by_storage:
+            if address not in self._resident:
+                self._add_resident(block)  # FSDP2 has all-gathered units inside of the block by now
+            if address in self._resident:
+                return tensor
+            flat = tensor.detach().as_strided((num_bytes // tensor.itemsize,), (1,), 0).view(torch.uint8)
+            group.by_storage[key] = saved = _Saved(group, tensor, flat, self._copies.to_host(flat))
+            group.storages.append(weakref.ref(saved))
+        return _Packed(
+            group.by_storage[key], tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
+
+    def _unpack(self, packed: Tensor | _Packed) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        saved, dtype, size, stride, offset = packed
+        group = saved.group
+        self._free_leaving(stays=group)
+        self._load(group)
+        if self._arriving is not None and self._arriving[1] is group:
+            self._wait_for_arriving()
+        before, group.before = group.before, None
+        if before is not None:
+            self._load(before)
+        if saved.is_stale:
+            raise RuntimeError("an operation changed a tensor in place that another operation saved for backward")
+        assert saved.device is not None
+        return saved.device.view(dtype).as_strided(size, stride, offset)
+
+    def _add_resident(self, module: nn.Module) -> None:
+        tensors = chain(module.parameters(), module.buffers())
+        self._resident.update(local_tensor(tensor).untyped_storage()._cdata for tensor in tensors)
+
+    def _free_leaving(self, stays: _Group | None = None) -> None:
+        """Free the device memory of the group that was copied to the host last, unless it is the group `stays`."""
+        if self._leaving is not None:
+            event, group, storages = self._leaving
+            self._leaving = None
+            self._copies.wait(event)
+            for saved in storages:
+                assert saved.original is not None
+                original, version = saved.original
+                saved.is_stale, saved.original = original._version != version, None
+                if group is not stays:
+                    saved.device = None
+
+    def _load(self, group: _Group) -> None:
+        """Start the copies of a group to the device, except of storages that are there or are no longer needed."""
+        absent = [saved for ref in group.storages if (saved := ref()) is not None and saved.device is None]
+        if absent:
+            self._wait_for_arriving()
+            for saved in absent:
+                assert saved.host is not None
+                saved.device, saved.host = self._copies.to_device(saved.host), None
+            self._arriving = (self._copies.mark(), group, [s.device for s in absent if s.device is not None])
+
+    def _wait_for_arriving(self) -> None:
+        if self._arriving is not None:
+            self._copies.wait(self._arriving[0])
+            self._arriving = None
+
+
+_hooks: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = ContextVar("_hooks", default=None)
+
+
+def saved_for_backward(tensor: Tensor, may_be_offloaded: bool) -> Callable[[], Tensor]:
+    """Return a function that returns `tensor`, which waits on the host if the forward of an offloaded block is running.
+
+    It is for tensors that wait for backward without autograd. The function raises RuntimeError if an operation has
+    changed the tensor in place.
+    """
+    hooks = _hooks.get()
+    if hooks is None or not may_be_offloaded:
+        return partial(_unchanged, tensor, tensor._version)
+    pack, unpack = hooks
+    return partial(unpack, pack(tensor))
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    if tensor._version != version:
+        raise RuntimeError("an operation changed a tensor in place that selective activation checkpointing saved")
+    return tensor

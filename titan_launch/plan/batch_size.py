@@ -1,0 +1,92 @@
+"""The microbatch that `training.local_batch_size = "auto"` resolves to: the largest that is planned to fit. No torch.
+
+The global batch stays as it is. A larger microbatch means fewer of them, and so the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError, KeyPath, config_error
+from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.report.comparison import Comparison
+from titan_launch.plan.report.table import format_limit
+
+KEY: KeyPath = ("training", "local_batch_size")
+
+_LARGEST = 1024
+"""Largest microbatch in samples, if no global batch is known."""
+
+Predict = Callable[[JobConfig, Layout], Comparison]
+"""Predicts the memory of a job with a number as `local_batch_size`, in the modes that the job allows."""
+
+
+def is_auto_batch(config: JobConfig) -> bool:
+    """Return True if the microbatch of a job is to be chosen."""
+    return config.training.local_batch_size == "auto"
+
+
+def with_local_batch_size(config: JobConfig, size: int) -> JobConfig:
+    """Return the job with a number of samples per microbatch."""
+    return config.model_copy(update={"training": config.training.model_copy(update={"local_batch_size": size})})
+
+
+def with_auto_batch(config: JobConfig) -> JobConfig:
+    """Return the job with `local_batch_size = "auto"`."""
+    update = {"local_batch_size": "auto"}
+    return config.model_copy(update={"training": config.training.model_copy(update=update)})
+
+
+def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
+    """Return the microbatches into which the global batch can be divided on `world_size` ranks, smallest first. Without
+    a global batch, which only a plan allows, return all sizes up to `_LARGEST`.
+
+    Raises ConfigError as `plan_layout` does, if there is none.
+    """
+    if config.training.global_batch_size is None:
+        return list(range(1, _LARGEST + 1))
+    smallest = plan_layout(config.parallelism, with_local_batch_size(config, 1).training, world_size)
+    sizes = []
+    for size in range(1, smallest.samples_per_rank + 1):
+        if smallest.samples_per_rank % size == 0:
+            try:
+                plan_layout(config.parallelism, with_local_batch_size(config, size).training, world_size)
+            except ConfigError:  # too few microbatches for the pipeline's schedule
+                continue
+            sizes.append(size)
+    return sizes
+
+
+def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predict: Predict) -> int:
+    """Return the largest microbatch with which at least one choice of modes fits, as `resolve` understands it.
+
+    Memory grows with the microbatch, so about log2 of the possible sizes are predicted. Raises ConfigError if no memory
+    limit is known, or if not even the smallest microbatch fits.
+    """
+    if hardware.memory_gib is None:
+        reason = (
+            "needs a memory limit, and none is known; set planner.device or planner.memory_gib (plan: --device, "
+            "--memory-gib)"
+        )
+        raise config_error(KEY, reason, "auto", also=(("planner",),))
+    sizes, fitting, needed = possible_batch_sizes(config, world_size), 0, 0.0
+    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+    while low < high:
+        middle = (low + high) // 2
+        resized = with_local_batch_size(config, sizes[middle])
+        comparison = predict(resized, plan_layout(config.parallelism, resized.training, world_size))
+        own = [row for row in comparison.rows if row.is_own]
+        if any(row.verdict == "fits" for row in own):
+            low, fitting = middle + 1, sizes[middle]
+        else:
+            high, needed = middle, min(row.reserved_bytes for row in own) / GIB
+    if fitting:
+        return fitting
+    reason = (
+        f"not even a microbatch of {sizes[0]} fits into {format_limit(hardware)}: it needs about {needed:.4g} GiB; try "
+        'activation_checkpoint.mode = "auto", a smaller training.seq_len, a larger loss.chunks, more ranks to shard '
+        "over, or devices with more memory"
+    )
+    raise config_error(KEY, reason, "auto", also=(("planner",),))

@@ -1,0 +1,120 @@
+"""Frozen parameters: the step from which each parameter of a model is trained. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from titan_launch.config.sections.training import TrainingConfig
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean
+from titan_launch.core.globs import matches
+from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
+
+ADAPTER = "lora"
+"""Name of the adapter within its target. For experts, it is a container with an adapter for each of their weights."""
+
+
+def is_adapter(name: str) -> bool:
+    """Return True if `name` is the full name of a parameter of an adapter."""
+    return ADAPTER in name.split(".")[-3:-1]
+
+
+class Freezing:
+    """The decisions of `[training]` about frozen parameters. With adapters, all other parameters are frozen, unless
+    `training.trainable` names them."""
+
+    def __init__(self, training: TrainingConfig, has_adapters: bool = False):
+        self._training = training
+        self._has_adapters = has_adapters
+
+    def trained_from(self, names: Sequence[str], requires_grad: bool) -> int | None:
+        """Return the number of steps during which a parameter is frozen: 0 if it is always trained, None if never.
+
+        `names`: all full names of the parameter. `requires_grad`: True if the model does not freeze it itself.
+        """
+        training = self._training
+        steps = [row.after_step for row in training.unfreeze if _matches_any(row.match, names)]
+        if steps:
+            return min(steps)
+        if self._has_adapters and any(map(is_adapter, names)):
+            return 0
+        if training.trainable is not None:
+            return 0 if any(_matches_any(glob, names) for glob in training.trainable) else None
+        is_frozen = self._has_adapters or any(_matches_any(glob, names) for glob in training.frozen)
+        return 0 if requires_grad and not is_frozen else None
+
+    def check(self, parameters: Mapping[str, int | None]) -> None:
+        """Raise ConfigError for globs that match no parameter, and if no parameter is trained in the first step.
+
+        `parameters`: the results of `trained_from` by full name.
+        """
+        problems = [
+            Problem(key, f"matches no parameter{did_you_mean(glob, list(parameters))}", glob)
+            for key, glob in self._globs()
+            if not _matches_any(glob, parameters)
+        ]
+        if not problems and all(first != 0 for first in parameters.values()):
+            problems.append(self._nothing_trained())
+        if problems:
+            raise ConfigError(problems)
+
+    def _nothing_trained(self) -> Problem:
+        training = self._training
+        reason = "leaves no parameter to train in the first step; freeze fewer parameters"
+        also: tuple[KeyPath, ...] = (("training", "unfreeze"),)
+        if training.trainable is not None:
+            return Problem(("training", "trainable"), reason, list(training.trainable), also)
+        if training.frozen:
+            return Problem(("training", "frozen"), reason, list(training.frozen), also)
+        if training.unfreeze:
+            return Problem(("training", "unfreeze"), reason)
+        reason = "all parameters of the model have requires_grad = False; name some in training.trainable"
+        return Problem(("model", "name"), reason)
+
+    def _globs(self) -> Iterator[tuple[KeyPath, str]]:
+        training = self._training
+        for name, globs in (("trainable", training.trainable or ()), ("frozen", training.frozen)):
+            for index, glob in enumerate(globs):
+                yield ("training", name, index), glob
+        for index, row in enumerate(training.unfreeze):
+            yield ("training", "unfreeze", index, "match"), row.match
+
+
+def freeze(inventory: Inventory, training: TrainingConfig, has_adapters: bool = False) -> Inventory:
+    """Return a model's table with `requires_grad` and `trained_from` of its parameters as `[training]` sets them.
+
+    Raises ConfigError for globs that match no parameter, and if no parameter is trained in the first step.
+    """
+    freezing, names = Freezing(training, has_adapters), defaultdict[str, list[str]](list)
+    for name, info in _parameters(inventory.modules):
+        names[info.tied_to or name].append(name)
+    decisions = {
+        name: freezing.trained_from(names[info.tied_to or name], info.requires_grad)
+        for name, info in _parameters(inventory.modules)
+    }
+    freezing.check(decisions)
+
+    def decided(module: ModuleInfo) -> ModuleInfo:
+        first = [decisions[full_name(module.path, info.name)] for info in module.parameters]
+        return replace(
+            module,
+            parameters=tuple(
+                replace(info, requires_grad=step is not None, trained_from=step or 0)
+                for info, step in zip(module.parameters, first, strict=True)
+            ),
+        )
+
+    return replace(
+        inventory, modules=tuple(decided(module) if module.parameters else module for module in inventory.modules)
+    )
+
+
+def _parameters(modules: Iterable[ModuleInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    for module in modules:
+        for info in module.parameters:
+            yield full_name(module.path, info.name), info
+
+
+def _matches_any(glob: str, names: Iterable[str]) -> bool:
+    return any(matches(glob, name) for name in names)

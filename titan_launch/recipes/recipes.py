@@ -1,0 +1,405 @@
+"""The recipes of `titan-launch init`: for each, the tables of a job file with comments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES
+from titan_launch.config.paths import PYTHON_STDLIB, SKLEARN_DIGITS
+from titan_launch.config.sections.model import HUGGINGFACE
+from titan_launch.core.errors import UserError
+from titan_launch.recipes.folders import DataFolder, ModelFolder, classes_of_model, look_at_data
+from titan_launch.recipes.sizes import Sizes
+from titan_launch.recipes.writing import Row, Table
+
+TEXT_KINDS = ("text", "jsonl", "parquet", "huggingface", "tokens")
+CHAT_KINDS = ("chat", "preferences")
+MODEL, CHATS, PAIRS = "MODEL_FOLDER", "CHATS.jsonl", "PAIRS.jsonl"
+"""Paths that stand for those that the user did not give. `check` names the keys that have them."""
+
+_LARGE_VOCABULARY = 100_000
+_RESNET = "resnet18"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A kind of training, with the values that are usual for it."""
+
+    title: str
+    about: tuple[str, ...]
+    """Lines at the head of the job file."""
+
+    kinds: tuple[str, ...]
+    """Kinds of data that suit it."""
+
+    default_data: str
+    """Data of a job for which none is given: one that every machine has, or a placeholder."""
+
+    needs_model: bool
+    """A folder with weights is required."""
+
+    longest: int
+    """Largest `training.seq_len`, if the model takes longer sequences."""
+
+    tokens_per_step: int
+    """Approximate tokens of a step of a real model; of images: samples of a step."""
+
+    steps: int
+    lr: float
+    lr_comment: str
+    warmup_steps: int
+    small_batch: int = 1
+    """`training.local_batch_size` if no GPU is known."""
+
+    lora_rank: int = 0
+    """Rank of the adapters; 0 trains all parameters."""
+
+    weight_decay: float | None = None
+    min_lr_factor: float = 0.1
+
+
+RECIPES: dict[str, Recipe] = {
+    "pretrain": Recipe(
+        "pre-training: a decoder from random values, on text",
+        ("Pre-training from random values.",),
+        TEXT_KINDS,
+        PYTHON_STDLIB,
+        needs_model=False,
+        longest=4096,
+        tokens_per_step=2**19,
+        steps=1000,
+        lr=3e-4,
+        lr_comment="larger models need smaller ones: 1.5e-4 with 70B",
+        warmup_steps=100,
+        small_batch=4,
+    ),
+    "continued_pretrain": Recipe(
+        "continued pre-training: published weights, on text of your field",
+        ("Continued pre-training: the weights of a folder, on text of another field.",),
+        TEXT_KINDS,
+        PYTHON_STDLIB,
+        needs_model=True,
+        longest=4096,
+        tokens_per_step=2**18,
+        steps=1000,
+        lr=3e-5,
+        lr_comment="a tenth of that of pre-training keeps what the model knows",
+        warmup_steps=50,
+    ),
+    "sft": Recipe(
+        "supervised fine-tuning: all parameters, on chats or prompts with responses",
+        ("Supervised fine-tuning of all parameters. Only the turns of the assistant are targets.",),
+        ("chat",),
+        CHATS,
+        needs_model=True,
+        longest=2048,
+        tokens_per_step=2**17,
+        steps=500,
+        lr=1e-5,
+        lr_comment="usual for all parameters: 5e-6 to 2e-5",
+        warmup_steps=20,
+        weight_decay=0.0,
+    ),
+    "lora": Recipe(
+        "LoRA: low-rank adapters of a frozen model, on chats or text",
+        ("LoRA: adapters of a frozen model. `titan-launch export` merges them, or writes them alone.",),
+        ("chat", *TEXT_KINDS),
+        CHATS,
+        needs_model=True,
+        longest=2048,
+        tokens_per_step=2**16,
+        steps=500,
+        lr=2e-4,
+        lr_comment="ten times that of all parameters",
+        warmup_steps=20,
+        lora_rank=16,
+        weight_decay=0.0,
+    ),
+    "dpo": Recipe(
+        "DPO: direct preference optimization with adapters, on pairs of answers",
+        ("Direct preference optimization. The reference is the model without its adapters, so it needs no memory.",),
+        ("preferences",),
+        PAIRS,
+        needs_model=True,
+        longest=2048,
+        tokens_per_step=2**16,
+        steps=200,
+        lr=5e-6,
+        lr_comment="larger ones soon leave the reference",
+        warmup_steps=20,
+        lora_rank=16,
+        weight_decay=0.0,
+    ),
+    "image_classification": Recipe(
+        "image classification: a ResNet from random values, or a published classifier with --model",
+        ("Image classification.",),
+        ("images",),
+        SKLEARN_DIGITS,
+        needs_model=False,
+        longest=1,
+        tokens_per_step=256,
+        steps=1000,
+        lr=1e-3,
+        lr_comment="with weights: 1e-4",
+        warmup_steps=50,
+        small_batch=16,
+        min_lr_factor=0.01,
+    ),
+}
+"""The recipes, by name."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that decides the text of a job file besides the recipe."""
+
+    name: str
+    """Name of the job."""
+
+    model: ModelFolder | None
+    data: DataFolder | None
+    ranks: int
+    device: str | None
+    """Device to plan for, by its name in the device table; None: that of the machine."""
+
+    sizes: Sizes
+
+
+def find_data(name: str, path: str | None) -> DataFolder | None:
+    """Return the data of a job: at `path`, or the recipe's default, or None if that is a placeholder.
+
+    Raises UserError for data of another kind than the recipe needs.
+    """
+    recipe = RECIPES[name]
+    if path is None and recipe.default_data in (CHATS, PAIRS):
+        return None
+    data = look_at_data(path or recipe.default_data)
+    if data.kind not in recipe.kinds:
+        others = [other for other, candidate in RECIPES.items() if data.kind in candidate.kinds]
+        needs = " or ".join(f'"{kind}"' for kind in recipe.kinds)
+        hint = f"; recipes for it: {', '.join(others)}" if others else ""
+        reason = f'has {data.description} (data.kind = "{data.kind}"), but the recipe {name} needs {needs}{hint}'
+        raise UserError(f"error: --data {path}: {reason}")
+    return data
+
+
+def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
+    """Yield the tables of a job file."""
+    recipe, model, data = RECIPES[name], inputs.model, inputs.data
+    is_images = "images" in recipe.kinds
+    yield Table("job", [Row("name", inputs.name)])
+    if is_images and data is not None:
+        yield from _image_model(model, data)
+    else:
+        yield from _text_model(recipe, model)
+    yield Table("data", [*_data(recipe, inputs), *(data.training_rows if data is not None else ())])
+    yield Table("training", list(_training(recipe, inputs, is_images)))
+    if recipe.lora_rank:
+        yield Table("lora", list(_lora(recipe, model)))
+    if "preferences" in recipe.kinds:
+        yield Table("loss", [Row("name", "dpo")])
+        reference = Row("reference", "base", "the model without its adapters; or a folder, without [lora]")
+        yield Table("loss.dpo", [reference, Row("beta", 0.1, "larger values stay closer to the reference")])
+    elif not is_images and _vocabulary(model) >= _LARGE_VOCABULARY:
+        yield Table("loss", [Row("chunks", 8, "logits exist for one eighth of the classes at a time")])
+    frozen = Row("frozen_storage_dtype", "bfloat16", "the base, which is not trained; adapters are in float32")
+    computed = Row("param_dtype", "bfloat16", "dtype of computation; trained parameters are stored in float32")
+    yield Table("precision", [computed, *([frozen] if recipe.lora_rank else [])])
+    mode = inputs.sizes.activation_checkpoint
+    comment = "selective and full save memory, and cost time" if mode == "none" else "none is faster, if it fits"
+    if not is_images:
+        yield Table("activation_checkpoint", [Row("mode", mode, comment)])
+    yield Table("optimizer", list(_optimizer(recipe, model)))
+    yield Table(
+        "lr_scheduler",
+        [Row("kind", "cosine"), Row("warmup_steps", recipe.warmup_steps), Row("min_lr_factor", recipe.min_lr_factor)],
+    )
+    yield from _validation(recipe, inputs)
+    yield Table(
+        "checkpoint",
+        [
+            Row("enable", True, "the same command resumes after a stop"),
+            Row("interval", max(1, recipe.steps // 5)),
+            Row("keep_latest", 2),
+        ],
+    )
+    yield Table("planner", [Row("device", inputs.device)] if inputs.device else [])
+
+
+def global_batch_size(name: str, seq_len: int, is_small: bool, ranks: int) -> int:
+    """Return samples per step: a power of two for each rank, close to the recipe's number of tokens.
+
+    `is_small`: the model is one for experiments on a CPU.
+    """
+    recipe = RECIPES[name]
+    tokens = min(recipe.tokens_per_step, 2**13) if is_small else recipe.tokens_per_step
+    samples = recipe.tokens_per_step if "images" in recipe.kinds else max(1, tokens // seq_len)
+    return ranks * 2 ** max(0, (samples // ranks).bit_length() - 1)
+
+
+def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
+    if model is None and not recipe.needs_model:
+        names = ", ".join(ARCHITECTURES["llama3"].flavors)
+        yield Table("model", [Row("name", "llama3"), Row("flavor", "debug", f"{names}; `--model FOLDER`: its shape")])
+        yield Table("tokenizer", [Row("kind", "bytes", '"huggingface" with a path for a real vocabulary')])
+        return
+    path = MODEL if model is None else model.path
+    if recipe.needs_model or model is None:
+        comment = "REPLACE: a Hugging Face folder" if model is None else "decides name and arguments of the model"
+        rows = [Row("weights", path, comment)]
+        if model is not None and model.name == HUGGINGFACE:
+            rows = [Row("name", HUGGINGFACE, "the class of `transformers`"), Row("weights", path)]
+        yield Table("model", rows)
+    elif model.name == HUGGINGFACE:
+        rows = [
+            Row("name", HUGGINGFACE, "the class of `transformers`"),
+            Row("path", path, "only its config.json is read"),
+        ]
+        yield Table("model", rows)
+    else:
+        flavor = Row("flavor", model.flavor or ALL_IN_ARGS, f"the shape of {path}, with random values")
+        yield Table("model", [Row("name", model.name), flavor])
+        yield Table("model.args", [Row(key, value) for key, value in model.args.items()])
+    yield Table("tokenizer", [Row("kind", "huggingface"), Row("path", path)])
+
+
+def _image_model(model: ModelFolder | None, data: DataFolder) -> Iterator[Table]:
+    size, channels, classes = (data.facts.get(name) for name in ("size", "channels", "classes"))
+    if model is not None:
+        rows: list[Row] = [Row("weights", model.path)]
+        if model.name == HUGGINGFACE:
+            rows = [Row("name", HUGGINGFACE, "the class of `transformers`"), *rows]
+            if classes is not None and classes != classes_of_model(model):
+                rows.append(Row("args", {"num_labels": classes}))
+                rows.append(Row("exclude_from_weights", ["classifier.*"], "a new output layer, from random values"))
+        yield Table("model", rows)
+        return
+    if data.path == SKLEARN_DIGITS:
+        yield Table(
+            "model", [Row("name", "resnet"), Row("flavor", "debug", "resnet18, resnet50, ... for larger images")]
+        )
+        return
+    args: dict[str, Any] = {"image_size": size, "in_channels": channels}
+    if size is not None and size <= 64:
+        args["stem"] = "small"
+    if classes is not None:
+        args["num_classes"] = classes
+    rows = [Row("name", "resnet"), Row("flavor", _RESNET, 'or resnet34, resnet50; name = "vit" for a transformer')]
+    yield Table("model", rows)
+    known = [Row(key, value) for key, value in args.items()]
+    unknown = [] if classes is not None else [Row("num_classes", 1000, "REPLACE: larger than the largest label")]
+    yield Table("model.args", known + unknown)
+
+
+_TARGETS = ("layers.*.attention.*", "layers.*.feed_forward.*")
+
+
+def _lora(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
+    """The linear layers of attention and of dense feed-forward layers, by their names in this package."""
+    targets, comment = list(_TARGETS), "modules that match: linear layers, embeddings, experts"
+    if model is not None and model.name == HUGGINGFACE:
+        targets, comment = ["**.*_proj"], "the usual names in `transformers`"
+    elif model is not None and "experts" in model.args:
+        targets, comment = targets[:1], 'add "layers.*.moe.experts" for adapters of experts'
+    yield Row("targets", targets, comment)
+    yield Row("rank", recipe.lora_rank)
+    yield Row("alpha", 2.0 * recipe.lora_rank, "scale of the adapters: alpha / rank")
+
+
+def _data(recipe: Recipe, inputs: Inputs, is_validation: bool = False) -> Iterator[Row]:
+    data, model = inputs.data, inputs.model
+    if data is None:
+        yield Row("kind", recipe.kinds[0])
+        yield Row("path", recipe.default_data, "REPLACE: JSON lines")
+    else:
+        path = data.path if not is_validation or data.validation is None else data.validation
+        yield Row("kind", data.kind, "" if is_validation else data.description)
+        yield Row("path", path)
+    if data is not None and data.is_split:
+        yield Row("split", "validation" if is_validation else "train")
+    if recipe.kinds[0] in CHAT_KINDS and (data is None or data.kind in CHAT_KINDS):
+        if model is not None and not model.has_chat_template:
+            yield Row("template", "chatml", "the folder has no chat template of its own")
+        if not is_validation and recipe.kinds[0] == "chat":
+            yield Row("train_on", "assistant", "targets: the turns of the assistant; or last, all")
+        if not is_validation:
+            yield Row("truncation", "skip", "longer ones are not used; or right, left, stop")
+    yield from data.rows if data is not None else ()
+
+
+def _training(recipe: Recipe, inputs: Inputs, is_images: bool) -> Iterator[Row]:
+    seq_len = seq_len_of(recipe, inputs.model)
+    if not is_images:
+        longest = inputs.model.longest if inputs.model is not None else None
+        yield Row("seq_len", seq_len, f"the model takes up to {longest}" if longest else "")
+    local = inputs.sizes.local_batch_size
+    yield Row("local_batch_size", local, "samples of a rank in a microbatch")
+    name = next(name for name, other in RECIPES.items() if other is recipe)
+    total = global_batch_size(name, seq_len, _is_small(recipe, inputs.model), inputs.ranks)
+    microbatches = total // (local * inputs.ranks)
+    division = f"{microbatches} microbatch{'es' * (microbatches > 1)} on {inputs.ranks} rank{'s' * (inputs.ranks > 1)}"
+    yield Row("global_batch_size", total, f"samples of a step: {division}")
+    yield Row("steps", recipe.steps, "`titan-launch data` shows the samples of an epoch")
+
+
+def seq_len_of(recipe: Recipe, model: ModelFolder | None) -> int:
+    """Return `training.seq_len`: at most the longest sequence that the model takes."""
+    if model is None:
+        return recipe.longest if recipe.needs_model else 256
+    return min(recipe.longest, model.longest or recipe.longest)
+
+
+def _optimizer(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
+    lr = recipe.lr
+    if "images" in recipe.kinds and model is not None:
+        lr /= 10
+    elif model is None and not recipe.needs_model and "images" not in recipe.kinds:
+        lr = 1e-3
+    yield Row("lr", lr, recipe.lr_comment)
+    if recipe.weight_decay is not None:
+        yield Row("weight_decay", recipe.weight_decay)
+
+
+def _validation(recipe: Recipe, inputs: Inputs) -> Iterator[Table]:
+    data = inputs.data
+    if data is None or not (data.is_split or data.validation):
+        return
+    yield Table(
+        "validation",
+        [
+            Row("freq", max(1, recipe.steps // 10), "steps between validations"),
+            Row("max_samples", 512),
+            Row("local_batch_size", max(1, inputs.sizes.local_batch_size)),
+        ],
+    )
+    yield Table("validation.data", list(_data(recipe, inputs, is_validation=True)))
+
+
+def _vocabulary(model: ModelFolder | None) -> int:
+    size = None if model is None else model.config.get("vocab_size")
+    return size if isinstance(size, int) else 0
+
+
+def _is_small(recipe: Recipe, model: ModelFolder | None) -> bool:
+    """Return True for the flavor `debug`, and for folders of that order of size."""
+    if model is None:
+        return not recipe.needs_model
+    width = model.config.get("hidden_size", model.config.get("n_embd"))
+    return isinstance(width, int) and width <= 256
+
+
+def head_of(name: str, inputs: Inputs, file: str) -> Iterable[str]:
+    """Return the comment lines at the head of a job file."""
+    recipe = RECIPES[name]
+    ranks = f" --world-size {inputs.ranks}"
+    return (
+        *recipe.about,
+        *inputs.sizes.comments,
+        "",
+        f"  titan-launch check --config {file}{ranks}",
+        f"  titan-launch data --config {file} --samples 2",
+        f"  titan-launch plan --config {file}{ranks}",
+        f"  titan-launch launch --config {file}",
+    )

@@ -1,0 +1,111 @@
+"""Batch sizes and activation checkpointing of a recipe, from the planner's predictions for the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.plan.auto_mode import resolve_auto
+from titan_launch.plan.hardware import GIB, hardware_of
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.memory.analytic.engine import analytic_engine, model_inventory, unknown_part
+from titan_launch.plan.step_time import flops_of_model
+
+_LARGEST_MICROBATCH = 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs that a job is written for."""
+
+    ranks: int
+    device: str
+    """Name in the device table, or the name that the driver reports."""
+
+    memory_gib: float | None
+    """Memory of one GPU that the driver reports; None for a name in the device table."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The keys of a job that depend on memory."""
+
+    local_batch_size: int
+    activation_checkpoint: str
+    comments: tuple[str, ...]
+    """Lines for the head of the job file: the reason for these sizes."""
+
+
+def planned_sizes(config: JobConfig, machine: Machine) -> Sizes:
+    """Return the microbatch and the activation checkpointing with the shortest predicted step among those that fit.
+
+    `config`: the job with a global batch size, which does not change. Of equal steps, the one with the larger
+    microbatch is taken, because it has fewer collectives.
+    """
+    where = f"{machine.ranks} {machine.device}"
+    if unknown := unknown_part(config, "cuda"):
+        how = f"`titan-launch plan --world-size {machine.ranks}` traces a step, and shows what fits."
+        reason = f"Sizes: small ones, since {unknown} is not planned without building it."
+        local_batch_size = config.training.local_batch_size
+        assert local_batch_size != "auto", "recipes begin with a number"
+        return Sizes(local_batch_size, "none", (reason, how))
+    found = [(_order(candidate), candidate) for candidate in _candidates(config, machine)]
+    if not found:
+        comments = (
+            f"Sizes: the smallest ones, since the planner finds none with which the job fits into {where}.",
+            "`titan-launch plan` shows what the job needs. Use more GPUs, or a smaller training.seq_len.",
+        )
+        return Sizes(1, "full", comments)
+    _, best = min(found, key=lambda pair: pair[0])
+    return best.sizes(where)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    local_batch_size: int
+    mode: str
+    seconds: float | None
+    """Shortest predicted time of a step. None: the links or the peak of the device are unknown."""
+
+    reserved_gib: float
+    limit_gib: float
+
+    def sizes(self, where: str) -> Sizes:
+        memory = f"{self.reserved_gib:.1f} of {self.limit_gib:.1f} GiB per rank"
+        return Sizes(self.local_batch_size, self.mode, (f"Sizes: for {where}; the planner predicts {memory}.",))
+
+
+_COST = ("none", "selective", "full")
+"""Modes of activation checkpointing, by the time that they add."""
+
+
+def _order(candidate: _Candidate) -> tuple[float, int, int]:
+    seconds = 0.0 if candidate.seconds is None else float(f"{candidate.seconds:.2g}")
+    return seconds, _COST.index(candidate.mode), -candidate.local_batch_size
+
+
+def _candidates(config: JobConfig, machine: Machine) -> Iterator[_Candidate]:
+    """Yield the best choice of each microbatch that fits: powers of two that divide the global batch."""
+    hardware = hardware_of(config, machine.ranks, "cuda", machine.device, machine.memory_gib)
+    hardware = replace(hardware, gpus_per_node=max(1, min(machine.ranks, hardware.gpus_per_node)))
+    inventory = model_inventory(config)
+    flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
+    auto = config.activation_checkpoint.model_copy(update={"mode": "auto"})
+    per_rank = (config.training.global_batch_size or machine.ranks) // machine.ranks
+    size = 1
+    while size <= min(per_rank, _LARGEST_MICROBATCH) and per_rank % size == 0:
+        training = config.training.model_copy(update={"local_batch_size": size})
+        job = config.model_copy(update={"training": training, "activation_checkpoint": auto})
+        layout = plan_layout(job.parallelism, training, machine.ranks)
+        try:
+            engine = analytic_engine(job, layout, hardware.kernels)
+            resolution = resolve_auto(job, layout, inventory, flops, hardware, engine)
+        except ConfigError:
+            return  # neither this microbatch nor a larger one fits
+        row, limit = resolution.row, hardware.memory_gib or 0.0
+        seconds = row.time.interval[0] if row.time.interval else None
+        mode = row.choice.activation_checkpoint.mode
+        yield _Candidate(size, mode, seconds, row.reserved_bytes / GIB, limit)
+        size *= 2

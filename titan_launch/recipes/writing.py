@@ -1,0 +1,73 @@
+"""Job files as text: tables of keys, values and comments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_launch.config.loading.load import load_job
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.core.errors import UserError, format_key
+
+_COLUMN = 39
+"""Column at which comments begin, if the keys and values before them are shorter."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key of a table."""
+
+    key: str
+    value: Any
+    comment: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a job file. A table without rows is not written."""
+
+    header: str
+    """Dotted path: `validation.data`."""
+
+    rows: Sequence[Row]
+
+
+def job_text(comments: Iterable[str], tables: Iterable[Table]) -> str:
+    """Return a job file: comment lines, then the tables."""
+    head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
+    return head + "".join(f"\n[{table.header}]\n{_rows(table.rows)}" for table in tables if table.rows)
+
+
+def _rows(rows: Sequence[Row]) -> str:
+    lines = [(f"{format_key((row.key,))} = {toml_value(row.value)}", row.comment) for row in rows]
+    return "".join(f"{line:{_COLUMN - 1}} # {comment}\n" if comment else f"{line}\n" for line, comment in lines)
+
+
+def check_new(file: str, command: str) -> None:
+    """Raise UserError for a job file that exists, or that does not end in `.toml`."""
+    if not file.endswith(".toml"):
+        raise UserError(f"error: {file}: the name of a job file ends in .toml")
+    if Path(file).exists():
+        reason = f"{command} never overwrites a file; name another file, or move this one"
+        raise UserError(f"error: {file} exists, and {reason}")
+
+
+def write_new(file: str, text: str) -> None:
+    """Write a file that does not exist. Raises UserError."""
+    try:
+        with open(file, "x", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise UserError(f"error: {file} cannot be written: {error.strerror}; name another file") from None
+
+
+def print_open_problems(file: str) -> None:
+    """Print the keys of a new job file that the check refuses: placeholders, and paths that do not exist."""
+    try:
+        load_job(file)
+    except UserError as error:
+        problems = str(error).removeprefix("error: ").splitlines()
+        lines = [f"  {line.strip()}" for line in problems if ".toml:" in line]
+        print("\n".join(["to do before the first run:", *lines]))

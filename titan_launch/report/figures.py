@@ -1,0 +1,219 @@
+"""Figures of a recorded run: medians with their spread, parts of the step's time, and sentences for a summary."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titan_launch.metrics.sinks.jsonl import json_number
+from titan_launch.report.recorded_run import RecordedRun
+
+LOSS, VALIDATION_LOSS, STEP_SECONDS = "train/loss", "validation/loss", "time/step_s"
+PREDICTED, MEASURED = "memory/predicted_active_gib", "memory/max_active_gib"
+_NOT_PARTS = (STEP_SECONDS, "time/compile_s", "time/checkpoint_stall_s")
+"""Metrics `time/*_s` that are not a part of the time of a step."""
+
+_PAUSES = ("validation", "checkpoint")
+"""Parts that `time/step_s` does not include."""
+
+UNMEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of a metric over the reports of a run."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    def format(self, pattern: str = "{:,.4g}") -> str:
+        """Return `median (quartile to quartile)`."""
+        if self.count < 2:
+            return pattern.format(self.median)
+        return f"{pattern.format(self.median)} ({pattern.format(self.low)} to {pattern.format(self.high)})"
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Return the spread of finite values; None if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return None
+    if len(finite) == 1:
+        return Spread(finite[0], finite[0], finite[0], 1)
+    low, median, high = statistics.quantiles(finite, n=4, method="inclusive")
+    return Spread(median, low, high, len(finite))
+
+
+def speed_tag(run: RecordedRun) -> str | None:
+    """Return the metric of the run's throughput, such as `throughput/tokens_per_second`; None if there is none."""
+    return next((tag for tag in run.tags if tag.startswith("throughput/") and tag.endswith("_per_second")), None)
+
+
+def speed_unit(tag: str) -> str:
+    """Return `tokens per second` for `throughput/tokens_per_second`."""
+    return tag.partition("/")[2].replace("_", " ")
+
+
+def time_parts(run: RecordedRun) -> dict[str, float]:
+    """Return the parts of the time of a step in seconds, each the mean of the reports. What no metric measures is
+    UNMEASURED. Empty for a run without reports."""
+    step = _mean(run.steady(STEP_SECONDS))
+    if step is None:
+        return {}
+    tags = [tag for tag in run.tags if tag.startswith("time/") and tag.endswith("_s") and tag not in _NOT_PARTS]
+    means = {tag.removeprefix("time/").removesuffix("_s"): _mean(run.steady(tag)) for tag in tags}
+    parts = {name: mean for name, mean in means.items() if mean is not None}
+    pauses = {name: parts.pop(name) for name in _PAUSES if name in parts}
+    rest = step - sum(parts.values())
+    return parts | ({UNMEASURED: rest} if rest > 0.001 * step else {}) | pauses
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else None
+
+
+def memory_peaks(run: RecordedRun) -> dict[str, float]:
+    """Return the largest value of every metric of memory in GiB, by tag."""
+    tags = [tag for tag in run.tags if tag.startswith("memory/") and tag.endswith("_gib")]
+    return {tag: max(value for _, value in run.values(tag)) for tag in tags}
+
+
+def summary(run: RecordedRun) -> list[str]:
+    """Return the summary of a run: sentences, each with one fact."""
+    sentences = [_state(run)]
+    if not run.reports:
+        return [*sentences, "There is no report yet."]
+    sentences += [_fall("training loss", run, LOSS), _validation(run), _speed(run), _share_of_data(run), _memory(run)]
+    sentences += [_not_finite(run), _interruptions(run), _saved(run)]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _state(run: RecordedRun) -> str:
+    model = run.config.get("model", {})
+    flavor = f" ({model['flavor']})" if model.get("flavor") else ""
+    ranks = "" if run.num_ranks is None else f" on {counted(run.num_ranks, 'rank')}"
+    verb = {"running": "is running", "finished": "is finished", "stopped": "was stopped", "failed": "has failed"}
+    text = f"The run of {model.get('name', 'a model')}{flavor}{ranks} {verb[run.state]}: "
+    text += f"step {run.last_step:,} of {run.total_steps:,}"
+    if run.state == "failed" and run.starts:
+        last = run.starts[-1]
+        reason = last.end if last.is_error else "the process was killed; its logs have no error"
+        return f"{text}. Its last start ended with: {reason}" + "." * (not reason.endswith("."))
+    return f"{text}."
+
+
+def _fall(what: str, run: RecordedRun, tag: str) -> str:
+    found = [(step, value) for step, value in run.values(tag) if math.isfinite(value)]
+    if not found:
+        return ""
+    (first, before), (last, now) = found[0], found[-1]
+    if first == last:
+        return f"The {what} is {now:.4f} at step {last:,}."
+    verb = "fell" if now < before else "rose" if now > before else "stayed"
+    return f"The {what} {verb} from {before:.4f} at step {first:,} to {now:.4f} at step {last:,}."
+
+
+def _validation(run: RecordedRun) -> str:
+    found = [(value, step) for step, value in run.values(VALIDATION_LOSS) if math.isfinite(value)]
+    if not found:
+        return ""
+    lowest, at = min(found)
+    last, last_step = found[-1]
+    if at == last_step:
+        return f"The validation loss is {last:.4f} at step {last_step:,}, the lowest of the run."
+    return f"The validation loss is {last:.4f} at step {last_step:,}; the lowest was {lowest:.4f} at step {at:,}."
+
+
+def _speed(run: RecordedRun) -> str:
+    tag = speed_tag(run)
+    speed = spread(run.steady(tag)) if tag else None
+    step = spread(run.steady(STEP_SECONDS))
+    if tag is None or speed is None or step is None:
+        return ""
+    mfu = spread(run.steady("throughput/mfu_percent"))
+    at = f", at a model FLOPs utilization of {mfu.median:.1f} %" if mfu else ""
+    half = f"; half of the reports are from {speed.low:,.0f} to {speed.high:,.0f}" if speed.count > 3 else ""
+    return f"The median speed is {speed.median:,.0f} {speed_unit(tag)}, {step.median:.3g} s per step{at}{half}."
+
+
+def _share_of_data(run: RecordedRun) -> str:
+    parts = time_parts(run)
+    if "data" not in parts:
+        return ""
+    share = 100 * parts["data"] / sum(parts.values())
+    return f"Training waits for data in {share:.1f} % of its time."
+
+
+def _memory(run: RecordedRun) -> str:
+    peaks = memory_peaks(run)
+    if MEASURED in peaks and PREDICTED in peaks:
+        planned, measured = peaks[PREDICTED], peaks[MEASURED]
+        return f"The peak memory is {gib(measured)}, {change(measured, planned)} against the planned {gib(planned)}."
+    if MEASURED in peaks:
+        return f"The peak memory is {gib(peaks[MEASURED])}; there is no prediction."
+    return ""
+
+
+def _not_finite(run: RecordedRun) -> str:
+    bad = [step for step, value in run.values(LOSS) if not math.isfinite(value)]
+    return f"{counted(len(bad), 'report')} with a loss that is not finite, first at step {bad[0]:,}." if bad else ""
+
+
+def _interruptions(run: RecordedRun) -> str:
+    skipped, rollbacks = int(run.last("train/skipped_steps") or 0), int(run.last("train/rollbacks") or 0)
+    again = f"The ranks were started {counted(len(run.starts), 'time')}" if len(run.starts) > 1 else ""
+    lost = [f"{counted(skipped, 'step')} skipped"] if skipped else []
+    lost += [f"{counted(rollbacks, 'rollback')}"] if rollbacks else []
+    if again:
+        return f"{again}{'; ' * bool(lost)}{', '.join(lost)}."
+    return f"There were {', '.join(lost)}." if lost else "There was no restart, no skipped step and no rollback."
+
+
+def _saved(run: RecordedRun) -> str:
+    if not run.checkpoints:
+        return "There is no checkpoint."
+    return f"{counted(len(run.checkpoints), 'checkpoint')}, the newest of step {run.checkpoints[0].step:,}."
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 rank`, `2 ranks`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def gib(size: float) -> str:
+    """Return a size in GiB, or in MiB below 0.1 GiB."""
+    return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
+
+
+def change(value: float, before: float) -> str:
+    """Return the relative change as text: `+3.2 %`, or "" if it is not defined."""
+    if not (math.isfinite(value) and math.isfinite(before) and before):
+        return ""
+    return f"{100 * (value / before - 1):+.1f} %"
+
+
+def shown_config(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    """Return the keys of a configuration with dots, and their values."""
+    found: list[tuple[str, object]] = []
+    for name, value in config.items():
+        found += shown_config(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
+    return found
+
+
+def to_json(data: object) -> str:
+    """Return plain data as JSON. Numbers that are not finite become "nan", "inf" or "-inf", which `float` accepts."""
+
+    def finite(value: object) -> object:
+        if isinstance(value, float):
+            return json_number(value)
+        if isinstance(value, Mapping):
+            return {key: finite(item) for key, item in value.items()}
+        return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(finite(data), indent=2, allow_nan=False)

@@ -1,0 +1,182 @@
+"""The page of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from html import escape
+from itertools import groupby
+from typing import Any
+
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.metrics.tags import tag_of
+from titan_launch.report.charts import Points, line_chart, stacked_bars
+from titan_launch.report.figures import (
+    LOSS,
+    MEASURED,
+    PREDICTED,
+    STEP_SECONDS,
+    change,
+    gib,
+    memory_peaks,
+    shown_config,
+    speed_tag,
+    speed_unit,
+    spread,
+    summary,
+    time_parts,
+)
+from titan_launch.report.page import charts, folded, page, paragraphs, section, table
+from titan_launch.report.recorded_run import RecordedRun, Report
+
+_PEAKS = {"planned": PREDICTED, "measured": MEASURED}
+_LOSSES = (LOSS, "validation/loss", "validation/ema_loss")
+
+
+def run_page(run: RecordedRun) -> str:
+    """Return the page of a run. What the run does not report is not shown."""
+    state = f'<span class="state {run.state}">{run.state}</span>'
+    now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+    parts = time_parts(run)
+    return page(
+        f"{run.name}: step {run.last_step}",
+        [
+            f"<h1>{escape(run.name)} {state}</h1>",
+            f'<p class="dim">{escape(str(run.folder))}, as of {now}</p>',
+            section("Summary", paragraphs(summary(run))),
+            section("Loss and speed", charts(_main_charts(run))),
+            section(
+                "Where the time of a step goes",
+                stacked_bars({run.name: parts}, "s") if len(parts) > 1 else "",
+                _times(parts),
+            ),
+            section("Memory", _memory(run)),
+            section("Precision", _precision(run)),
+            section("Starts", _starts(run)),
+            section("Skipped steps and rollbacks", _skips(run)),
+            section("Checkpoints", _checkpoints(run)),
+            folded("All metrics", charts(_all_charts(run))),
+            folded("Configuration", _config(run)),
+        ],
+    )
+
+
+def _main_charts(run: RecordedRun) -> Iterator[str]:
+    losses = {tag: run.values(tag) for tag in _LOSSES if tag in run.tags}
+    if losses:
+        yield line_chart("loss", losses)
+    if (tag := speed_tag(run)) is not None:
+        yield line_chart(speed_unit(tag), {tag: run.values(tag)})
+
+
+def _all_charts(run: RecordedRun) -> Iterator[str]:
+    by_chart: dict[tuple[str, str], dict[str, Points]] = {}
+    for name in run.tags:
+        tag = tag_of(name)
+        chart = tag.chart if tag is not None and tag.chart is not None else (name.partition("/")[0], name)
+        by_chart.setdefault(chart, {})[name] = run.values(name)
+    for (_, title), series in by_chart.items():
+        yield line_chart(title, series)
+
+
+def _times(parts: dict[str, float]) -> str:
+    total = sum(parts.values())
+    rows = [(name, f"{value:.4g}", f"{100 * value / total:.1f} %") for name, value in parts.items()]
+    return table(("part", "seconds per step", "share"), rows)
+
+
+def _memory(run: RecordedRun) -> str:
+    peaks = memory_peaks(run)
+    rows = []
+    for tag, size in peaks.items():
+        known = tag_of(tag)
+        against = change(size, peaks[PREDICTED]) if tag == MEASURED and PREDICTED in peaks else ""
+        rows.append((tag.partition("/")[2], gib(size), against, known.meaning if known else ""))
+    has_both = PREDICTED in peaks and MEASURED in peaks
+    bars = {name: {"peak memory of tensors": peaks[tag]} for name, tag in _PEAKS.items()} if has_both else {}
+    bar = stacked_bars(bars, "GiB") if bars else ""
+    return bar + table(("metric", "largest value", "against the plan", "meaning"), rows)
+
+
+def _precision(run: RecordedRun) -> str:
+    audited = {} if run.audit is None else {unit["name"]: unit for unit in run.audit["units"]}
+    rows = [(unit["name"], _unit_cells(unit, audited.get(unit["name"]))) for unit in run.units]
+    lines = []
+    for cells, group in groupby(rows, key=lambda row: row[1]):
+        names = [name for name, _ in group]
+        lines.append((names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} units)", *cells))
+    head = ("unit", "parameters", "storage", "compute", "reduction", "output", "reason", "observed")
+    differences = [] if run.audit is None else run.audit["differences"]
+    return paragraphs(differences) + table(head, lines)
+
+
+def _unit_cells(unit: dict[str, Any], audited: dict[str, Any] | None) -> tuple[str, ...]:
+    observed = "" if audited is None else "as planned" if audited["as_planned"] else "differs"
+    dtypes = (unit["storage_dtype"], unit["compute_dtype"], unit["reduce_dtype"], unit["output_dtype"] or "unchanged")
+    return (f"{unit['parameters']:,}", *dtypes, unit["reason"], observed)
+
+
+def _starts(run: RecordedRun) -> str:
+    rows = [
+        (
+            str(start.number),
+            "" if start.began is None else str(start.began),
+            "" if start.began is None or start.ended is None else str(start.ended - start.began),
+            str(start.step),
+            str(start.num_logs),
+            start.end,
+        )
+        for start in run.starts
+    ]
+    return table(("start", "began", "duration", "from step", "logs of ranks", "last message, or error"), rows)
+
+
+def _skips(run: RecordedRun) -> str:
+    rows = []
+    for name, tag in (("skipped steps", "train/skipped_steps"), ("rollbacks", "train/rollbacks")):
+        values = run.values(tag)
+        rises = [step for (_, before), (step, now) in zip([(0, 0.0), *values], values, strict=False) if now > before]
+        if rises:
+            rows.append((name, f"{values[-1][1]:.0f}", _steps(rises)))
+    undone = [int(report["step"]) for report in run.rolled_back]
+    if undone:
+        rows.append(("undone reports", str(len(undone)), _steps(undone)))
+    return table(("event", "number", "reported at steps"), rows)
+
+
+def _steps(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:20]))
+    return shown if len(steps) <= 20 else f"{shown} and {len(steps) - 20} more"
+
+
+def _checkpoints(run: RecordedRun) -> str:
+    def loss(value: float | None) -> str:
+        return "" if value is None else f"{value:.4f}"
+
+    rows = [
+        (str(saved.step), f"{saved.num_bytes / 1e6:,.1f} MB", loss(saved.validation_loss)) for saved in run.checkpoints
+    ]
+    return table(("step", "size", "validation loss"), rows)
+
+
+def _config(run: RecordedRun) -> str:
+    lines = [f"{key} = {toml_value(value)}" for key, value in shown_config(run.config)]
+    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def describe_run(run: RecordedRun) -> dict[str, Any]:
+    """Return the figures of a run as plain data."""
+    last: Report = run.reports[-1] if run.reports else {}
+    tag = speed_tag(run)
+    speed, seconds = spread(run.steady(tag)) if tag else None, spread(run.steady(STEP_SECONDS))
+    return {
+        "folder": str(run.folder),
+        "name": run.name,
+        "state": run.state,
+        "step": run.last_step,
+        "steps": run.total_steps,
+        "loss": last.get(LOSS),
+        "speed": None if speed is None else speed.median,
+        "speed_unit": None if tag is None else speed_unit(tag),
+        "seconds_per_step": None if seconds is None else seconds.median,
+    }

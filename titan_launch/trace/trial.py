@@ -1,0 +1,97 @@
+"""A trial: two training steps of one rank with real tensors on its device, without other ranks.
+
+Collectives return at once, so the values are meaningless, but every allocation is that of a run. So a trial shows
+whether a rank has enough memory, and running out of it leaves no other rank waiting.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import RunError
+from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.mesh import build_mesh
+from titan_launch.optim.clip import clip_grad_norm
+from titan_launch.optim.registry import build_optimizer
+from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.context_parallel import sequence_part
+from titan_launch.parallel.pipeline import pipeline_of
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.ledger import MICROBATCHES
+from titan_launch.trace.fake_group import fake_process_group, silence
+from titan_launch.trace.step import Batches
+from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.build import speed_up_on_cpu
+from titan_launch.train.health.out_of_memory import is_out_of_memory
+from titan_launch.train.kernel_choice import use_kernels
+from titan_launch.train.model import allocate_model, assemble_model, build_job_model, build_loss
+from titan_launch.train.pipeline_step import PipelinedStep
+from titan_launch.train.step import forward_backward
+from titan_launch.train.trace_subprocess import OUT_OF_MEMORY
+
+_STEPS = 2
+"""The optimizer creates its state at the end of the first step."""
+
+
+_SHARE = 0.95
+"""Share of this process's limits on the host (`ulimit`) that a trial may use. A run holds a little more."""
+
+
+def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device) -> None:
+    """Train two steps as `rank` of `layout.world_size` on `device`, with parameters that are 0.
+
+    The job's modes must not be `auto`. Raises RunError if the memory does not suffice, and ConfigError as a run does.
+    """
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA) if device.type == "cpu" else ():
+        soft, hard = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            resource.setrlimit(limit, (int(soft * _SHARE), hard))
+    with ExitStack() as stack, _out_of_memory_named():
+        stack.enter_context(silence())
+        stack.enter_context(fake_process_group(layout.world_size, rank))
+        mesh = build_mesh(layout, device.type)
+        batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
+        built = build_job_model(config)
+        plan = plan_precision(config, built)
+        use_kernels(config, built, plan, layout, device, stack)
+        model = assemble_model(config, built, plan, mesh, batches)
+        if device.type == "cpu":  # its allocator keeps freed memory
+            speed_up_on_cpu(config, model, stack)
+        allocate_model(model, config, device, stack, initial_values=False)
+        with torch.no_grad():
+            for tensor in (*model.module.parameters(), *model.module.buffers()):
+                local_tensor(tensor).zero_()  # memory that nothing has written to is not yet taken from the host
+        optimizer = build_optimizer(model.module, config.optimizer, built.head, config.training.seed)
+        loss = build_loss(model.module, plan, config, batches.num_classes)
+        strategy, valid = build_strategy(config.gradient_accumulation), torch.ones((), device=device)
+        pipeline = pipeline_of(model.module)
+        count = layout.num_microbatches if pipeline else min(layout.num_microbatches, MICROBATCHES)
+        pipelined = None if pipeline is None else PipelinedStep(pipeline, config.parallelism, strategy, device)
+        for _ in range(_STEPS):
+            microbatches = [batches.make() for _ in range(count)]
+            if pipelined is not None:
+                pipelined(microbatches, loss, valid)
+            else:
+                for index, microbatch in enumerate(microbatches):
+                    strategy.begin_microbatch(model.module, is_last=index == count - 1)
+                    forward_backward(model.module, microbatch, device, lambda: valid, loss)
+            clip_grad_norm(list(model.module.parameters()), config.training.max_norm, mesh.pipeline_group)
+            optimizer.step()
+            optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _out_of_memory_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(f"{OUT_OF_MEMORY}: {str(error).splitlines()[0]}") from None

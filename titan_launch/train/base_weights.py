@@ -1,0 +1,195 @@
+"""The folder of `model.weights` during a run: the values that the run begins with, and that its checkpoints omit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+from torch import nn
+
+from titan_launch.checkpoint.manifest import Base
+from titan_launch.config.architectures import resolve_args
+from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.distributed.collectives import on_all_ranks
+from titan_launch.models.init import copy_whole, differing_weights, load_weights
+from titan_launch.models.lora import Adapter
+from titan_launch.models.weights.adapters import AdapterFolder, Target, file_places, targets_of
+from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights, open_weights
+from titan_launch.plan.hardware import format_bytes
+from titan_launch.plan.types import Inventory, full_name
+
+_log = logging.getLogger(__name__)
+
+_KEY = ("model", "weights")
+
+
+class RunBase:
+    """The folder that `model.weights` names, if any. It implements `checkpoint.state.BaseWeights`."""
+
+    def __init__(self, model: nn.Module, config: JobConfig, inventory: Inventory):
+        """Read the headers of the files. If the folder cannot be read, an error is raised only when its values are
+        needed. `model`: the allocated model of this rank. `inventory`: the whole model."""
+        self._model, self._config, self._inventory = model, config.model, inventory
+        self._saves_frozen = config.checkpoint.save_frozen
+        self._folder: WeightsFolder | None = None
+        if config.model.weights is not None:
+            with suppress(ConfigError):
+                self._folder = open_weights(config.model)
+        self._fingerprint = None if self._folder is None else self._folder.fingerprint()
+        self._has_begun = False
+        self.omitted: frozenset[str] = frozenset()
+
+    def begin_adapters(self, adapters: Sequence[Adapter], config: LoRAConfig) -> None:
+        """Copy the values in the folder `lora.adapter` into the adapters; collective. Each rank reads the adapters of
+        its pipeline stage, and keeps its shards.
+
+        `adapters`: those of the whole model. Raises ConfigError, on all ranks alike, if the folder has other adapters.
+        """
+        assert config.adapter is not None
+        path = Path(config.adapter)
+
+        def load() -> None:
+            folder = AdapterFolder(path)
+            targets = self._targets(adapters, folder)
+            folder.check(targets, config, None if self._fingerprint is None else self._fingerprint.digest)
+            own = dict(self._model.named_parameters())
+            for target in targets:
+                if any(part.adapter.a in own for part in target.parts):
+                    for name, values in folder.read(target, config.rank):
+                        copy_whole(own[name], values)
+
+        def load_or_explain() -> None:
+            try:
+                load()
+            except WeightsError as error:
+                raise config_error(("lora", "adapter"), str(error), config.adapter) from None
+
+        on_all_ranks(load_or_explain)
+        _log.info("adapters: from %s", path)
+
+    def _targets(self, adapters: Sequence[Adapter], folder: AdapterFolder) -> list[Target]:
+        """Return the targets of `peft`, in the names that the folder has: those of this package, or of
+        `transformers`."""
+        adapted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
+        shapes = {
+            full_name(module.path, tensor.name): tensor.shape
+            for module in self._inventory.modules
+            for tensor in module.parameters
+            if full_name(module.path, tensor.name) not in adapted and tensor.tied_to is None
+        }
+        plain = targets_of(adapters, *file_places(self._config, shapes, None, is_plain=True))
+        if not self._config.is_of_package or any(key in folder.tensors for target in plain for key in target.keys):
+            return plain
+        base = None if self._folder is None else self._folder.config
+        args = None if base is None else resolve_args(base.name, base.flavor, base.args)
+        return targets_of(adapters, *file_places(self._config, shapes, getattr(args, "vocab_size", None)))
+
+    @property
+    def record(self) -> Base | None:
+        """The facts about the folder for a manifest; None without a folder."""
+        if self._fingerprint is None:
+            return None
+        names = {self._first_names[name] for name in self.omitted}
+        num_bytes = self._weights.bytes_of(names) if names else 0
+        return Base(str(Path(str(self._config.weights)).resolve()), self._fingerprint, len(names), num_bytes)
+
+    def begin(self) -> None:
+        """Copy the weights into the model; collective. Each rank reads its own parts.
+
+        Raises ConfigError, on all ranks alike, if the folder does not hold the model's tensors.
+        """
+        self._copy(None)
+        self._omit(frozenset())
+
+    def change_since(self, base: Base) -> str:
+        """Return a clause that says how the folder differs from the one in a manifest. Return "" if no rank finds a
+        difference, or if the folder cannot be read. Collective."""
+
+        def change() -> str:
+            return "" if self._fingerprint is None else base.fingerprint.changed_to(self._fingerprint)
+
+        return next(filter(None, on_all_ranks(change)), "")
+
+    def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
+        """Return those of `names` that the folder has values of. See `checkpoint.state.BaseWeights`."""
+        needed = (
+            f"{checkpoint} omits {base.omitted} parameters that are never trained; their values are in {base.folder}, "
+            f"with the fingerprint {base.fingerprint.digest}; name this folder, wherever it is now"
+        )
+        if self._config.weights is None:
+            raise config_error(_KEY, f"is required: {needed}")
+        if change := self.change_since(base):
+            found = "" if self._fingerprint is None else self._fingerprint.digest
+            raise config_error(_KEY, f"has the fingerprint {found} ({change}), but {needed}", self._config.weights)
+        try:
+            on_all_ranks(lambda: len(self._weights.pieces))
+        except ConfigError as error:
+            raise config_error(_KEY, f"{error.problems[0].reason}; {needed}", self._config.weights) from None
+        return [name for name in names if self._first_names.get(name) in self._weights.pieces]
+
+    def read(self, missing: Collection[str]) -> None:
+        """Read the parameters `missing` from the folder. See `checkpoint.state.BaseWeights`."""
+        if self._has_begun and self.omitted.issuperset(missing):
+            return  # a return to an earlier checkpoint of this run: parameters that are never trained have not changed
+        read = {self._first_names[name] for name in missing}
+        if read:
+            self._copy(read)
+        compared = {self._first_names[name] for name in self._held} - read
+        differing = on_all_ranks(lambda: differing_weights(self._model, self._weights, compared) if compared else [])
+        self._omit({name for of_rank in differing for name in of_rank})
+
+    def _copy(self, names: Collection[str] | None) -> None:
+        """Copy tensors of the folder into the model, by default all. Collective."""
+        start = time.perf_counter()
+        loaded = on_all_ranks(lambda: load_weights(self._model, self._weights, names))[0]
+        source = self._weights.folder.config
+        for note in source.notes:
+            _log.info("weights: %s", note)
+        message = "weights: from %s (%s); this rank read %s in %.1f s"
+        seconds = time.perf_counter() - start
+        _log.info(message, self._config.weights, source.model_type or source.name, format_bytes(loaded), seconds)
+
+    def _omit(self, differing: Collection[str]) -> None:
+        """Omit the parameters that are never trained from later checkpoints, except for those in `differing`, whose
+        values are not those in the folder."""
+        self._has_begun = True
+        self.omitted = frozenset(name for name in self._held if self._first_names[name] not in differing)
+        if self.omitted and self.record is not None:
+            message = "checkpoints: %d parameters (%s) are never trained, so they are read from %s again at a resume"
+            _log.info(message, self.record.omitted, format_bytes(self.record.omitted_bytes), self._config.weights)
+
+    @cached_property
+    def _weights(self) -> Weights:
+        """The folder, compared with the model. Raises ConfigError."""
+        return find_weights(self._config, self._inventory, getattr(self._model, "names_in_files", None), self._folder)
+
+    @cached_property
+    def _first_names(self) -> dict[str, str]:
+        """The name of the first occurrence of each parameter, by each of its names."""
+        return {
+            name: tensor.tied_to or name
+            for module in self._inventory.modules
+            for tensor in module.parameters
+            for name in [full_name(module.path, tensor.name)]
+        }
+
+    @cached_property
+    def _held(self) -> frozenset[str]:
+        """All names of the parameters that are never trained and that the folder has values of. Empty if all
+        parameters are saved."""
+        frozen = {
+            full_name(module.path, tensor.name)
+            for module in self._inventory.modules
+            for tensor in module.parameters
+            if not tensor.requires_grad
+        }
+        if self._saves_frozen or self._folder is None or not frozen:
+            return frozenset()
+        return frozenset(name for name in frozen if self._first_names[name] in self._weights.pieces)
