@@ -11,6 +11,8 @@ import pytest
 
 from titan_launch.data.cache import VARIABLE
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests of two workers share two cores; torch is not imported yet
+
 LONGEST_FILES = (
     "tests/parallel/test_matrix.py",
     "tests/test_cli.py",

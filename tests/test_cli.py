@@ -433,7 +433,9 @@ def test_a_model_that_cannot_be_built_shows_its_own_traceback_once(job: Path) ->
     assert "my_model.py" in result.stderr and "titan_launch/models" not in result.stderr
 
 
-@pytest.mark.parametrize("command", [LAUNCH, TORCHRUN], ids=["launch", "torchrun"])
+@pytest.mark.parametrize(
+    "command", [LAUNCH, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["launch", "torchrun"]
+)
 def test_a_run_that_fails_ends_with_the_failing_ranks_traceback(job: Path, command: Sequence[str]) -> None:
     """Rank 0 is busy when it is stopped, so it would have time to log the SIGTERM. torchrun prints the banner."""
     result = run_with_model(job, "raise RuntimeError('no forward today')" + BUSY, command=command)
@@ -449,7 +451,7 @@ def test_a_run_that_fails_ends_with_the_failing_ranks_traceback(job: Path, comma
     ("action", "status", "message"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
-        ("os._exit(7)", 7, "ended with status 7: Python code called os._exit"),
+        pytest.param("os._exit(7)", 7, "ended with status 7: Python code called os._exit", marks=pytest.mark.slow),
         pytest.param("os._exit(0)", 1, "ended with status 0: Python code called", marks=pytest.mark.slow),
     ],
     ids=["killed", "status 7", "status 0"],

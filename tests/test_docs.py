@@ -219,7 +219,7 @@ def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: 
         shlex.split(line)[1:] for name, block in blocks("sh") if FINE_TUNING in name for line in block.splitlines()
     )
 
-    def printed_by(arguments: list[str]) -> str:
+    def printed_by(arguments: list[str], expected: str = "") -> str:
         if arguments[0] != "launch":
             status, printed, reported = run_command(arguments, tmp_path)
         else:
@@ -227,10 +227,10 @@ def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: 
             command = [sys.executable, "-m", "titan_launch", *arguments]
             done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
             status, printed, reported = done.returncode, done.stdout, done.stderr
-        assert status == 0, printed + reported
+        assert status == 0 and expected in printed, printed + reported
         return printed
 
-    assert "Hello!" in printed_by(data)
+    printed_by(data, "Hello!")
     assert printed_by(plan)
     printed_by(train)
     resumed = printed_by(resume)
@@ -239,7 +239,7 @@ def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: 
     index = read_index(tmp_path / "outputs/assistant/checkpoints/step-40")
     held = [key for key in index if key.startswith("model.") and not key.endswith("rope.table")]
     assert held and all(".lora." in key for key in held)
-    assert "capitals" in printed_by(evaluate)
+    printed_by(evaluate, "capitals")
     printed_by(export)
     printed_by(adapter)
     card = (tmp_path / "exported/assistant/README.md").read_text()

@@ -89,6 +89,7 @@ def test_a_contestant_is_timed_from_its_launch() -> None:
     assert 0 < found.step_s < found.first_step_s
 
 
+@pytest.mark.slow
 def test_two_programs_run_their_steps_in_turns() -> None:
     """Run one loop alone beside one of two ranks. Both wait for their turn, and no process is left at the end."""
     job = Job(dim=64, n_layers=1, hidden_dim=64, seq_len=16, sequences=2, steps=20, division="whole")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
+from tests.sampling import sampled
 from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, planned_and_sharded
 from titan_launch.config.job import JobConfig
@@ -121,28 +123,32 @@ def train(sections: dict[str, Any], packed: bool = False) -> tuple[dict[str, Ten
     return found, (kept, torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def compiled_and_not() -> list[tuple[int, int]]:
-    """Compare each case with eager mode. Return the saved bytes and the number of graphs."""
-    found = []
-    packed: dict[str, Any] = {"model": llama(), "activation_checkpoint": FULL}
-    for sections in (
-        {"model": llama()},
-        {"model": llama(), "activation_checkpoint": BUDGET},
-        {"model": llama(), "activation_checkpoint": FULL, "precision": FP32_NORMS},
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "whole": ({"model": llama()}, 1),
+    "batchnorm": (
         {"model": llama(norm="batchnorm"), "activation_checkpoint": OPS, "batchnorm": SYNCHRONIZED},
-        {"model": llama(vocab_size=64), "activation_checkpoint": FULL, "parallelism": TWO},
-        {"model": llama(vocab_size=64, n_kv_heads=4, latent_attention=LATENT), "parallelism": TWO},
-        {"model": CONV, "activation_checkpoint": {**FULL, "modules": ["blocks.*.bn"]}},
-        packed,
-    ):
-        compiled, counts = train({**sections, "compile": COMPILE}, sections is packed)
-        is_budget = sections.get("activation_checkpoint") is BUDGET
+        1,
+    ),
+    "budget": ({"model": llama(), "activation_checkpoint": BUDGET}, 1),
+    "conv": ({"model": CONV, "activation_checkpoint": {**FULL, "modules": ["blocks.*.bn"]}}, 2),
+    "parts": ({"model": llama(), "activation_checkpoint": FULL, "precision": FP32_NORMS}, 2),
+    "latents": ({"model": llama(vocab_size=64, n_kv_heads=4, latent_attention=LATENT), "parallelism": TWO}, 1),
+    "packed": ({"model": llama(), "activation_checkpoint": FULL}, 1),
+    "divided": ({"model": llama(vocab_size=64), "activation_checkpoint": FULL, "parallelism": TWO}, 1),
+}
+"""Sections of a job, and the number of graphs of a step."""
+
+
+def compiled_and_not(names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Compare cases with eager mode. Return the saved bytes and the number of graphs of each."""
+    found = {}
+    for name in names:
+        sections, _ = CASES[name]
+        compiled, found[name] = train({**sections, "compile": COMPILE}, name == "packed")
+        own = {"activation_checkpoint": {}} if name == "budget" else {}
         with patch.object(rope, "_rotated", rope._rotated_by_parts):  # as in a graph; test_layers compares both
-            expected, _ = train(
-                {**sections, **({"activation_checkpoint": {}} if is_budget else {})}, sections is packed
-            )
+            expected, _ = train({**sections, **own}, name == "packed")
         assert_equal(compiled, expected)
-        found.append(counts)
     _, (_, graphs) = train({"model": {"name": f"{__name__}:Widening"}, "compile": {**COMPILE, "backend": "eager"}})
     assert graphs == SHAPES
     _explain()
@@ -211,9 +217,8 @@ def _check_cost() -> None:
     assert cost.take() == 0
 
 
-def test_compiled_blocks_give_the_same_results_in_few_graphs() -> None:
-    whole, budget, *others = run_ranks(compiled_and_not, 2)[0]
-    parts, batchnorm, divided, latents, conv, packed = others
-    assert [graphs for _, graphs in (whole, budget, parts, batchnorm, divided)] == [1, 1, 2, 1, 1]
-    assert [graphs for _, graphs in (latents, conv, packed)] == [1, 2, 1]
-    assert budget[0] < 0.8 * whole[0]
+@sampled("names", list(CASES))
+def test_compiled_blocks_give_the_same_results_in_few_graphs(names: tuple[str, ...]) -> None:
+    found = run_ranks(compiled_and_not, 2, names, timeout=300)[0]
+    assert {name: graphs for name, (_, graphs) in found.items()} == {name: CASES[name][1] for name in names}
+    assert found["budget"][0] < 0.8 * found["whole"][0]

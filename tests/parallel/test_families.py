@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from tests.distributed import run_ranks
 from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.parallel.test_tensor_parallel import TWO, assert_close, train_one
+from tests.sampling import sampled
 from tests.train.jobs import TINY_ARGS
 
 SEQUENCES_WHOLE = {**TWO, "sequence_parallel": False}
@@ -42,35 +44,35 @@ ARGS: dict[str, dict[str, Any]] = {
 OF_RANK = (".rows", ".table", ".load", ".auxiliary_losses")
 """Buffers of a rank: rows of positions are divided with the sequence, and each rank counts the load of its samples."""
 
-CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    2: [
-        ("qwen2", TWO),
-        ("qwen3", TWO),
-        ("gemma2", {}),
-        ("gemma2", TWO),
-        ("gemma3", TWO),
-        ("gemma3", PIPELINE),
-        ("gpt2", TWO),
-        ("gpt2", SEQUENCES_WHOLE),
-        ("gpt2", CONTEXT),
-        ("gpt2", PIPELINE),
-        ("gpt_oss", {}),
-        ("gpt_oss", TWO),
-        ("gpt_oss", SEQUENCES_WHOLE),
-        ("gpt_oss", PIPELINE),
-        ("deepseek_v3", TWO),
-        ("deepseek_v3", CONTEXT),
-        ("deepseek_v3", PIPELINE),
-        ("deepseek_v3", {"expert_parallel_degree": 2}),
-        ("llama3, latents of keys", TWO),
-        ("llama3, latents of keys", SEQUENCES_WHOLE),
-    ],
-    4: [("gpt2", BOTH)],
-}
-"""Cases and divisions, by number of ranks. Rotary embedding is divided in the other tests of this folder."""
+FamilyCase = tuple[str, dict[str, Any]]
+"""A case of `ARGS`, and a division."""
+
+ON_TWO: list[FamilyCase] = [
+    ("qwen2", TWO),
+    ("qwen3", TWO),
+    ("gemma2", {}),
+    ("gemma2", TWO),
+    ("gemma3", TWO),
+    ("gemma3", PIPELINE),
+    ("gpt2", TWO),
+    ("gpt2", SEQUENCES_WHOLE),
+    ("gpt2", CONTEXT),
+    ("gpt2", PIPELINE),
+    ("gpt_oss", {}),
+    ("gpt_oss", TWO),
+    ("gpt_oss", SEQUENCES_WHOLE),
+    ("gpt_oss", PIPELINE),
+    ("deepseek_v3", TWO),
+    ("deepseek_v3", CONTEXT),
+    ("deepseek_v3", PIPELINE),
+    ("deepseek_v3", {"expert_parallel_degree": 2}),
+    ("llama3, latents of keys", TWO),
+    ("llama3, latents of keys", SEQUENCES_WHOLE),
+]
+"""Divisions of two ranks. Rotary embedding is divided in the other tests of this folder."""
 
 
-def train(cases: list[tuple[str, dict[str, Any]]], folder: Path) -> list[dict[str, Tensor]]:
+def train(cases: Sequence[FamilyCase], folder: Path) -> list[dict[str, Tensor]]:
     """Train jobs one after the other. Return the loss and the gradient norm of each step, and the parameters."""
     trained = []
     for index, (case, parallelism) in enumerate(cases):
@@ -83,10 +85,12 @@ def train(cases: list[tuple[str, dict[str, Any]]], folder: Path) -> list[dict[st
     return trained
 
 
-def test_families_train_like_one_process(tmp_path: Path) -> None:
-    ((*alone,),) = run_ranks(train, 1, [(case, {}) for case in ARGS], tmp_path / "1")
-    expected = dict(zip(ARGS, alone, strict=True))
-    for ranks, cases in CASES.items():
+@sampled("on_two", ON_TWO)
+def test_families_train_like_one_process(on_two: tuple[FamilyCase, ...], tmp_path: Path) -> None:
+    names = list(dict.fromkeys([case for case, _ in on_two]))
+    ((*alone,),) = run_ranks(train, 1, [(case, {}) for case in names], tmp_path / "1")
+    expected = dict(zip(names, alone, strict=True))
+    for ranks, cases in ((2, on_two), (4, (("gpt2", BOTH),))):
         for by_case in run_ranks(train, ranks, cases, tmp_path / str(ranks)):
             for (case, parallelism), trained in zip(cases, by_case, strict=True):
                 # A pipeline stage has some of the parameters.

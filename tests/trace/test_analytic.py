@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.sampling import rest_is_slow
 from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import TextData, separates_documents
@@ -316,7 +317,7 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS)))
 def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     (replicas, shards), num_microbatches, kernels, args, sections = JOBS[name]
     family = max((family for family in FAMILIES if name.startswith(family)), key=len, default="llama3")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.sampling import rest_is_slow
 from tests.trace.traces import FP32_NORMS, a_job
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
@@ -73,7 +74,7 @@ def ask(sections: dict[str, Any], ranks: int = 4) -> tuple[Footprint, Traffic]:
     return traced(choice), traced.traffic(choice)
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("name", rest_is_slow(list(DEEP)))
 def test_two_depths_extrapolated_equal_the_full_model(
     name: str, traced_blocks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.sampling import rest_is_slow
 from tests.trace.allocator import allocated_peaks
 from tests.trace.traces import FP32_NORMS, a_job
 from titan_launch.models.build import build_model
@@ -87,8 +88,9 @@ def trace(ranks: int, sections: dict[str, Any], kernels: Any = "cpu", rank: int 
 LAST_STAGE = 3
 
 
-@pytest.mark.parametrize(("name", "rank"), [*((name, 0) for name in JOBS), ("1F1B", LAST_STAGE)])
-def test_a_traced_step_has_the_memory_that_the_allocator_reports(name: str, rank: int) -> None:
+@pytest.mark.parametrize("case", rest_is_slow([("1F1B", LAST_STAGE), *((name, 0) for name in JOBS)]))
+def test_a_traced_step_has_the_memory_that_the_allocator_reports(case: tuple[str, int]) -> None:
+    name, rank = case
     footprint = trace(4, JOBS[name], rank=rank)
     phases = footprint.by_phase()
     of_update = phases.pop("optimizer")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.sampling import chosen, rest_is_slow
 from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import IGNORED_TARGET
@@ -121,29 +122,29 @@ def train(model: str, sections: dict[str, Any], folder: Path, is_packed: bool) -
     return measured
 
 
-def train_all(num_ranks: int, folder: Path) -> dict[str, Measured]:
-    """Return the results of all cases for a number of ranks. One rank also trains each document in a sample."""
+def train_all(num_ranks: int, names: set[str], folder: Path) -> dict[str, Measured]:
+    """Return the results of cases for a number of ranks. One rank also trains each document in a sample of its own."""
     found = {
         name: train(model, sections, folder / name, is_packed=True)
         for name, (model, ranks, sections) in CASES.items()
-        if ranks == num_ranks
+        if ranks == num_ranks and name in names
     }
     if num_ranks == 1:
-        found |= {model: train(model, {}, folder / model, is_packed=False) for model in MODELS}
+        found |= {model: train(model, {}, folder / model, is_packed=False) for model in {CASES[n][0] for n in names}}
     return found
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
-    folder = tmp_path_factory.mktemp("runs")
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Measured]:
+    folder, names = tmp_path_factory.mktemp("runs"), chosen(request, "name")
     return {
         name: measured
         for ranks in (1, 2, 4)
-        for name, measured in run_ranks(train_all, ranks, ranks, folder / str(ranks))[0].items()
+        for name, measured in run_ranks(train_all, ranks, ranks, names, folder / str(ranks))[0].items()
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", rest_is_slow(list(CASES)))
 def test_packed_documents_train_like_documents_in_samples_of_their_own(name: str, trained: dict[str, Measured]) -> None:
     for measured, expected in zip(trained[name], trained[CASES[name][0]], strict=True):
         assert measured == pytest.approx(expected, rel=1e-5)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.models.huggingface_folders import CONFIGS, NORMS, VOCABULARY, needs_transformers
+from tests.sampling import chosen, rest_is_slow
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank
 from titan_launch.config.job import JobConfig
@@ -34,6 +35,7 @@ from titan_launch.train.run_folder.records import AUDIT_FILE
 
 SEED, TOKENS, STEPS, RATE, EPS = 3, 16, 4, 1e-2, 1e-3
 IMAGES = ("vit", "resnet")
+WITH_WEIGHTS = ("qwen2", *IMAGES)
 TENSOR_PARALLEL = {"tensor_parallel_degree": 2, "sequence_parallel": False}
 
 pytestmark = needs_transformers
@@ -150,8 +152,8 @@ def resume(folder: Path, name: str, images: str) -> list[float]:
     return losses
 
 
-def train_everything(folder: Path, images: str) -> dict[str, dict[str, list[float]]]:
-    """Return the losses of every model, trained in several ways on the ranks of the test."""
+def train_everything(folder: Path, images: str, names: set[str]) -> dict[str, dict[str, list[float]]]:
+    """Return the losses of models, trained in several ways on the ranks of the test."""
     import transformers  # noqa: F401
 
     logged = BufferingHandler(capacity=1000)
@@ -160,7 +162,7 @@ def train_everything(folder: Path, images: str) -> dict[str, dict[str, list[floa
     gc.freeze()  # a garbage collection would visit all objects of the library
     losses: dict[str, dict[str, list[float]]] = {}
     with replaced(build, "MemoryCheck", lambda *_: None):  # another process would trace the memory
-        for name in CONFIGS:
+        for name in [name for name in CONFIGS if {name, f"{name} with weights"} & names]:
             batches = global_batches(make_job(folder / "batches" / name, name, images))
             losses[name] = {
                 "plain": train_in_plain_pytorch(from_seed(name), batches),
@@ -172,19 +174,19 @@ def train_everything(folder: Path, images: str) -> dict[str, dict[str, list[floa
                 losses[name]["TP"] = train(job)[0]
             if name in ("qwen2", "vit"):
                 losses[name]["resumed"] = resume(folder / "resumed" / name, name, images)
-            if name in ("qwen2", "vit", "resnet"):
+            if f"{name} with weights" in names:
                 losses[f"{name} with weights"] = train_with_weights(folder, name, images, batches)
     assert not logged.buffer
     return losses
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, images: str) -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory, images: str, request: pytest.FixtureRequest) -> Trained:
     folder = tmp_path_factory.mktemp("runs")
-    return folder, run_ranks(train_everything, 2, folder, images)[0]
+    return folder, run_ranks(train_everything, 2, folder, images, chosen(request, "name"), timeout=200)[0]
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "qwen2 with weights", "vit with weights", "resnet with weights"])
+@pytest.mark.parametrize("name", rest_is_slow([*CONFIGS, *(f"{name} with weights" for name in WITH_WEIGHTS)]))
 def test_every_division_trains_like_plain_pytorch(name: str, trained: Trained) -> None:
     ways = dict(trained[1][name])
     plain, bf16 = ways.pop("plain"), ways.pop("bf16", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from benchmarks import adapter_units
 from tests.distributed import run_ranks
 from tests.models.parity import random_model
+from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
@@ -57,7 +59,10 @@ EXPERTS = {
     "lora": {"targets": ["layers.**"]},
 }
 MODELS: tuple[dict[str, Any], ...] = ({}, EXPERTS, USER, {"optimizer": {"name": "Muon"}})
-DIVISIONS: tuple[tuple[int, dict[str, Any]], ...] = (
+Division = tuple[int, dict[str, Any]]
+"""Index in `MODELS`, and the way in which two ranks divide the work."""
+
+DIVISIONS: tuple[Division, ...] = (
     (0, {"gradient_accumulation": {"mode": "deferred"}, "activation_checkpoint": {"mode": "selective"}}),
     (0, {"parallelism": {"tensor_parallel_degree": 2}, "activation_checkpoint": {"mode": "full"}}),
     (0, {"parallelism": {"tensor_parallel_degree": 2, "sequence_parallel": False}}),
@@ -67,7 +72,6 @@ DIVISIONS: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"parallelism": {"data_parallel_replicate_degree": 2}}),
     (3, {}),
 )
-"""Index in `MODELS`, and the way in which two ranks divide the work."""
 
 
 def lora_job(folder: Path, name: str, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -87,9 +91,8 @@ def lora_job(folder: Path, name: str, **sections: dict[str, Any]) -> dict[str, A
     return job
 
 
-def train_everywhere(folder: Path, ranks: int) -> list[dict[str, Tensor]]:
-    """Train all models on one rank, or in all divisions of two ranks. Return the adapters."""
-    divisions = DIVISIONS if ranks == 2 else tuple((model, {}) for model in range(len(MODELS)))
+def train_everywhere(folder: Path, ranks: int, divisions: Sequence[Division]) -> list[dict[str, Tensor]]:
+    """Train the divisions one after the other. Return the adapters."""
     states = []
     for index, (model, sections) in enumerate(divisions):
         state = run_job(lora_job(folder, f"{ranks}-{index}", **MODELS[model], **sections))
@@ -140,10 +143,11 @@ def peft_alone(folder: Path, model: int) -> tuple[list[float], dict[str, Tensor]
     return losses, {name: parameter.detach() for name, parameter in pairs.items()}
 
 
-def test_two_ranks_equal_one_and_peft_in_a_plain_loop(tmp_path: Path) -> None:
-    alone = run_ranks(train_everywhere, 1, tmp_path, 1)[0]
-    divided = run_ranks(train_everywhere, 2, tmp_path, 2, timeout=200)[0]
-    for index, (model, _) in enumerate(DIVISIONS):
+@sampled("divisions", DIVISIONS)
+def test_two_ranks_equal_one_and_peft_in_a_plain_loop(divisions: tuple[Division, ...], tmp_path: Path) -> None:
+    alone = run_ranks(train_everywhere, 1, tmp_path, 1, [(model, {}) for model in range(len(MODELS))])[0]
+    divided = run_ranks(train_everywhere, 2, tmp_path, 2, divisions, timeout=300)[0]
+    for index, (model, _) in enumerate(divisions):
         assert _curve(tmp_path, f"2-{index}") == pytest.approx(_curve(tmp_path, f"1-{model}"), rel=1e-5)
         assert max(float((divided[index][n] - alone[model][n]).abs().max()) for n in divided[index]) < 1e-5
     for model in (0, 2):

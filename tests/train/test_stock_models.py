@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributed import run_ranks
+from tests.sampling import chosen, rest_is_slow
 from tests.train.jobs import read_metrics, run_job, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.core.import_string import import_factory
@@ -108,14 +109,14 @@ def example_job(folder: Path, name: str, dtype: str, images: str) -> dict[str, A
     }
 
 
-def train_all(folder: Path, models: Path, images: str) -> dict[str, float]:
-    """Train every example on the ranks of the test: in float32, and on two ranks then in bfloat16. Return the first
+def train_all(folder: Path, models: Path, images: str, names: set[str]) -> dict[str, float]:
+    """Train examples on the ranks of the test: in float32, and on two ranks then in bfloat16. Return the first
     losses in plain PyTorch if there is one rank."""
     sys.path.insert(0, str(models))
     torch.set_num_threads(1)
     ranks = this_rank().world_size
-    plain = plain_first_losses(folder / "plain", images) if ranks == 1 else {}
-    for dtype, name in itertools.product(("float32", "bfloat16")[:ranks], JOBS):
+    plain = plain_first_losses(folder / "plain", images, names) if ranks == 1 else {}
+    for dtype, name in itertools.product(("float32", "bfloat16")[:ranks], sorted(names)):
         job = example_job(folder / str(ranks) / dtype / name, name, dtype, images)
         job["training"]["local_batch_size"] = 8 // ranks
         run_job(job)
@@ -135,9 +136,9 @@ def first_loss_in_plain_pytorch(job: dict[str, Any]) -> float:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten()).item()
 
 
-def plain_first_losses(folder: Path, images: str) -> dict[str, float]:
+def plain_first_losses(folder: Path, images: str, names: set[str]) -> dict[str, float]:
     losses = {}
-    for name in JOBS:
+    for name in names:
         job = example_job(folder / name, name, "float32", images)
         job["training"]["local_batch_size"] = 8
         losses[name] = first_loss_in_plain_pytorch(job)
@@ -145,40 +146,44 @@ def plain_first_losses(folder: Path, images: str) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, my_models: Path, images: str) -> tuple[Path, dict[str, float]]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, my_models: Path, images: str, request: pytest.FixtureRequest
+) -> tuple[Path, dict[str, float]]:
     """Return the folder of the runs by ranks, dtype and example, and the first losses in plain PyTorch."""
-    folder = tmp_path_factory.mktemp("runs")
-    plain, _ = (run_ranks(train_all, ranks, folder, my_models, images)[0] for ranks in (1, 2))
+    folder, names = tmp_path_factory.mktemp("runs"), chosen(request, "name")
+    plain, _ = (run_ranks(train_all, ranks, folder, my_models, images, names, timeout=200)[0] for ranks in (1, 2))
     return folder, plain
 
 
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS)))
 def test_stock_models_train_alike_on_one_rank_two_ranks_and_in_plain_pytorch(
-    trained: tuple[Path, dict[str, float]],
+    name: str, trained: tuple[Path, dict[str, float]]
 ) -> None:
     folder, plain = trained
-    for name in JOBS:
-        one, two = (read_metrics(folder / ranks / "float32" / name) for ranks in ("1", "2"))
-        assert one[0]["train/loss"] == pytest.approx(plain[name], rel=1e-6), name
-        assert len(one) == STEPS
-        for tag in ("train/loss", "train/grad_norm", "validation/loss"):
-            of_one, of_two = ([report[tag] for report in reports if tag in report] for reports in (one, two))
-            assert of_one and of_one == pytest.approx(of_two, rel=1e-5), (name, tag)
+    one, two = (read_metrics(folder / ranks / "float32" / name) for ranks in ("1", "2"))
+    assert one[0]["train/loss"] == pytest.approx(plain[name], rel=1e-6)
+    assert len(one) == STEPS
+    for tag in ("train/loss", "train/grad_norm", "validation/loss"):
+        of_one, of_two = ([report[tag] for report in reports if tag in report] for reports in (one, two))
+        assert of_one and of_one == pytest.approx(of_two, rel=1e-5), tag
 
 
-def test_stock_models_in_bf16_with_fp32_norms_have_the_planned_dtypes(trained: tuple[Path, dict[str, float]]) -> None:
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS)))
+def test_stock_models_in_bf16_with_fp32_norms_have_the_planned_dtypes(
+    name: str, trained: tuple[Path, dict[str, float]]
+) -> None:
     folder = trained[0] / "2" / "bfloat16"
-    for name in JOBS:
-        audit = json.loads((folder / name / "tiny" / AUDIT_FILE).read_text())
-        assert audit["differences"] == [], name
-        norms = [module for module in audit["modules"] if "Norm" in module["class"]]
-        assert norms and all(norm["dtypes"]["parameters"]["observed"] == ["float32"] for norm in norms), name
-        losses = [report["train/loss"] for report in read_metrics(folder / name)]
-        assert losses[-1] < losses[0], (name, losses)
+    audit = json.loads((folder / name / "tiny" / AUDIT_FILE).read_text())
+    assert audit["differences"] == []
+    norms = [module for module in audit["modules"] if "Norm" in module["class"]]
+    assert norms and all(norm["dtypes"]["parameters"]["observed"] == ["float32"] for norm in norms)
+    losses = [report["train/loss"] for report in read_metrics(folder / name)]
+    assert losses[-1] < losses[0], losses
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_the_header_names_the_blocks(name: str, tmp_path: Path, images: str) -> None:
-    config = JobConfig.model_validate(example_job(tmp_path, name, "bfloat16", images))
+@pytest.mark.parametrize("example", JOBS)
+def test_the_header_names_the_blocks(example: str, tmp_path: Path, images: str) -> None:
+    config = JobConfig.model_validate(example_job(tmp_path, example, "bfloat16", images))
     plan = plan_precision(config, build_model(config.model, TOKENS))
     lines = dict(summary_of_job(config, plan, plan_layout(config.parallelism, config.training, 1)))
-    assert lines["blocks"] == BLOCKS[name]
+    assert lines["blocks"] == BLOCKS[example]
