@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from urllib.request import urlopen
 
 import pytest
+from tensorboard import program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.distributed import run_ranks
@@ -76,3 +82,28 @@ def test_a_run_writes_its_config_and_a_dashboard(events: EventAccumulator) -> No
         "_hparams_/experiment",
         "_hparams_/session_start_info",
     } <= events.summary_metadata.keys()
+
+
+def answer(url: str) -> Any:
+    with urlopen(url, timeout=20) as response:
+        return json.load(response)
+
+
+def test_the_real_server_has_data_for_every_chart(events: EventAccumulator, folder: Path) -> None:
+    server = program.TensorBoard()
+    server.configure(("tensorboard", "--logdir", str(folder / "tiny"), "--port", "0", "--load_fast", "false"))
+    plugin = f"{server.launch()}data/plugin/custom_scalars"
+    deadline = time.monotonic() + 60
+    while not (layout := answer(f"{plugin}/layout")) and time.monotonic() < deadline:
+        time.sleep(0.2)  # the server reads the files in a thread
+    charts = {
+        (page["title"], chart["title"]): chart["multiline"]["tag"]
+        for page in layout["category"]
+        for chart in page["chart"]
+    }
+    assert {page for page, _ in charts} >= {"Learning", "Speed", "Memory", "Precision", "Data", "Health"}
+
+    def has_data(tag: str) -> bool:
+        return bool(answer(f"{plugin}/scalars?run=tb&tag={quote(tag)}")["tag_to_events"])
+
+    assert [chart for chart, tags in charts.items() if not any(map(has_data, tags))] == []
