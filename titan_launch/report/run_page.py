@@ -91,7 +91,7 @@ def _memory(run: RecordedRun) -> str:
     for tag, size in peaks.items():
         known = tag_of(tag)
         against = change(size, peaks[PREDICTED]) if tag == MEASURED and PREDICTED in peaks else ""
-        rows.append((tag.partition("/")[2], gib(size), against, known.meaning if known else ""))
+        rows.append((tag.partition("/")[2], gib(size), against, known.meaning.replace("`", "") if known else ""))
     has_both = PREDICTED in peaks and MEASURED in peaks
     bars = {name: {"peak memory of tensors": peaks[tag]} for name, tag in _PEAKS.items()} if has_both else {}
     bar = stacked_bars(bars, "GiB") if bars else ""
