@@ -35,8 +35,9 @@ _CONTEXT.set_forkserver_preload(
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
     """Call `fn(*args)` on every rank of a fresh gloo group and return what each rank returned, in rank order.
 
-    `fn` is a module-level function; its arguments and result are pickled. Raises AssertionError with the traceback of
-    the first rank that failed, or that is late.
+    `fn` is a module-level function; its arguments and result are pickled. Runs do not predict
+    the memory of models that must be traced. Raises AssertionError with the traceback of the first rank that failed, or
+    that is late.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -115,12 +116,20 @@ def _command_main(args: Sequence[str], folder: Path, stdout: Path, stderr: Path)
     os._exit(main(args))
 
 
+def _no_trace(*args: Any) -> None:
+    """Stand in for a process that takes seconds of every run. tests/train/test_measure.py uses the real one."""
+    raise OSError("tests do not trace")
+
+
 def _rank_main(
     pipe: Any, fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store: str
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    from titan_launch.train import measure
+
+    vars(measure)["TraceProcess"] = _no_trace
     faulthandler.enable()
     gc.freeze()  # a garbage collection would visit all objects of the server, and copy their pages
     torch.set_num_threads(1)

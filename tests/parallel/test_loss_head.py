@@ -15,12 +15,10 @@ from tests.sampling import sampled
 from tests.tensors import full_state
 from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
 from titan_launch.models.build import build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import initialize
-from titan_launch.train import build
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.forward import find_output_layer
@@ -96,8 +94,6 @@ def _train(job: dict[str, Any], folder: Path) -> dict[str, Tensor]:
         "training": training,
     }
     with ExitStack() as stack:
-        # Another process would trace the memory of a user's model.
-        stack.enter_context(replaced(build, "MemoryCheck", lambda *_: None))
         config = JobConfig.model_validate({**tiny_job(folder, **sections), "model": job["model"]})
         run = build_run(config, this_rank(), stack)
         assert (run.plan.loss_head is None) == (config.loss.chunks == 1)

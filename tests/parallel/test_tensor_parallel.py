@@ -18,10 +18,8 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.core.patches import replaced
 from titan_launch.distributed.random_state import random_stream, seed_everything
 from titan_launch.models.parallel_plans import check_tensor_plan, shapes_explained
-from titan_launch.train import build
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, fit, report, train_one_step
 from titan_launch.train.run import Run
@@ -66,8 +64,6 @@ def train_one(job: dict[str, Any], folder: Path) -> Trained:
     sections = {"data": {"vocab_size": 64}, "optimizer": {"eps": 1e-3}, **job, "training": training}
     job = {**tiny_job(folder, **sections), "model": job["model"]}
     with ExitStack() as stack:
-        # Another process would trace the memory of a user's model.
-        stack.enter_context(replaced(build, "MemoryCheck", lambda *_: None))
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         reports = [report(run, train_one_step(run), due_now(run)) for _ in range(2)]
         names = ("train/loss", "train/grad_norm", "validation/loss", "validation/accuracy")

@@ -24,12 +24,10 @@ from tests.sampling import chosen, rest_is_slow
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank
 from titan_launch.config.job import JobConfig
-from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
 from titan_launch.inference.export import ExportOptions, export
 from titan_launch.models import huggingface
 from titan_launch.models.build import recorded_model
-from titan_launch.train import build
 from titan_launch.train.build import build_run
 from titan_launch.train.run_folder.records import AUDIT_FILE
 
@@ -161,21 +159,20 @@ def train_everything(folder: Path, images: str, names: set[str]) -> dict[str, di
         logging.getLogger(name).addHandler(logged)
     gc.freeze()  # a garbage collection would visit all objects of the library
     losses: dict[str, dict[str, list[float]]] = {}
-    with replaced(build, "MemoryCheck", lambda *_: None):  # another process would trace the memory
-        for name in [name for name in CONFIGS if {name, f"{name} with weights"} & names]:
-            batches = global_batches(make_job(folder / "batches" / name, name, images))
-            losses[name] = {
-                "plain": train_in_plain_pytorch(from_seed(name), batches),
-                "FSDP": train(make_job(folder / "fp32" / name, name, images))[0],
-                "bf16": train(make_job(folder / "bf16" / name, name, images, "bfloat16"))[0],
-            }
-            if name in ("llama", "qwen2"):
-                job = make_job(folder / "tp" / name, name, images, parallelism=TENSOR_PARALLEL)
-                losses[name]["TP"] = train(job)[0]
-            if name in ("qwen2", "vit"):
-                losses[name]["resumed"] = resume(folder / "resumed" / name, name, images)
-            if f"{name} with weights" in names:
-                losses[f"{name} with weights"] = train_with_weights(folder, name, images, batches)
+    for name in [name for name in CONFIGS if {name, f"{name} with weights"} & names]:
+        batches = global_batches(make_job(folder / "batches" / name, name, images))
+        losses[name] = {
+            "plain": train_in_plain_pytorch(from_seed(name), batches),
+            "FSDP": train(make_job(folder / "fp32" / name, name, images))[0],
+            "bf16": train(make_job(folder / "bf16" / name, name, images, "bfloat16"))[0],
+        }
+        if name in ("llama", "qwen2"):
+            job = make_job(folder / "tp" / name, name, images, parallelism=TENSOR_PARALLEL)
+            losses[name]["TP"] = train(job)[0]
+        if name in ("qwen2", "vit"):
+            losses[name]["resumed"] = resume(folder / "resumed" / name, name, images)
+        if f"{name} with weights" in names:
+            losses[f"{name} with weights"] = train_with_weights(folder, name, images, batches)
     assert not logged.buffer
     return losses
 
