@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed import run_ranks
+from tests.distributed import run_command, run_ranks
 from tests.parallel.conv_model import ConvNet
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, tiny_job
@@ -120,6 +121,43 @@ def test_measured_traffic_and_memory_of_a_mixture_are_the_planned_ones(tmp_path:
     assert report["comm/collectives"] == planned.collectives.total
     assert report["comm/all_gather_gib"] * GIB == planned.all_gather_bytes
     assert min(measured) == pytest.approx(report[PREDICTED], rel=0.01)
+
+
+FINE_TUNED: dict[str, dict[str, Any]] = {
+    "frozen": {
+        "training": {"trainable": ["layers.1.**", "norm.*", "output.*"]},
+        "precision": {"param_dtype": "bfloat16", "frozen_storage_dtype": "bfloat16"},
+    },
+    "frozen, deferred": {
+        "training": {"frozen": ["tok_embeddings.*", "layers.0.**"]},
+        "gradient_accumulation": {"mode": "deferred"},
+        "activation_checkpoint": {"mode": "full"},
+    },
+    "LoRA": {"lora": {"targets": ["layers.*.attention.*", "layers.*.feed_forward.*"], "rank": 4}},
+    "LoRA in fp32, deferred": {
+        "lora": {"targets": ["layers.**", "output"], "rank": 8},
+        "precision": {
+            "param_dtype": "bfloat16",
+            "frozen_storage_dtype": "bfloat16",
+            "rules": [{"type": "LoRA", "param_dtype": "float32"}],
+        },
+        "gradient_accumulation": {"mode": "deferred"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", FINE_TUNED)
+def test_measured_memory_of_fine_tuning_is_the_planned_one(name: str, tmp_path: Path) -> None:
+    sections = FINE_TUNED[name]
+    sizes = {"seq_len": 128, "local_batch_size": 2, "global_batch_size": 8, **sections.get("training", {})}
+    job = tiny_job(tmp_path, **{**sections, "training": sizes})
+    run_ranks(run_job, 2, job)
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = ["plan", "--config", "job.json", "--world-size", "2", "--rows", "own", "--json"]
+    status, printed, reported = run_command(command, tmp_path)
+    assert status == 0, reported
+    (row,) = json.loads(printed)["rows"]
+    assert read_metrics(tmp_path)[2][MEASURED] * GIB == pytest.approx(row["active_bytes"], rel=0.01)
 
 
 def train_unwatched(job: dict[str, Any]) -> dict[str, Tensor]:
