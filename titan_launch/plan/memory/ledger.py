@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 from titan_launch.config.optimizers import ALGORITHMS, GroupSizes, has_master
@@ -293,11 +293,10 @@ def _highest(maxima: Sequence[Peak]) -> Peak:
 
 
 def _along(a: Peak, b: Peak, factor: float) -> Peak:
-    line = partial(_line, factor=factor)
     return Peak(
-        line(a.total, b.total),
-        tuple(map(line, a.by_category, b.by_category)),
-        tuple(map(line, a.by_stream, b.by_stream)),
+        _line(a.total, b.total, factor),
+        tuple([x + factor * (y - x) for x, y in zip(a.by_category, b.by_category, strict=True)]),
+        tuple([x + factor * (y - x) for x, y in zip(a.by_stream, b.by_stream, strict=True)]),
     )
 
 

@@ -76,10 +76,11 @@ class Autograd:
     def record(self, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
         """Return `output` with a new node, which passes gradients to the nodes of `inputs`. `saved`: results of
         `save`. If no input takes a gradient, return `output` without a node, and free what was saved."""
-        if all(x.node is None for x in inputs):
+        nodes = [x.node for x in inputs]
+        if nodes.count(None) == len(nodes):
             return output
         self._num_nodes += 1
-        node = Node(self._num_nodes, [x.node for x in inputs], backward)
+        node = Node(self._num_nodes, nodes, backward)
         if saved:
             node.saved = saved[0] if len(saved) == 1 else lambda: [tensor for part in saved for tensor in part()]
         output.node = node
