@@ -113,7 +113,9 @@ def _command_main(args: Sequence[str], folder: Path, stdout: Path, stderr: Path)
     for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), stream.fileno())
     os.chdir(folder)
-    os._exit(main(args))
+    status = main(args)
+    sys.stdout.flush()  # `os._exit` would lose what is buffered
+    os._exit(status)
 
 
 def _no_trace(*args: Any) -> None:
