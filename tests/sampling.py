@@ -18,10 +18,9 @@ def sampled(argument: str, cases: Sequence[Any], every: int = 2) -> pytest.MarkD
 
 
 def rest_is_slow(cases: Sequence[Any], every: int = 2) -> list[Any]:
-    """Return all cases as parameters. All but every `every`-th are slow."""
-    return [
-        case if index % every == 0 else pytest.param(case, marks=pytest.mark.slow) for index, case in enumerate(cases)
-    ]
+    """Return all cases as parameters, a tuple as several. All but every `every`-th are slow."""
+    several = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (index % every > 0)) for index, case in enumerate(several)]
 
 
 def chosen(request: pytest.FixtureRequest, argument: str) -> set[Any]:

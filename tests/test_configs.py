@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
+from tests.sampling import rest_is_slow
 from tests.train.jobs import this_rank
 from titan_launch.cli import main
 from titan_launch.config.loading.load import load_job
@@ -89,7 +90,7 @@ def train_a_step(path: str, folder: str) -> None:
         fit(build_run(config, this_rank(), stack))
 
 
-@pytest.mark.parametrize("path", ON_CPU, ids=name_of)
+@pytest.mark.parametrize("path", rest_is_slow(ON_CPU), ids=name_of)
 def test_a_config_trains_a_step(path: Path, tmp_path: Path) -> None:
     data = load_job(str(path)).config.data
     if isinstance(data, ImageData):

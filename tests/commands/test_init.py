@@ -15,6 +15,7 @@ import tomli
 from tests.distributed import run_command, run_ranks
 from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model
+from tests.sampling import rest_is_slow
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import main
 from titan_launch.config.loading.carried import carried_configs
@@ -72,7 +73,7 @@ def train_two_steps(job: str) -> None:
         fit(build_run(config, this_rank(), stack))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", rest_is_slow(list(RECIPES)))
 def test_a_recipe_passes_the_check_and_trains(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every recipe, with a tiny model and tiny data, on two ranks."""
     pytest.importorskip("transformers")

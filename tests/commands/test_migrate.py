@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tomli
 
+from tests.sampling import rest_is_slow
 from titan_launch.cli import main
 from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS
 from titan_launch.config.loading.load import load_job
@@ -146,7 +147,7 @@ def planned(path: str, ranks: int) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 3))
 def test_a_shipped_llama_file_passes_check_and_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name.startswith("llama4"):
         pytest.importorskip("transformers")

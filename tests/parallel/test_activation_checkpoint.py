@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.sampling import rest_is_slow
 from tests.tensors import Operations, assert_equal, cross_entropy_sum, full_state, full_tensor
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, sharded_model, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
@@ -94,7 +95,9 @@ def checkpointed_and_not(norm: str, statistics: str) -> int:
 
 @pytest.mark.parametrize(
     ("norm", "statistics"),
-    [(norm, "local") for norm in NORM_CLASSES] + [("batchnorm", "synchronized"), ("conv", "synchronized")],
+    rest_is_slow(
+        [*((norm, "local") for norm in NORM_CLASSES), ("batchnorm", "synchronized"), ("conv", "synchronized")]
+    ),
 )
 def test_activation_checkpointing_changes_no_bit(norm: str, statistics: str) -> None:
     compared = 12 if (norm, statistics) == ("batchnorm", "local") else 4

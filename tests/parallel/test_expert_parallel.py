@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
+from tests.sampling import rest_is_slow
 from tests.tensors import cross_entropy_sum
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.checkpoint.index import read_index, read_tensor
@@ -138,7 +139,7 @@ def all_trained(jobs: list[dict[str, Any]], steps: int) -> list[tuple[Parts, lis
     return [trained(config, steps) for config in jobs]
 
 
-@pytest.mark.parametrize(("num_experts", "degrees"), [(4, (4, 1)), (6, (2, 1))])
+@pytest.mark.parametrize(("num_experts", "degrees"), rest_is_slow([(4, (4, 1)), (6, (2, 1))]))
 def test_a_checkpoint_moves_between_degrees_bitwise(tmp_path: Path, num_experts: int, degrees: tuple[int, ...]) -> None:
     """With 6 experts, FSDP2 shards the 3 experts of a rank along their second dim over 2 ranks."""
 

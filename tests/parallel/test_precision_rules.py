@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
+from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal, cross_entropy_sum, full_tensor
 from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.config.job import JobConfig
@@ -71,7 +72,7 @@ def tokens_of_this_rank() -> list[Tensor]:
     return [torch.randint(0, 61, (2, 16), generator=generator) for _ in range(2)]
 
 
-@pytest.mark.parametrize("norm", sorted(MODELS))
+@pytest.mark.parametrize("norm", rest_is_slow(sorted(MODELS)))
 @pytest.mark.parametrize(
     ("ranks", "replicate", "param_dtype"),
     [(1, 1, "bfloat16"), (2, 1, "bfloat16"), (4, 2, "bfloat16"), (2, 1, "float32")],

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_ranks
 from tests.precision.steps import SEQ_LEN, train, wrapped
+from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
@@ -128,7 +129,9 @@ def all_as_planned(replicate: int, every: int) -> None:
             assert seen == (expected if row.unit.num_parameters else set()), (row, config)
 
 
-@pytest.mark.parametrize(("ranks", "replicate", "every"), [(1, 1, 5), (2, 1, 1), (2, 2, 7), (4, 1, 5), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "replicate", "every"), rest_is_slow([(1, 1, 5), (2, 1, 1), (4, 2, 2), (4, 1, 5), (2, 2, 7)])
+)
 def test_every_model_computes_stores_and_communicates_in_the_planned_dtypes(
     ranks: int, replicate: int, every: int
 ) -> None:

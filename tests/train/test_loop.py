@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
+from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
@@ -122,7 +123,7 @@ VALIDATION: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "replicate"), rest_is_slow([(2, 1), (4, 1), (4, 2)]))
 def test_the_number_of_ranks_does_not_change_the_run(
     tmp_path: Path, one_rank: tuple[Path, dict[str, Tensor]], world_size: int, replicate: int
 ) -> None:
