@@ -141,6 +141,7 @@ def test_the_data_source_of_the_docs_is_read(tmp_path: Path, monkeypatch: pytest
     assert [tensor.tolist() for tensor in source[2]] == [list(range(2, 10)), list(range(3, 11))]
 
 
+@pytest.mark.slow
 def test_the_way_from_text_to_text(tmp_path: Path) -> None:
     """Run the page's commands in order on the text that the page names. Ctrl-C stops the first run."""
     pytest.importorskip("tokenizers")

@@ -32,15 +32,15 @@ REPO = Path(__file__).parent.parent
 
 
 def test_a_short_fault_injection_campaign_loses_no_data() -> None:
-    """Run two jobs with kills, and some of the other disturbances. docs/verification/reliability.md has the full
+    """Run a job with kills, and some of the other disturbances. docs/verification/reliability.md has the full
     campaign."""
-    command = [sys.executable, "benchmarks/fault_injection.py", "--runs", "2", "--disturbances", "5", "--seed", "5"]
+    command = [sys.executable, "benchmarks/fault_injection.py", "--runs", "1", "--disturbances", "4", "--seed", "5"]
     command += ["--modes", "disabled", "thread"]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     result = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    found = re.search(r"(\d+) faults in 7 runs.*: \*\*0 lost, 0 mismatched, 0 orphans\*\*", result.stdout)
-    assert found is not None and int(found[1]) >= 7, result.stdout
+    found = re.search(r"(\d+) faults in 5 runs.*: \*\*0 lost, 0 mismatched, 0 orphans\*\*", result.stdout)
+    assert found is not None and int(found[1]) >= 5, result.stdout
 
 
 def run_signalled_while_writing(job: dict[str, Any]) -> str:

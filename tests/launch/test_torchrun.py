@@ -142,6 +142,7 @@ def test_a_killed_rank_and_a_signal_do_not_change_the_result(
     assert [report["step"] for report in read_metrics(tmp_path)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_a_lost_host_leaves_the_others_to_finish_the_run(job: dict[str, Any], tmp_path: Path) -> None:
     run_ranks(run_here, 1, {**job, "job": {**job["job"], "name": "whole"}})
     soon = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"  # so that a lost host is noticed early

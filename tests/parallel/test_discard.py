@@ -179,7 +179,10 @@ def abandon_in_all_modes(replicate: int, by_hand: bool, every: int) -> None:
         assert_equal(trained.state(), expected.state())
 
 
-@pytest.mark.parametrize(("ranks", "replicate", "by_hand"), [(1, 1, False), (2, 1, False), (2, 1, True), (4, 2, False)])
+@pytest.mark.parametrize(
+    ("ranks", "replicate", "by_hand"),
+    [(1, 1, False), (2, 1, False), pytest.param(2, 1, True, marks=pytest.mark.slow), (4, 2, False)],
+)
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_abandoned_step_changes_no_bit_of_the_next(ranks: int, replicate: int, by_hand: bool, every: int) -> None:
     """Every second job, or all. `by_hand` uses the clean-up that torch 2.11 and 2.12 need and 2.13 and 2.14 accept."""

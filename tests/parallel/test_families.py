@@ -85,7 +85,7 @@ def train(cases: Sequence[FamilyCase], folder: Path) -> list[dict[str, Tensor]]:
     return trained
 
 
-@sampled("on_two", ON_TWO)
+@sampled("on_two", ON_TWO, 3)
 def test_families_train_like_one_process(on_two: tuple[FamilyCase, ...], tmp_path: Path) -> None:
     names = list(dict.fromkeys([case for case, _ in on_two]))
     ((*alone,),) = run_ranks(train, 1, [(case, {}) for case in names], tmp_path / "1")
