@@ -127,7 +127,7 @@ def test_a_killed_rank_and_a_signal_do_not_change_the_result(
         ranks = ranks_of(process)
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0
+    assert process.returncode == 0, output + errors
     stopped = int(read_metrics(tmp_path)[-1]["step"])
     # The restart prints no such line, although torchrun then stops the other ranks with SIGTERM.
     assert output.count("SIGTERM: the run ends after this step") == 1
