@@ -494,7 +494,8 @@ def test_tampered_folders_are_refused_in_one_sentence(
 
 
 VANISHING = {
-    "deleted": ("thread", "__import__('shutil').rmtree('tiny')"),
+    # Renamed first: a thread may still write into it.
+    "deleted": ("thread", "os.rename('tiny', 'gone'), __import__('shutil').rmtree('gone', ignore_errors=True)"),
     "moved": ("disabled", "os.rename('tiny', 'moved')"),
     "replaced": ("thread", "os.rename('tiny', 'moved'), os.mkdir('tiny')"),
 }
