@@ -90,7 +90,7 @@ def train_a_step(path: str, folder: str) -> None:
         fit(build_run(config, this_rank(), stack))
 
 
-@pytest.mark.parametrize("path", rest_is_slow(ON_CPU), ids=name_of)
+@pytest.mark.parametrize("path", rest_is_slow(ON_CPU, 3), ids=name_of)
 def test_a_config_trains_a_step(path: Path, tmp_path: Path) -> None:
     data = load_job(str(path)).config.data
     if isinstance(data, ImageData):

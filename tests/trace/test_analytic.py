@@ -317,7 +317,7 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
 }
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(JOBS)))
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 3))
 def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     (replicas, shards), num_microbatches, kernels, args, sections = JOBS[name]
     family = max((family for family in FAMILIES if name.startswith(family)), key=len, default="llama3")

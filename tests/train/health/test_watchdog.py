@@ -127,6 +127,7 @@ def test_a_timeout_ends_the_run_with_the_rank_that_was_behind(tmp_path: Path) ->
         assert "[0, 1]" in {group["ranks"] for group in trace["pg_config"].values()}
 
 
+@pytest.mark.slow
 def test_a_rank_that_native_code_aborts_at_a_hang_is_reported_with_its_collective(tmp_path: Path) -> None:
     """NCCL's watchdog thread aborts a rank like this: rank 0 waits for rank 1, and is aborted after the report."""
     abort = 'if self.calls == 3 and os.environ["RANK"] == "0": threading.Timer(3, os.abort).start()'
