@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
+
+from titan_launch.core.commit import commit_of
 
 
 def publish(text: str, name: str, path: Path | None) -> None:
@@ -23,9 +24,4 @@ def put_between_markers(text: str, name: str, path: Path) -> None:
 
 def commit() -> str:
     """Return the commit of the sources; "unknown" without git or outside of a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return found.stdout.strip() or "unknown"
+    return commit_of(Path(__file__).parent, digits=7) or "unknown"

@@ -11,8 +11,7 @@ from torch import Tensor
 from tests.distributed import run_ranks
 from tests.tensors import Operations
 from titan_launch.metrics.meter import Meter
-from titan_launch.metrics.tags import TAGS
-from titan_launch.metrics.timeline import STEP_PARTS
+from titan_launch.metrics.tags import STEP_PARTS, TAGS
 
 CPU = torch.device("cpu")
 

@@ -2,8 +2,7 @@ import re
 
 import pytest
 
-from titan_launch.metrics.tags import PAGES, TAGS, dashboard_layout, markdown_table, tag_of
-from titan_launch.metrics.timeline import PAUSES, STEP_PARTS
+from titan_launch.metrics.tags import PAGES, PAUSES, STEP_PARTS, TAGS, dashboard_layout, markdown_table, tag_of
 
 
 def test_names_are_unique_and_grouped() -> None:

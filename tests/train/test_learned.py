@@ -16,7 +16,7 @@ from tests.tensors import full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.metrics.timeline import STEP_PARTS
+from titan_launch.metrics.tags import STEP_PARTS
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 

@@ -21,7 +21,7 @@ from titan_launch.core.files import refuse_weights_folder
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
-from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_auto_batch, with_local_batch_size
+from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.experts import active_parameters, describe_load
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
@@ -105,7 +105,7 @@ def run(arguments: Namespace) -> NoReturn:
         check_plot(options.plot)
     loaded, world_size = load(arguments, arguments.world_size), arguments.world_size
     check_weights(loaded)
-    config = with_auto_batch(loaded.config) if arguments.max_batch else loaded.config
+    config = with_local_batch_size(loaded.config, "auto") if arguments.max_batch else loaded.config
     run_and_exit(lambda: print_plan(config, world_size, loaded.provenance.place, options), loaded.provenance.describe)
 
 

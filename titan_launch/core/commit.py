@@ -6,10 +6,10 @@ import subprocess
 from pathlib import Path
 
 
-def commit_of(folder: Path) -> str | None:
-    """Return the commit of the git checkout that a folder is in, with `-dirty` if files have changed. None without a
-    checkout, or without git."""
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def commit_of(folder: Path, digits: int = 40) -> str | None:
+    """Return the first digits of the commit of the git checkout that a folder is in, with `-dirty` if files have
+    changed. None without a checkout, or without git."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", f"--abbrev={digits}", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,15 @@ def config_error(key: KeyPath, reason: str, value: Any = UNSET, also: tuple[KeyP
 def format_key(key: KeyPath) -> str:
     """Return `precision.rules.0.match` for `("precision", "rules", 0, "match")`: the form that overrides use."""
     return ".".join(_format_key_part(str(part)) for part in key)
+
+
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested tables, with their dotted keys. Names are not quoted."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _format_key_part(part: str) -> str:

@@ -43,9 +43,8 @@ def _lines(source: SavedModel, origin: Path, library: str) -> Iterator[str]:
         yield _row("base", f"`{source.base}`")
     yield _row("model", f"`{source.job.model.name}`, {source.num_parameters:,} elements in all tensors")
     if manifest is not None:
-        progress = _progress(origin, manifest.step)
         yield _row("steps", f"{manifest.step:,} on {manifest.world_size} ranks")
-        samples = progress["samples_seen"]
+        samples = _samples_seen(origin, manifest.step)
         if source.job.data.unit != "images":
             length = source.job.training.seq_len
             yield _row("tokens", f"{samples * length:,} ({samples:,} samples of {length})")
@@ -69,10 +68,9 @@ def _row(name: str, text: str) -> str:
     return f"| {name} | {text.replace('|', '&#124;')} |"
 
 
-def _progress(run: Path, step: int) -> dict[str, int]:
+def _samples_seen(run: Path, step: int) -> int:
     checkpoint = checkpoint_folder(run) / checkpoint_name(step)
-    index = read_index(checkpoint)
-    return {"samples_seen": int(read_tensor(checkpoint, index["progress.samples_seen"]))}
+    return int(read_tensor(checkpoint, read_index(checkpoint)["progress.samples_seen"]))
 
 
 def _named(source: SavedModel, section: str) -> str:

@@ -1,4 +1,4 @@
-"""What the modules of a model learn: norms of gradients, parameters and updates, and the scale of outputs."""
+"""Measurements of single modules: norms of gradients, parameters and updates, and the scale of outputs."""
 
 from __future__ import annotations
 

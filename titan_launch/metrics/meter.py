@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_launch.config.sections.data import SampleUnit
-from titan_launch.metrics.tags import tag_of
-from titan_launch.metrics.timeline import PAUSES, STEP_PARTS, Timeline
+from titan_launch.metrics.tags import PAUSES, STEP_PARTS, tag_of
+from titan_launch.metrics.timeline import Timeline
 from titan_launch.plan.hardware import GIB
 
 _WINDOW_TARGETS = "targets in the window"

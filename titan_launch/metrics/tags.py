@@ -6,6 +6,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
+STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
+"""Parts that add up, together with `other`, to the time of a step."""
+
+PAUSES = ("validation", "checkpoint")
+"""Parts that do not count as time of steps."""
+
 
 @dataclass(frozen=True)
 class Tag:

@@ -11,12 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import record_function
 
-STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
-"""Parts that add up, together with `other`, to the time of a step."""
-
-PAUSES = ("validation", "checkpoint")
-"""Parts that do not count as time of steps."""
-
 _OTHER = "other"
 
 

@@ -6,6 +6,7 @@ The global batch stays as it is. A larger microbatch means fewer of them, and so
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, KeyPath, config_error
@@ -28,15 +29,9 @@ def is_auto_batch(config: JobConfig) -> bool:
     return config.training.local_batch_size == "auto"
 
 
-def with_local_batch_size(config: JobConfig, size: int) -> JobConfig:
-    """Return the job with a number of samples per microbatch."""
+def with_local_batch_size(config: JobConfig, size: int | Literal["auto"]) -> JobConfig:
+    """Return the job with a number of samples per microbatch, or with one to be chosen."""
     return config.model_copy(update={"training": config.training.model_copy(update={"local_batch_size": size})})
-
-
-def with_auto_batch(config: JobConfig) -> JobConfig:
-    """Return the job with `local_batch_size = "auto"`."""
-    update = {"local_batch_size": "auto"}
-    return config.model_copy(update={"training": config.training.model_copy(update=update)})
 
 
 def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:

@@ -27,6 +27,11 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.1f} MiB"
 
 
+def format_memory(num_bytes: float) -> str:
+    """Return memory as text with two decimals: `22.41 GiB`, or `22.41 MiB` below 0.1 GiB."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / GIB * 1024:.2f} MiB"
+
+
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
 """Defaults on a GPU. The first is a guess. The second was fitted to TorchTitan's published figures for Llama 3 8B."""
 

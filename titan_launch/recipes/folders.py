@@ -1,4 +1,4 @@
-"""What a folder of a model, or data at a path, is: the facts that a recipe writes into a job file."""
+"""The facts about a model's folder, or about data at a path, that a recipe writes into a job file."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class DataFolder:
     """The `kind` in `[data]`."""
 
     description: str
-    """What was found, in words."""
+    """Words for the kind of data, such as `text in JSON lines`."""
 
     rows: tuple[Row, ...] = ()
     """Keys of `[data]` and of `[validation.data]` besides `kind`, `path` and `split`."""

@@ -228,12 +228,11 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
     yield Table("planner", [Row("device", inputs.device)] if inputs.device else [])
 
 
-def global_batch_size(name: str, seq_len: int, is_small: bool, ranks: int) -> int:
+def _global_batch_size(recipe: Recipe, seq_len: int, is_small: bool, ranks: int) -> int:
     """Return samples per step: a power of two for each rank, close to the recipe's number of tokens.
 
     `is_small`: the model is one for experiments on a CPU.
     """
-    recipe = RECIPES[name]
     tokens = min(recipe.tokens_per_step, 2**13) if is_small else recipe.tokens_per_step
     samples = recipe.tokens_per_step if "images" in recipe.kinds else max(1, tokens // seq_len)
     return ranks * 2 ** max(0, (samples // ranks).bit_length() - 1)
@@ -336,8 +335,7 @@ def _training(recipe: Recipe, inputs: Inputs, is_images: bool) -> Iterator[Row]:
         yield Row("seq_len", seq_len, f"the model takes up to {longest}" if longest else "")
     local = inputs.sizes.local_batch_size
     yield Row("local_batch_size", local, "samples of a rank in a microbatch")
-    name = next(name for name, other in RECIPES.items() if other is recipe)
-    total = global_batch_size(name, seq_len, _is_small(recipe, inputs.model), inputs.ranks)
+    total = _global_batch_size(recipe, seq_len, _is_small(recipe, inputs.model), inputs.ranks)
     microbatches = total // (local * inputs.ranks)
     division = f"{microbatches} microbatch{'es' * (microbatches > 1)} on {inputs.ranks} rank{'s' * (inputs.ranks > 1)}"
     yield Row("global_batch_size", total, f"samples of a step: {division}")

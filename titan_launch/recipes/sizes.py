@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.auto_mode import resolve_auto
+from titan_launch.plan.batch_size import with_local_batch_size
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, model_inventory, unknown_part
@@ -96,9 +97,8 @@ def _candidates(config: JobConfig, machine: Machine) -> Iterator[_Candidate]:
     per_rank = (config.training.global_batch_size or machine.ranks) // machine.ranks
     size = 1
     while size <= min(per_rank, _LARGEST_MICROBATCH) and per_rank % size == 0:
-        training = config.training.model_copy(update={"local_batch_size": size})
-        job = config.model_copy(update={"training": training, "activation_checkpoint": auto})
-        layout = plan_layout(job.parallelism, training, machine.ranks)
+        job = with_local_batch_size(config.model_copy(update={"activation_checkpoint": auto}), size)
+        layout = plan_layout(job.parallelism, job.training, machine.ranks)
         try:
             engine = analytic_engine(job, layout, hardware.kernels)
             resolution = resolve_auto(job, layout, inventory, flops, hardware, engine)

@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_launch.metrics.sinks.jsonl import json_number
+from titan_launch.metrics.tags import PAUSES
 from titan_launch.report.recorded_run import RecordedRun
 
 LOSS, VALIDATION_LOSS, STEP_SECONDS = "train/loss", "validation/loss", "time/step_s"
 PREDICTED, MEASURED = "memory/predicted_active_gib", "memory/max_active_gib"
 _NOT_PARTS = (STEP_SECONDS, "time/compile_s", "time/checkpoint_stall_s")
 """Metrics `time/*_s` that are not a part of the time of a step."""
-
-_PAUSES = ("validation", "checkpoint")
-"""Parts that `time/step_s` does not include."""
 
 UNMEASURED = "not measured"
 
@@ -68,7 +66,7 @@ def time_parts(run: RecordedRun) -> dict[str, float]:
     tags = [tag for tag in run.tags if tag.startswith("time/") and tag.endswith("_s") and tag not in _NOT_PARTS]
     means = {tag.removeprefix("time/").removesuffix("_s"): _mean(run.steady(tag)) for tag in tags}
     parts = {name: mean for name, mean in means.items() if mean is not None}
-    pauses = {name: parts.pop(name) for name in _PAUSES if name in parts}
+    pauses = {name: parts.pop(name) for name in PAUSES if name in parts}
     rest = step - sum(parts.values())
     return parts | ({UNMEASURED: rest} if rest > 0.001 * step else {}) | pauses
 
@@ -196,14 +194,6 @@ def change(value: float, before: float) -> str:
     if not (math.isfinite(value) and math.isfinite(before) and before):
         return ""
     return f"{100 * (value / before - 1):+.1f} %"
-
-
-def shown_config(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    """Return the keys of a configuration with dots, and their values."""
-    found: list[tuple[str, object]] = []
-    for name, value in config.items():
-        found += shown_config(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
-    return found
 
 
 def to_json(data: object) -> str:

@@ -120,12 +120,12 @@ class RecordedRun:
         """The reports that rollbacks have undone, in the order in which they were written."""
         return list(_lines(self.folder / ROLLED_BACK_FILE))
 
-    @property
+    @cached_property
     def audit(self) -> Mapping[str, Any] | None:
         """The content of `precision_audit.json`; None without that file."""
         return _json_or_none(self.folder / AUDIT_FILE)
 
-    @property
+    @cached_property
     def units(self) -> list[dict[str, Any]]:
         """The content of `units.json`; empty without that file."""
         return _json_or_none(self.folder / UNITS_FILE) or []
@@ -143,13 +143,17 @@ class RecordedRun:
         """All metrics of the run, in the order of their first report."""
         return list(dict.fromkeys(tag for report in self.reports for tag in report if tag != "step"))
 
+    @cached_property
+    def _slow_steps(self) -> set[int | None]:
+        """The step of the first report after each start."""
+        steps = [int(report["step"]) for report in self.reports]
+        return {next((step for step in steps if step > start.step), None) for start in self.starts}
+
     def steady(self, tag: str) -> list[float]:
         """Return the values of a metric without those of the first report after each start, which has the slow first
         steps. If there are no others, return all."""
-        steps = [int(report["step"]) for report in self.reports]
-        slow = {next((step for step in steps if step > start.step), None) for start in self.starts}
         found = self.values(tag)
-        return [value for step, value in found if step not in slow] or [value for _, value in found]
+        return [value for step, value in found if step not in self._slow_steps] or [value for _, value in found]
 
     @property
     def num_ranks(self) -> int | None:

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.core.errors import leaves
 from titan_launch.metrics.tags import tag_of
 from titan_launch.report.charts import Points, line_chart, stacked_bars
 from titan_launch.report.figures import (
@@ -19,7 +20,6 @@ from titan_launch.report.figures import (
     change,
     gib,
     memory_peaks,
-    shown_config,
     speed_tag,
     speed_unit,
     spread,
@@ -160,7 +160,7 @@ def _checkpoints(run: RecordedRun) -> str:
 
 
 def _config(run: RecordedRun) -> str:
-    lines = [f"{key} = {toml_value(value)}" for key, value in shown_config(run.config)]
+    lines = [f"{key} = {toml_value(value)}" for key, value in leaves(run.config)]
     return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
 

@@ -21,7 +21,7 @@ from titan_launch.metrics.traffic import TrafficCount, count_collectives, profil
 from titan_launch.models.loss import Loss
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.parallel.compile import compile_time
-from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.plan.hardware import GIB, Hardware, format_memory
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
@@ -120,12 +120,11 @@ class MemoryCheck:
         if abs(predicted.gib - measured) > TOLERANCE * measured:
             _log.warning(
                 "memory: the measured peak is %s, but the planner predicted a peak of %s (%s); %s",
-                *(_format_memory(measured), _format_memory(predicted.gib), predicted.peak_point, self._advice),
+                format_memory(measured * GIB),
+                format_memory(predicted.gib * GIB),
+                predicted.peak_point,
+                self._advice,
             )
-
-
-def _format_memory(gib: float) -> str:
-    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * 1024:.2f} MiB"
 
 
 STEADY_STEP = 3

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
-from titan_launch.core.errors import format_key
+from titan_launch.core.errors import format_key, leaves
 from titan_launch.data.order import Order
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import Mesh
@@ -151,13 +150,18 @@ def build_sinks(
     if console is not None:
         add("console", console, fatal=(BrokenPipeError,))  # `| head`
     on_rank_0(open_all)
+    if not sinks:
+        return ()
     description = RunDescription(_settings(job.requested), frozenset(_later_metrics(job)))
+    texts = {
+        "config": f"```json\n{dump_job(job.config)}```",
+        "units": f"```\n{format_plan(job.config, job.plan, job.layout, format_key)}\n```",
+        **({} if job.reason is None else {"auto": job.reason}),
+    }
     for sink in sinks:
         sink.describe(description)
-        sink.text("config", f"```json\n{dump_job(job.config)}```")
-        sink.text("units", f"```\n{format_plan(job.config, job.plan, job.layout, format_key)}\n```")
-        if job.reason is not None:
-            sink.text("auto", job.reason)
+        for tag, text in texts.items():
+            sink.text(tag, text)
     return tuple(sinks)
 
 
@@ -171,22 +175,14 @@ _ALWAYS = {"model.name", "training.global_batch_size", "optimizer.name", "optimi
 
 def _settings(config: JobConfig) -> dict[str, bool | int | float | str]:
     """Return the numbers and texts of a job that differ from their defaults, and those of `_ALWAYS`, by key."""
-    defaults = dict(_leaves(JobConfig().model_dump(), ""))
+    defaults = dict(leaves(JobConfig().model_dump()))
     return {
         key: value
-        for key, value in _leaves(config.model_dump(), "")
+        for key, value in leaves(config.model_dump())
         if isinstance(value, (bool, int, float, str))
         and (key in _ALWAYS or value != defaults.get(key))
         and not key.startswith("job.")
     }
-
-
-def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _later_metrics(job: ResolvedJob) -> Iterator[str]:

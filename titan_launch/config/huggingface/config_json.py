@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.families import DROPOUT, FAMILIES, REFUSED, WITHOUT_EFFECT, Family
 from titan_launch.config.huggingface.features import CONFIG_FILE, Config, WeightsError, unsupported
-from titan_launch.core.errors import did_you_mean, format_key
+from titan_launch.core.errors import did_you_mean, format_key, leaves
 from titan_launch.core.files import read_regular
 
 
@@ -168,21 +168,12 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
     """Return the differing arguments, also those in tables, such as `experts.top_k`."""
-    ours, theirs = (dict(_leaves(args.effective())) for args in (own, other))
+    ours, theirs = (dict(leaves(args.effective())) for args in (own, other))
     return [
         (key, ours.get(key), theirs.get(key))
         for key in {**ours, **theirs}
         if ours.get(key) != theirs.get(key) and _value(own, key) != _value(other, key)
     ]
-
-
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested tables, with their dotted keys."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _value(args: ModelArgs, key: str) -> Any:

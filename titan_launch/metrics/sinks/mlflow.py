@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
+from titan_launch.core.errors import leaves
 from titan_launch.metrics.sinks.base import Sink, SinkContext
 
 _MAX_METRICS, _MAX_PARAMS = 1000, 100
@@ -41,7 +41,7 @@ class MlflowSink(Sink):
             return
         created = self._client.create_run(experiment_id, run_name=run.name, tags={_RUN_ID: run.run_id})
         self._run_id = created.info.run_id
-        params = _params(run.config, "")
+        params = (Param(key, str(value)) for key, value in leaves(run.config))
         while part := list(islice(params, _MAX_PARAMS)):
             self._client.log_batch(self._run_id, params=part)
 
@@ -59,12 +59,3 @@ class MlflowSink(Sink):
     def close(self, failed: bool = False) -> None:
         """Set the state of the run."""
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
-
-
-def _params(table: Mapping[str, Any], prefix: str) -> Iterator[Param]:
-    """Yield the keys of a job with their values as text."""
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _params(value, f"{prefix}{name}.")
-        else:
-            yield Param(f"{prefix}{name}", str(value))

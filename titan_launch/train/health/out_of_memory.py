@@ -13,7 +13,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, RunError
 from titan_launch.models.blocks import has_forward
 from titan_launch.plan.advice import Advice, advise
-from titan_launch.plan.hardware import GIB
+from titan_launch.plan.hardware import GIB, format_memory
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
@@ -62,9 +62,9 @@ def report(run: Run, error: BaseException) -> str:
 def _allocation(error: BaseException) -> str:
     text = str(error)
     if found := _CPU_ALLOCATION.search(text):
-        return f"an allocation of {_size(int(found[1]))} failed"
+        return f"an allocation of {format_memory(int(found[1]))} failed"
     if found := _CUDA_ALLOCATION.search(text):
-        return f"an allocation of {_size(float(found[1]) * _UNITS[found[2]])} failed"
+        return f"an allocation of {format_memory(float(found[1]) * _UNITS[found[2]])} failed"
     return "an allocation failed"
 
 
@@ -91,15 +91,15 @@ def _held(run: Run) -> list[str]:
         "optimizer": sum(map(_num_bytes, states)),
         "gradients": sum(_num_bytes(tensor.grad) for tensor in parameters),
     }
-    text = ", ".join(f"{name} {_size(size)}" for name, size in held.items() if size)
+    text = ", ".join(f"{name} {format_memory(size)}" for name, size in held.items() if size)
     if run.ranks.device.type != "cuda":
         return [f"held for good: {text}"]
     stats = torch.cuda.memory_stats(run.ranks.device)
     active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
     free, total = torch.cuda.mem_get_info(run.ranks.device)
     return [
-        f"held for good: {text}; peak of tensors {_size(active)}, reserved by the allocator {_size(reserved)} of "
-        f"{_size(total)}, free on the device {_size(free)}"
+        f"held for good: {text}; peak of tensors {format_memory(active)}, reserved by the allocator "
+        f"{format_memory(reserved)} of {format_memory(total)}, free on the device {format_memory(free)}"
     ]
 
 
@@ -119,8 +119,8 @@ def _footprint(config: JobConfig, run: Run, layout: Layout | None = None) -> Foo
 def _planned(footprint: Footprint) -> list[str]:
     peak = max(footprint.peaks.values(), key=lambda peak: peak.total)
     largest = sorted(Category, key=lambda category: -peak.by_category[category])[:4]
-    parts = ", ".join(f"{category.label} {_size(peak.by_category[category])}" for category in largest)
-    return [f"planned peak: {_size(footprint.peak_bytes)} ({footprint.peak_point}): {parts}"]
+    parts = ", ".join(f"{category.label} {format_memory(peak.by_category[category])}" for category in largest)
+    return [f"planned peak: {format_memory(footprint.peak_bytes)} ({footprint.peak_point}): {parts}"]
 
 
 def _advice(run: Run, footprint: Footprint) -> list[str]:
@@ -148,8 +148,4 @@ def _lines(advice: Advice) -> Iterator[str]:
     *before, last = advice.lines
     yield from (f"  {line}" for line in before)
     fits = "" if advice.fits else ", which is not enough"
-    yield f"  {last}  # saves {_size(advice.saved_bytes)}{fits}; costs {advice.cost}"
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.2f} MiB"
+    yield f"  {last}  # saves {format_memory(advice.saved_bytes)}{fits}; costs {advice.cost}"
