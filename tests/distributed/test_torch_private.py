@@ -37,7 +37,7 @@ NAMES: dict[str, set[str]] = {
     "FSDPParamGroup": {
         *("fsdp_params", "mesh_info", "gradient_divide_factor", "unshard", "wait_for_unshard", "post_backward"),
         *("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook", "_is_hsdp", "_post_forward_indices"),
-        "_init_mp_dtypes",
+        *("_init_mp_dtypes", "_all_gather_result"),
     },
     "FSDPParam": {
         *("sharded_param", "all_gather_outputs", "to_sharded", "init_unsharded_param", "all_gather_inputs"),
@@ -65,7 +65,7 @@ if RELEASE < (2, 13):  # `_reset_iteration_state`; the attributes that it only s
     NAMES["FSDPStateContext"] = {"iter_forward_root", "post_backward_final_callback_queued"}
     NAMES["FSDPCommContext"] |= {"device_handle", "all_gather_copy_in_stream", "reduce_scatter_stream"}
     NAMES["FSDPCommContext"] |= {"all_reduce_stream", "all_gather_state"}
-    NAMES["FSDPParamGroup"] |= {"_to_sharded", "_training_state", "_all_gather_result", "_all_reduce_state"}
+    NAMES["FSDPParamGroup"] |= {"_to_sharded", "_training_state", "_all_reduce_state"}
     NAMES["FSDPParamGroup"] |= {"_post_reduce_event", "_reshard_after_forward_event"}
 
 if dist.is_nccl_available():
@@ -80,7 +80,7 @@ ONLY_OLDER = {
         "_training_state",
     ),
     *("_dump_nccl_trace", "_dump_nccl_trace_json"),  # only builds with NCCL have this class
-    *("_to_sharded", "_all_gather_result", "_all_reduce_state", "_post_reduce_event", "_reshard_after_forward_event"),
+    *("_to_sharded", "_all_reduce_state", "_post_reduce_event", "_reshard_after_forward_event"),
 }
 """Names in the source that only releases older than the installed one need."""
 

@@ -1,4 +1,5 @@
-"""A step that is abandoned between its microbatches leaves nothing behind, in every accumulation mode."""
+"""A step that is abandoned between its microbatches leaves nothing behind, in every accumulation mode. A forward that has
+no backward changes nothing between microbatches."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state
@@ -18,13 +19,16 @@ from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
 from titan_launch.config.sections.training import LossConfig
+from titan_launch.core.patches import replaced
 from titan_launch.core.torch_release import torch_release
 from titan_launch.data.sources import Batch
+from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.models.loss import Loss
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
-from titan_launch.parallel.fsdp import discard_pending, fsdp_modules
+from titan_launch.parallel.fsdp import discard_pending, fsdp_modules, without_backward
+from titan_launch.train.forward import in_evaluation_mode
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.step import TrainStep
 
@@ -189,6 +193,61 @@ def test_an_abandoned_step_changes_no_bit_of_the_next(ranks: int, replicate: int
     if by_hand and torch_release() not in ((2, 13), (2, 14)):
         pytest.skip("only torch 2.13 and 2.14 can reset an iteration in both ways")
     run_ranks(abandon_in_all_modes, ranks, replicate, by_hand, every)
+
+
+class LossWithForward(Loss):
+    """A loss with a forward without a backward before each forward of training, as with a reference model."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__(LossConfig(chunks=3))
+        self._model = model
+
+    @torch.no_grad()
+    def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
+        with in_evaluation_mode(self._model), self.given(targets):
+            self._model(inputs.flip(0))
+
+
+def evaluate_between_microbatches(replicate: int, every: int) -> None:
+    for config in islice(jobs(replicate), 0, None, every):
+        expected, trained = Trained(config), Trained(config)
+        trained.step.loss = LossWithForward(trained.model)
+        for number in range(2):
+            norms = [each.step(microbatches(number)).grad_norm.item() for each in (expected, trained)]
+            assert norms[0] == norms[1] > 0, config.gradient_accumulation
+        assert_equal(trained.state(), expected.state())
+
+
+@pytest.mark.parametrize(("ranks", "replicate"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_forward_without_a_backward_changes_no_gradient_of_the_step(ranks: int, replicate: int, every: int) -> None:
+    run_ranks(evaluate_between_microbatches, ranks, replicate, every)
+
+
+def prefetch_for_a_module_that_does_not_run() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    first, second, _ = model
+    for module in (*model, model):
+        fully_shard(module, mesh=this_mesh().fsdp)
+    first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
+    inputs, weight = torch.ones(1, 4), torch.zeros(4, 4)
+
+    def forward(skips: bool) -> Tensor:
+        """Run the model, or all of it but the second layer."""
+        run = nn.Sequential.forward if not skips else (lambda own, x: own[2](own[0](x)))
+        with replaced(nn.Sequential, "forward", run), torch.no_grad(), without_backward(model):
+            output: Tensor = model(inputs)
+        return output
+
+    forward(skips=False)
+    forward(skips=True)
+    with torch.no_grad():
+        local_tensor(second.weight).copy_(weight.chunk(2)[this_rank().rank])
+    assert forward(skips=False).abs().max() == 0, "an all-gather of the old weight was used"
+
+
+def test_an_all_gather_ahead_of_a_module_that_does_not_run_is_not_used_later() -> None:
+    run_ranks(prefetch_for_a_module_that_does_not_run, 2)
 
 
 def abandon_before_anything_has_run() -> None:

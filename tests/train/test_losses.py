@@ -47,6 +47,11 @@ DIVISIONS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "deferred": {"training": {"local_batch_size": 1}, "gradient_accumulation": {"mode": "deferred"}},
         "immediate": {"training": {"local_batch_size": 1}, "gradient_accumulation": _IMMEDIATE},
+        "deferred_all_reduce": {
+            "training": {"local_batch_size": 1},
+            "gradient_accumulation": {"mode": "deferred_all_reduce"},
+            "parallelism": {"data_parallel_replicate_degree": 2},
+        },
     },
 }
 """Ways to divide the batch of a step, by number of ranks. The first has the whole batch in one microbatch."""
@@ -177,7 +182,7 @@ def check_all_divisions(
             assert relative_error(state, expected) < 1e-5, name
     metrics = read_metrics(folder)
     assert [row["train/loss"] for row in metrics] == pytest.approx(losses, rel=1e-5)
-    for name in ("microbatches", "deferred", "immediate"):
+    for name in ("microbatches", *DIVISIONS[2]):
         of_division = read_metrics(folder, name)
         for row, own in zip(metrics, of_division, strict=True):
             compared = [

@@ -307,21 +307,50 @@ def accumulate_in_reduce_dtype(root: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
+def end_forward(root: nn.Module) -> None:
+    """Free the unsharded parameters of a wrapped module after forwards without a backward, and delete FSDP2's record of
+    these forwards.
+
+    Gradients do not change, so a step may call this function between its microbatches. `FSDPModule.reset_iter_state`
+    would not do: from torch 2.15 on it discards reduced gradients, gradients that wait for the last microbatch, and
+    partial sums of HSDP.
+    """
+    if not isinstance(root, FSDPModule):
+        return  # nothing is sharded
+    if is_tested_release():
+        if not _has_started(root):
+            return
+        pop_forward_order(root)
+        for group in parameter_groups(root):
+            if group._all_gather_result is not None:  # prefetched for a module that did not run
+                group.wait_for_unshard()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _has_started(root: FSDPModule) -> bool:
+    """Return True if a forward of a wrapped module has started."""
+    return hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_stream")
+
+
 # Abandoned steps
 
 
 def reset_iteration(root: nn.Module) -> None:
-    """Free the unsharded parameters of a wrapped module, and reset the state of its forward and backward.
+    """Free the unsharded parameters of a wrapped module, and reset the state of its forward and backward, after an
+    exception in either.
 
-    `FSDPModule.reset_iter_state` is public from torch 2.13 on. From torch 2.15 on it also drops gradients.
+    `FSDPModule.reset_iter_state` is public from torch 2.13 on. It discards partial sums of HSDP, and from torch 2.15 on
+    all gradients. So call this function only if the step is abandoned.
     """
     if not isinstance(root, FSDPModule):
         return  # nothing is sharded
     if not is_tested_release():
         root.reset_iter_state()
         return
-    if not hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_stream"):
-        return  # no forward has started yet
+    if not _has_started(root):
+        return
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:

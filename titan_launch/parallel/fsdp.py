@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from titan_launch.distributed.torch_private import (
     apply_to_tensors,
     discard_all_reduces,
     drop_unsharded_gradients,
+    end_forward,
     reset_iteration,
     roots,
     update_trained_parameters,
@@ -184,8 +186,24 @@ def discard_pending(model: nn.Module) -> None:
 def reset_iterations(model: nn.Module) -> None:
     """Free the unsharded parameters of a wrapped model, and reset FSDP2's record of forward and backward.
 
-    Call this also after forwards without a backward. Otherwise parameters would stay unsharded, and the next backward
-    would prefetch units in the order of those forwards.
+    Call this function only after an exception: it discards gradients, in part or (from torch 2.15 on) all of them.
     """
     for root in roots(model):
         reset_iteration(root)
+
+
+@contextmanager
+def without_backward(model: nn.Module) -> Iterator[None]:
+    """Run forwards of a wrapped model during the block that no backward follows, also between microbatches of a step.
+
+    At the end of the block, unsharded parameters are freed, and FSDP2's record of these forwards is deleted. Otherwise
+    parameters would stay unsharded, and the next backward would prefetch units in the order of these forwards.
+    Gradients do not change, unless the block raises an exception: then the iteration is reset.
+    """
+    try:
+        yield
+    except BaseException:
+        reset_iterations(model)
+        raise
+    for root in roots(model):
+        end_forward(root)

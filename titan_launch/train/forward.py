@@ -26,7 +26,7 @@ from titan_launch.distributed.torch_private import roots
 from titan_launch.models.blocks import has_forward
 from titan_launch.models.lora import class_without_adapter
 from titan_launch.models.loss import LogitsCheck, Loss, count_valid
-from titan_launch.parallel.fsdp import reset_iterations
+from titan_launch.parallel.fsdp import without_backward
 
 FORWARD = "the model's forward "
 """The first words of every error of this module. The errors concern the key `model.name`."""
@@ -55,18 +55,19 @@ def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = Fal
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a wrapped model into evaluation mode during the block, for forwards without a backward."""
+    """Put a wrapped model into evaluation mode during the block, for forwards without a backward. Gradients of a step
+    that has begun do not change."""
     was_training = {  # a frozen BatchNorm stays frozen
         module: module.training for root in roots(model) for module in root.modules()
     }
     for root in roots(model):
         root.eval()
     try:
-        yield
+        with without_backward(model):
+            yield
     finally:
         for module, flag in was_training.items():
             module.training = flag
-        reset_iterations(model)  # puts the sharded parameters back into the model; the optimizer's state refers to them
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from titan_launch.models.documents import document_arguments
 from titan_launch.models.init import load_weights
 from titan_launch.models.loss import Loss
 from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights
-from titan_launch.parallel.fsdp import reset_iterations
+from titan_launch.parallel.fsdp import without_backward
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.forward import select_outputs
 from titan_launch.train.model import AssembledModel, SampleFormat, allocate_model, assemble_model
@@ -73,10 +73,8 @@ class FrozenModel:
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
         """Return the logits of a microbatch. Collective."""
-        try:
+        with without_backward(self.module):
             outputs = self.module(inputs, **document_arguments(self.module, documents))
-        finally:
-            reset_iterations(self.module)  # frees the unsharded parameters, also those of the root
         logits: Tensor = select_outputs(outputs, targets, Loss())
         return logits
 
