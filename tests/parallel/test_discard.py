@@ -1,5 +1,7 @@
-"""A step that is abandoned between its microbatches leaves nothing behind, in every accumulation mode. A forward without a
-backward changes nothing between microbatches."""
+"""A step that is abandoned between its microbatches leaves nothing behind, in every accumulation mode.
+
+A forward without a backward changes nothing between microbatches.
+"""
 
 from __future__ import annotations
 

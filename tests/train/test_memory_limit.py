@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-LIMIT_KIB = 1_525_000
-"""A microbatch of 2 samples needs less than 1.3 GiB, and each further sample 0.4 GiB, most of it for logits."""
+LIMIT_KIB = 1_280_000
+"""Memory besides that of the imported libraries, which differs between builds of PyTorch: 0.2 to 0.8 GiB. A microbatch
+of 2 samples needs less than 1.1 GiB, and each further sample 0.4 GiB, most of it for logits."""
 
 JOB = """
 [job]
@@ -47,16 +48,24 @@ enable_tensorboard = false
 """
 
 
+def memory_of_libraries(environment: dict[str, str]) -> int:
+    """Return the data segment of a process that has imported the launcher, in KiB: the memory that `ulimit -d`
+    limits."""
+    code = "import titan_launch.train.main; print(open('/proc/self/status').read())"
+    status = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    (kib,) = re.findall(r"^VmData:\s+(\d+) kB$", status.stdout, re.MULTILINE)
+    return int(kib)
+
+
 def launch(folder: Path, *overrides: str) -> tuple[int, str]:
     """Train the job with a limit of memory. Return the exit status and the output."""
     (folder / "job.toml").write_text(JOB)
-    command = (
-        f"ulimit -d {LIMIT_KIB}; exec {sys.executable} -m titan_launch launch --nproc-per-node 1 --config job.toml"
-    )
     # With this threshold, freed memory is returned to the system at once, so that the limit is exact. Threads need
     # memory of their own.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    limit = LIMIT_KIB + memory_of_libraries(environment)
+    command = f"ulimit -d {limit}; exec {sys.executable} -m titan_launch launch --nproc-per-node 1 --config job.toml"
     overrides = ("--checkpoint.load=none", *overrides)
     done = subprocess.run(
         ["bash", "-c", f'{command} "$@"', "bash", *overrides],
