@@ -34,6 +34,8 @@ _COPY_AHEAD = 10_000_000
 _SPARE = 1.02
 """Required disk space as a multiple of the bytes of the tensors. The excess is for headers and metadata."""
 
+_SHARED = "put job.dump_folder on a shared file system"
+
 
 def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
     """Write the folder of a step, and return the result. Collective over `group`, a group for CPU tensors.
@@ -104,8 +106,7 @@ def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRec
     missing = [name for name in records if not (temporary / name).exists()]
     if missing:
         raise OSError(
-            f"{temporary / missing[0]} was written on another host, and is not visible on this host; put "
-            "job.dump_folder on a shared file system"
+            f"{temporary / missing[0]} was written on another host, and is not visible on this host; {_SHARED}"
         )
     write_manifest(temporary, replace(request.manifest, files=records))  # also syncs the folder
     final = request.folder / checkpoint_name(request.manifest.step)
@@ -152,6 +153,13 @@ class _RecordingFileSystem(FileSystem):
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Create the folder, but not the folders above it: the run folder may have been moved away."""
+        try:
+            Path(path).mkdir(exist_ok=True)
+        except FileNotFoundError:
+            raise OSError(f"{Path(path).parent} does not exist on this host; {_SHARED}") from None
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
