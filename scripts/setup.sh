@@ -5,6 +5,11 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 unset PYTHONDONTWRITEBYTECODE # without bytecode on disk, each of the many processes compiles all modules that it imports
 
+# Options of pytest for the whole suite: two files at a time, because ranks of a test wait for each other much of the
+# time. They run in the order of tests/conftest.py: xdist would run files with few tests last, and some of these are the
+# longest.
+WHOLE_SUITE=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+
 use_environment() {
     local extra="${1:-}"
     if has_checkout python3 "$extra"; then
@@ -12,15 +17,14 @@ use_environment() {
         return
     fi
     PYTHON="$ROOT/.venv/bin/python"
-    [[ -x "$PYTHON" ]] || make_environment
-    install_packages "$extra"
+    install_packages "$ROOT/.venv" "$extra" "$ROOT/constraints.txt"
 }
 
 # Returns 0 if a Python imports titan_launch from this checkout, and has torch and, for the tests, their tools. The check
 # runs in /, from where the checkout cannot be imported unless it is installed.
 has_checkout() {
     local python="$1" extra="$2" wanted="torch tensorboard torchdata pydantic tomli"
-    [[ "$extra" == test ]] && wanted+=" pytest pytest_timeout xdist mypy ruff jsonschema sklearn PIL hypothesis"
+    [[ "$extra" == test* ]] && wanted+=" pytest pytest_timeout xdist mypy ruff jsonschema sklearn PIL hypothesis"
     command -v "$python" >/dev/null || return 1
     (cd / && "$python" - "$ROOT" $wanted) <<'PYTHON'
 import importlib.util as util, pathlib, sys
@@ -32,11 +36,11 @@ PYTHON
 }
 
 make_environment() {
-    local python
-    for python in python3 python3.13 python3.12 python3.11 python3.10; do
+    local folder="$1" python
+    for python in ${BASE_PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
         if "$python" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            echo "creating .venv with $("$python" --version)" >&2
-            "$python" -m venv "$ROOT/.venv"
+            echo "creating $folder with $("$python" --version)" >&2
+            "$python" -m venv "$folder"
             return
         fi
     done
@@ -44,13 +48,21 @@ make_environment() {
     exit 2
 }
 
-# Installs once, and again when pyproject.toml or constraints.txt have changed.
+# install_packages FOLDER EXTRAS CONSTRAINTS [REQUIREMENT...] makes an environment with the packages of pyproject.toml
+# and this checkout. It installs once, and again when pyproject.toml or the constraints have changed. If the environment
+# has another checkout, it installs only this one.
 install_packages() {
-    local extra="$1" stamp="$ROOT/.venv/.installed${1:+-$1}" state
-    state="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
-    [[ -f "$stamp" && "$(cat "$stamp")" == "$state" ]] && return
-    echo "installing titan-launch${extra:+ with its $extra extra} into .venv (the first time takes minutes, because torch is large)" >&2
-    # The first import of a module compiles it. pip would compile all modules, which takes as long as the installation.
-    "$PYTHON" -m pip install --quiet --no-compile --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}"
-    echo "$state" >"$stamp"
+    local folder="$1" extras="$2" constraints="$3" state
+    local python="$folder/bin/python" stamp="$folder/.installed${extras:+-$extras}"
+    shift 3
+    [[ -x "$python" ]] || make_environment "$folder"
+    state="$(cat "$ROOT/pyproject.toml" "$constraints" | cksum)"
+    if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$state" ]]; then
+        echo "installing titan-launch${extras:+ with its extras $extras} into $folder (the first time takes minutes, because torch is large)" >&2
+        # The first import of a module compiles it. pip would compile all modules, which takes as long as the installation.
+        "$python" -m pip install --quiet --no-compile --constraint "$constraints" "$@" --editable "$ROOT${extras:+[$extras]}"
+        echo "$state" >"$stamp"
+    elif ! has_checkout "$python" "$extras"; then
+        "$python" -m pip install --quiet --no-deps --editable "$ROOT"
+    fi
 }

@@ -5,23 +5,24 @@
 #   scripts/test_torch.sh 2.11.0 tests/plan -k rule    arguments go to pytest
 #   scripts/test_torch.sh 2.12.1 --train               the main job and the ResNet job instead of the suite
 #
-# The environment is .venvs/torch-VERSION, which git ignores. Except for torch, it has the versions of constraints.txt.
-# Delete the folder to install again. PYTHON names the interpreter of the environment (default: python3).
+# Except for torch, the environment has the versions of constraints.txt. Its folder is torch-VERSION in
+# ~/.cache/titan_launch (or $XDG_CACHE_HOME/titan_launch), so that several checkouts use it, one at a time. If that
+# folder cannot be written, it is .venvs/torch-VERSION in the checkout. BASE_PYTHON names the interpreter of a new
+# environment.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 version="${1:?usage: scripts/test_torch.sh VERSION [--train | pytest arguments]}"
 shift
-folder="$ROOT/.venvs/torch-$version"
+environments="${XDG_CACHE_HOME:-${HOME:-}/.cache}/titan_launch"
+mkdir -p "$environments" 2>/dev/null && [[ -w "$environments" ]] || environments="$ROOT/.venvs"
+folder="$environments/torch-$version"
 cd "$ROOT"
 
-if [[ ! -f "$folder/.installed" ]]; then
-    [[ -x "$folder/bin/python" ]] || "${PYTHON:-python3}" -m venv "$folder"
-    grep -v '^torch==' constraints.txt >"$folder/constraints.txt"
-    "$folder/bin/python" -m pip install --quiet --constraint "$folder/constraints.txt" \
-        "torch==$version" --editable '.[test,float8]'
-    touch "$folder/.installed"
-fi
+mkdir -p "$environments"
+constraints="$folder-constraints.txt"
+grep -v '^torch==' constraints.txt >"$constraints"
+install_packages "$folder" test,float8 "$constraints" "torch==$version"
 export PATH="$folder/bin:$PATH"
 python -c 'import torch; print("torch", torch.__version__)'
 
@@ -33,6 +34,6 @@ if [[ "${1:-}" == --train ]]; then
         titan-launch launch --nproc-per-node 2 --config "$config" --job.dump_folder="$output" "$@"
     done
 else
-    [[ $# -gt 0 ]] || set -- --numprocesses 2 --dist loadfile
+    [[ $# -gt 0 ]] || set -- "${WHOLE_SUITE[@]}"
     python -m pytest "$@"
 fi

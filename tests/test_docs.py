@@ -374,7 +374,7 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
         case ["python", "-m", "tests.parallel.matrix" | "tests.models.parity" as module, *arguments]:
             check_benchmark(f"-m {module}", arguments, capsys)
         case ["source", ".venv/bin/activate"]:
-            assert '-m venv "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
+            assert 'install_packages "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
         case ["pip", "install", "-e", target]:
             check_install(target)
         case ["python", "-m", "build"] | ["docker", *_]:

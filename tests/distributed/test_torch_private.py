@@ -161,6 +161,11 @@ def test_private_modules_are_imported_only_where_they_are_used() -> None:
                 assert not [name for name in names if name.startswith("_")], (path, names)
 
 
+def test_ci_runs_the_newest_tested_release() -> None:
+    major, minor = torch_release.NEWEST_TESTED
+    assert f"test_torch.sh\" {major}.{minor}." in (ROOT.parent / ".ci" / "run").read_text()
+
+
 def refuse(*_: Any) -> Any:
     raise RuntimeError("the private state of a unit was touched")
 
