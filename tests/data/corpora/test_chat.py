@@ -105,13 +105,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {folder.name: folder for folder in root.iterdir()}
 
 
-def write_folder(base: Path, folder: Path, settings: dict[str, Any]) -> None:
-    """Write a tokenizer with the special tokens of all templates."""
+def write_folder(base: Path, folder: Path, settings: dict[str, Any], special: list[str] = SPECIAL) -> None:
+    """Write a tokenizer with special tokens: by default those of all templates."""
     shutil.copytree(base, folder)
     content = json.loads((base / "tokenizer.json").read_text())
     first = len(content["model"]["vocab"])
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": first + index, "content": name, "special": True, **flags} for index, name in enumerate(SPECIAL)]
+    added = [{"id": first + index, "content": name, "special": True, **flags} for index, name in enumerate(special)]
     content["added_tokens"] += added
     (folder / "tokenizer.json").write_text(json.dumps(content))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}

@@ -113,18 +113,25 @@ class ChatTemplate:
         turns = [index for index in turns if _is_target(messages[index])]
         chat = _Turns(self, messages, tools, text)
         if not self._marks_turns:
-            return text, [chat.turn(index) for index in turns]
-        if train_on == "last" and answers:
+            spans = [chat.turn(index) for index in turns]
+        elif train_on == "last" and answers:
             earlier_blocks = self.rendered(messages[: answers[-1]], tools).blocks if answers[-1] else []
-            blocks = blocks[len(earlier_blocks) :] if turns else []
+            spans = blocks[len(earlier_blocks) :] if turns else []
         elif is_weighted:
             if len(blocks) != len(answers):
                 reason = "the template must have one generation block for each answer of a chat with weights"
                 raise RecordError(_UNDIVIDED, reason, "template")
-            blocks = [block for block, index in zip(blocks, answers, strict=True) if index in turns]
-        for block in blocks:
-            chat.check_block(block)
-        return text, blocks
+            spans = [block for block, index in zip(blocks, answers, strict=True) if index in turns]
+        else:
+            spans = blocks
+        if self._marks_turns:
+            chat.check_blocks(spans)
+        targets = "".join(text[span.start : span.stop] for span in spans)
+        for index in turns:
+            if lost := [name for name in _called(messages[index]) if name not in targets]:
+                detail = f"message {index + 1} calls {lost[0]}; use a template for tools"
+                raise RecordError("a chat with a call that the template does not write", detail, "template")
+        return text, spans
 
     def check_syntax(self) -> None:
         """Raise `jinja2.TemplateSyntaxError` if the text is not a template."""
@@ -210,10 +217,10 @@ class _Turns:
             raise self._unknown(index, f"it would contain text of message {min(others) + 1}")
         return turn
 
-    def check_block(self, block: Span) -> None:
+    def check_blocks(self, blocks: Sequence[Span]) -> None:
         """Raise RecordError if a `generation` block has text of a message that is not of the assistant. The template is
         trusted if marks in the messages change the text around them."""
-        for index in sorted(self._messages_in(block)):
+        for index in sorted(set().union(*map(self._messages_in, blocks))):
             if self.messages[index]["role"] != "assistant":
                 raise RecordError(_UNDIVIDED, f"a generation block has text of message {index + 1}", "template")
 
@@ -252,20 +259,26 @@ class _Turns:
         messages. One of them has the same text after the message: the end of the last turn often is another one.
         """
         own = max(self._positions_of(index), default=start)
-        until, closed = self.messages[: index + 1], self.template.closed
-        if index == len(self.messages) - 1:
-            end = closed(self.text[own:])
-            # Some templates write the prompt for an answer after every chat, which another question then removes.
-            is_prompt = end and self.text[:start].rstrip().endswith(end)
-            if not is_prompt or self._text_after(index, start, [*until, _QUESTION]).startswith(end):
-                return own + len(end)
-        else:
-            if self.text.startswith(end := closed(self._text_after(index, start, until)), own):
-                return own + len(end)
-            prompted = self._text_after(index, start, until, add_generation_prompt=True)
-            if self.text.startswith(end := closed(prompted.removesuffix(self._prompt)), own):
+        for end in map(self.template.closed, self._ends(index, start, own)):
+            if self.text.startswith(end, own) and not self._is_prompt(end, index, start):
                 return own + len(end)
         raise self._unknown(index, "it has another end if another message follows")
+
+    def _ends(self, index: int, start: int, own: int) -> Iterator[str]:
+        """Yield texts that may end a turn. `own`: the end of the message's text."""
+        until = self.messages[: index + 1]
+        if until == self.messages:
+            yield self.text[own:]
+        else:
+            yield self._text_after(index, start, until)
+            yield self._text_after(index, start, until, add_generation_prompt=True).removesuffix(self._prompt)
+
+    def _is_prompt(self, end: str, index: int, start: int) -> bool:
+        """Return True if the text after a turn is the prompt for an answer, which some templates write after every
+        chat. Then the turn also begins after this text, and another question removes it."""
+        if not end or not self.text[:start].rstrip().endswith(end):
+            return False
+        return not self._text_after(index, start, [*self.messages[: index + 1], _QUESTION]).startswith(end)
 
     def _text_after(
         self, index: int, start: int, messages: Sequence[Message], add_generation_prompt: bool = False
@@ -329,6 +342,14 @@ def _is_target(message: Message) -> bool:
     if weight not in (0, 1):
         raise RecordError("with a weight of a message that is neither 0 nor 1", f"it is {weight}")
     return bool(weight) and message.get("train", True) is not False
+
+
+def _called(message: Message) -> list[str]:
+    """Return the names of the functions that a message calls."""
+    calls = (call for call in message.get("tool_calls") or [] if isinstance(call, Mapping))
+    functions = (call.get("function", call) for call in calls)
+    names = (function.get("name") for function in functions if isinstance(function, Mapping))
+    return [name for name in names if isinstance(name, str)]
 
 
 def load_template(
