@@ -309,8 +309,8 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
 
     class Clock(datetime):
         @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            return datetime.fromisoformat(day)
+        def now(cls, tz: Any = None) -> Any:
+            return cls.fromisoformat(day)
 
     module = pytest.importorskip("transformers.utils.chat_template_utils")
     monkeypatch.setattr(module, "datetime", Clock)
@@ -377,28 +377,24 @@ def test_every_template_file_names_its_source_and_is_tested() -> None:
     assert all(re.match(r"{#- (\S+/\S+|ChatML, as in \S+/\S+?)[,. ]", text) for text in files.values())
 
 
-def test_the_table_of_the_docs_is_right(bytes_and_words: Path, tmp_path: Path) -> None:
-    def code(text: str) -> str:
-        return f"`{text.replace(chr(10), '⏎')}`"
-
+def test_the_table_of_the_docs_is_right() -> None:
     chats = {
         "system": "a system message",
         "assistant first": "the assistant at the beginning",
         "two users in a row": "two users in a row",
     }
-    rows = []
+    rows = [("template", "first answer", "last answer", "refused chats")]
     for name, family in sorted(FAMILIES.items(), key=lambda item: item[1].model.lower()):
-        reasons = [
-            (words, next((why for why, g in REFUSED.get(name, []) if chat in g), "")) for words, chat in chats.items()
-        ]
-        refused = [words for words, why in reasons if why in ("refused", "not divided")]
-        first, last = (
-            map(code, re.findall("⟦(.*?)⟧", family.first, re.DOTALL)) if family.first else ("refused", "refused")
-        )
-        rows.append(f"| {family.model} | {first} | {last} | {', '.join(refused) if family.first else 'all'} |")
+        unwritten = [group for reason, group in REFUSED.get(name, []) if reason != UNWRITTEN]
+        refused = [words for words, chat in chats.items() if any(chat in group for group in unwritten)]
+        answers = re.findall("⟦(.*?)⟧", family.first.replace("\n", "⏎"))
+        if not answers:
+            refused = ["all" if any("one turn" in group for group in unwritten) else "several answers"]
+        rows.append((family.model, *(answers or ("", "")), ", ".join(refused)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     page = (Path(__file__).parents[3] / "docs/how_to/chats.md").read_text()
-    table = page.partition("| template | first answer | last answer | refused chats |\n|---|---|---|---|\n")[2]
-    assert table.partition("\n\n")[0].splitlines() == rows
+    assert "```text\n" + "\n".join(lines) + "\n```" in page
 
 
 PHI3_SECRET = "<|user|>\nHi<|end|>\n<|assistant|>\n⟦Hello!<|end|>⟧\n<|user|>\nSECRET USER TEXT<|end|>\n<|endoftext|>"

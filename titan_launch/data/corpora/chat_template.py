@@ -266,10 +266,10 @@ class _Turns:
 
     def _ends(self, index: int, start: int, own: int) -> Iterator[str]:
         """Yield texts that may end a turn. `own`: the end of the message's text."""
-        until = self.messages[: index + 1]
-        if until == self.messages:
+        if index == len(self.messages) - 1:
             yield self.text[own:]
         else:
+            until = self.messages[: index + 1]
             yield self._text_after(index, start, until)
             yield self._text_after(index, start, until, add_generation_prompt=True).removesuffix(self._prompt)
 
