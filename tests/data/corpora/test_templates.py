@@ -522,6 +522,17 @@ ODD_TEMPLATES: dict[str, tuple[str, str]] = {
         EVERY + "{{ m.role }}:{{ m.content }}/{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
         "user:A/⟦assistant:B/⟧user:C/⟦assistant:D/</s>⟧",
     ),
+    "writes no prompt after an answer": (
+        EVERY + "<{{ m.role }}>{{ m.content }}|{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'assistant' %}<assistant>{% endif %}",
+        "<user>A|<assistant>⟦B|⟧<user>C|<assistant>⟦D|⟧<assistant>⟦E|⟧",
+    ),
+    "drops a last answer": (
+        EVERY
+        + "{% if not (loop.last and m.role == 'assistant') %}<{{ m.role }}>{{ m.content }}|{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+        "the turn of message 2 is not found: it has another text in a chat that ends with it; ",
+    ),
     "tests for a beginning": (
         EVERY + "{% if m.content.startswith('A') %}!{% endif %}<{{ m.role }}>{{ m.content }}|{% endfor %}",
         "!<user>A|⟦<assistant>B|⟧<user>C|⟦<assistant>D|⟧",
@@ -534,7 +545,7 @@ def test_a_template_whose_turns_cannot_be_told_apart_is_refused(case: str, tmp_p
     template, expected = ODD_TEMPLATES[case]
     (tmp_path / "own.jinja").write_text(template)
     corpus = corpus_of(template=str(tmp_path / "own.jinja"), template_args={"eos_token": "</s>"})
-    chat = turns("A", "B", "C", "D")
+    chat = [*turns("A", "B", "C", "D"), *[turn("assistant", "E")] * ("after an answer" in case)]
     if "⟦" in expected:
         assert marked(corpus, chat) == expected
         return

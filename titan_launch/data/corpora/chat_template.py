@@ -104,30 +104,16 @@ class ChatTemplate:
         """
         self._check_strings([messages, tools])
         messages = [_with_thoughts(message) for message in messages]
-        text, blocks, _ = self.rendered(messages, tools)
+        text = self.rendered(messages, tools).text
         if train_on == "all":
             return text, [Span(0, len(text))]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        turns = [index for index in answers[-1:] if train_on == "last"] or answers
-        is_weighted = not all(_is_target(messages[index]) for index in turns)
-        turns = [index for index in turns if _is_target(messages[index])]
+        answers = answers[-1:] if train_on == "last" else answers
+        answers = [index for index in answers if _is_target(messages[index])]
         chat = _Turns(self, messages, tools, text)
-        if not self._marks_turns:
-            spans = [chat.turn(index) for index in turns]
-        elif train_on == "last" and answers:
-            earlier_blocks = self.rendered(messages[: answers[-1]], tools).blocks if answers[-1] else []
-            spans = blocks[len(earlier_blocks) :] if turns else []
-        elif is_weighted:
-            if len(blocks) != len(answers):
-                reason = "the template must have one generation block for each answer of a chat with weights"
-                raise RecordError(_UNDIVIDED, reason, "template")
-            spans = [block for block, index in zip(blocks, answers, strict=True) if index in turns]
-        else:
-            spans = blocks
-        if self._marks_turns:
-            chat.check_blocks(spans)
+        spans = chat.blocks(answers, train_on) if self._has_blocks else [chat.turn(index) for index in answers]
         targets = "".join(text[span.start : span.stop] for span in spans)
-        for index in turns:
+        for index in answers:
             if lost := [name for name in _called(messages[index]) if name not in targets]:
                 detail = f"message {index + 1} calls {lost[0]}; use a template for tools"
                 raise RecordError("a chat with a call that the template does not write", detail, "template")
@@ -142,7 +128,7 @@ class ChatTemplate:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @cached_property
-    def _marks_turns(self) -> bool:
+    def _has_blocks(self) -> bool:
         return re.search(r"{%[-+]?\s*generation\b", self.text) is not None
 
     @cached_property
@@ -217,12 +203,23 @@ class _Turns:
             raise self._unknown(index, f"it would contain text of message {min(others) + 1}")
         return turn
 
-    def check_blocks(self, blocks: Sequence[Span]) -> None:
-        """Raise RecordError if a `generation` block has text of a message that is not of the assistant. The template is
-        trusted if marks in the messages change the text around them."""
+    def blocks(self, turns: Sequence[int], train_on: str) -> list[Span]:
+        """Return the `generation` blocks of some turns. Raises RecordError for a block with text of a message that is
+        not of the assistant. The template is trusted if marks in the messages change the text around them."""
+        blocks = self.template.rendered(self.messages, self.tools).blocks
+        answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if train_on == "last" and answers:
+            earlier = self.template.rendered(self.messages[: answers[-1]], self.tools).blocks if answers[-1] else []
+            blocks = blocks[len(earlier) :] if turns else []
+        elif len(turns) < len(answers):
+            if len(blocks) != len(answers):
+                reason = "the template must have one generation block for each answer of a chat with weights"
+                raise RecordError(_UNDIVIDED, reason, "template")
+            blocks = [block for block, index in zip(blocks, answers, strict=True) if index in turns]
         for index in sorted(set().union(*map(self._messages_in, blocks))):
             if self.messages[index]["role"] != "assistant":
                 raise RecordError(_UNDIVIDED, f"a generation block has text of message {index + 1}", "template")
+        return blocks
 
     def _start(self, index: int) -> int:
         """Return the end of the prompt for the answer `index`.
@@ -235,7 +232,10 @@ class _Turns:
             with suppress(RecordError):
                 before = self.template.rendered(self.messages[:index], self.tools, add_generation_prompt=True).text
                 if self.text.startswith(before):
-                    return len(before)
+                    start, is_second = len(before), self.messages[index - 1]["role"] == "assistant"
+                    # Some templates add no prompt to a chat that ends with an answer.
+                    is_before_prompt = not before.endswith(self._prompt) and self.text.startswith(self._prompt, start)
+                    return start + len(self._prompt) * (is_second and is_before_prompt)
         if not (own := self._positions_of(index)):
             raise self._unknown(index, "it has no text")
         start = max([mark.position for mark in self._marks if mark.position <= own[0] and mark.message != index] or [0])
@@ -285,7 +285,12 @@ class _Turns:
     ) -> str:
         """Return the text after message `index` in another chat, or after `start` if the message has no text."""
         other = self.template.rendered(_with_marks(messages, self._places), self.tools, add_generation_prompt)
-        return other.text[max((mark.position for mark in other.marks if mark.message == index), default=start) :]
+        positions = [mark.position for mark in other.marks if mark.message == index]
+        if positions:
+            return other.text[max(positions) :]
+        if self._positions_of(index) or not other.text.startswith(self.text[:start]):
+            raise self._unknown(index, "it has another text in a chat that ends with it")
+        return other.text[start:]
 
     def _unknown(self, index: int, reason: str) -> RecordError:
         detail = f"the turn of message {index + 1} is not found: {reason}; use a template with generation blocks"
