@@ -177,6 +177,11 @@ _UNDIVIDED = "not divided into turns by the template"
 _QUESTION: Message = {"role": "user", "content": "?"}
 
 
+class _Marked(NamedTuple):
+    messages: list[Message]
+    marks: list[Mark]
+
+
 @dataclass(frozen=True)
 class _Turns:
     """The turns of a chat without `generation` blocks.
@@ -193,7 +198,7 @@ class _Turns:
 
     def turn(self, index: int) -> Span:
         """Return the turn of message `index`. Raises RecordError if it cannot be told apart from other messages."""
-        if self._marked is None:
+        if not self._marked.messages:
             raise self._unknown(index, "marks in the messages change the text around them")
         start = self._start(index)
         turn = Span(start, self._stop(index, start))
@@ -238,7 +243,9 @@ class _Turns:
                     return start + len(self._prompt) * (is_second and is_before_prompt)
         if not (own := self._positions_of(index)):
             raise self._unknown(index, "it has no text")
-        start = max([mark.position for mark in self._marks if mark.position <= own[0] and mark.message != index] or [0])
+        start = max(
+            [mark.position for mark in self._marked.marks if mark.position <= own[0] and mark.message != index] or [0]
+        )
         if self._prompt and self.text.count(self._prompt, start, own[0]) == 1:
             return self.text.index(self._prompt, start) + len(self._prompt)
         if self._prompt:
@@ -269,22 +276,21 @@ class _Turns:
         if index == len(self.messages) - 1:
             yield self.text[own:]
         else:
-            until = self.messages[: index + 1]
-            yield self._text_after(index, start, until)
-            yield self._text_after(index, start, until, add_generation_prompt=True).removesuffix(self._prompt)
+            yield self._text_after(index, start)
+            yield self._text_after(index, start, add_generation_prompt=True).removesuffix(self._prompt)
 
     def _is_prompt(self, end: str, index: int, start: int) -> bool:
         """Return True if the text after a turn is the prompt for an answer, which some templates write after every
         chat. Then the turn also begins after this text, and another question removes it."""
         if not end or not self.text[:start].rstrip().endswith(end):
             return False
-        return not self._text_after(index, start, [*self.messages[: index + 1], _QUESTION]).startswith(end)
+        return not self._text_after(index, start, _QUESTION).startswith(end)
 
-    def _text_after(
-        self, index: int, start: int, messages: Sequence[Message], add_generation_prompt: bool = False
-    ) -> str:
-        """Return the text after message `index` in another chat, or after `start` if the message has no text."""
-        other = self.template.rendered(_with_marks(messages, self._places), self.tools, add_generation_prompt)
+    def _text_after(self, index: int, start: int, *further: Message, add_generation_prompt: bool = False) -> str:
+        """Return the text after message `index`, or after `start` if it has no text, in a chat that ends with it and
+        with `further` messages."""
+        messages = [*self._marked.messages[: index + 1], *further]
+        other = self.template.rendered(messages, self.tools, add_generation_prompt)
         positions = [mark.position for mark in other.marks if mark.message == index]
         if positions:
             return other.text[max(positions) :]
@@ -312,31 +318,24 @@ class _Turns:
         return next((prompted.removeprefix(begin) for begin in begins if prompted.startswith(begin)), "")
 
     @cached_property
-    def _marked(self) -> tuple[Sequence[str], list[Mark]] | None:
-        """The places of the marks in the messages, and the marks in the text; None if marks at all places change it."""
+    def _marked(self) -> _Marked:
+        """The marks in the text, and the messages with the marks. There are none if marks at all places change it."""
         for places in _PLACES:
             with suppress(RecordError):
-                found = self.template.rendered(_with_marks(self.messages, places), self.tools)
+                messages = _with_marks(self.messages, places)
+                found = self.template.rendered(messages, self.tools)
                 if found.text == self.text:
-                    return places, found.marks
-        return None
-
-    @property
-    def _places(self) -> Sequence[str]:
-        return self._marked[0] if self._marked else ()
-
-    @property
-    def _marks(self) -> list[Mark]:
-        return self._marked[1] if self._marked else []
+                    return _Marked(messages, found.marks)
+        return _Marked([], [])
 
     def _positions_of(self, index: int) -> list[int]:
-        return [mark.position for mark in self._marks if mark.message == index]
+        return [mark.position for mark in self._marked.marks if mark.message == index]
 
     def _messages_in(self, span: Span) -> set[int]:
         """Return the indices of the messages with text in a span or next to it. A token can have characters of both
         sides of an end that is not a special token."""
         is_closed = self.text.endswith(self.template.closing, 0, span.stop)
-        lasts = ((mark, span.stop - (is_closed and not mark.is_end)) for mark in self._marks)
+        lasts = ((mark, span.stop - (is_closed and not mark.is_end)) for mark in self._marked.marks)
         return {mark.message for mark, last in lasts if span.start <= mark.position <= last}
 
 
@@ -447,10 +446,11 @@ def _with_marks(messages: Sequence[Message], places: Sequence[str]) -> list[Mess
 def _with_marks_of(index: int, text: str, places: Sequence[str]) -> str:
     """Return a text with marks of message `index`."""
     begin, end = (f"{mark}{index}{_MARK_END}" for mark in (_BEGIN, _END))
-    words = list(re.finditer(r"\S+", text))
+    words = text.rsplit(None, 1)
     if not words:
         return text + end if "blank" in places else text
-    marks = {"first": (words[0].start(), begin), "last": (words[-1].start(), begin), "end": (words[-1].end(), end)}
+    first, stop = len(text) - len(text.lstrip()), len(text.rstrip())
+    marks = {"first": (first, begin), "last": (stop - len(words[-1]), begin), "end": (stop, end)}
     for position, mark in sorted({marks[place] for place in places if place in marks}, reverse=True):
         text = text[:position] + mark + text[position:]
     return text
