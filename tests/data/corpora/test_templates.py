@@ -198,6 +198,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "two assistants in a row": [*turns("Hi", "Hello!"), turn("assistant", "More?"), *turns("No.", "Fine.")],
     "an empty question": turns("", "Hello!", "", "Anyone?"),
     "an empty answer": turns("Hi", "", "Hi?", "Hello!"),
+    "an empty second answer": [*turns("Hi", "Hello!"), turn("assistant", ""), *turns("Hi?", "Yes.")],
     "an empty last answer": turns("Hi", "Hello!", "Bye", ""),
     "nothing but newlines": turns("\n\n", "\n", "\n", "\n\n"),
     "white space at the ends": turns("  Hi \n", "\n Hello!  \n", "\tBye", " See you! "),
@@ -231,6 +232,7 @@ ALTERNATION = {
     "two users in a row",
     "two users at the end",
     "two assistants in a row",
+    "an empty second answer",
 }
 SYSTEM = {"a system message", "a system message of white space", "modes as words"}
 TOOLS = {"a tool", "a tool with arguments as text", "a tool after a thought"}

@@ -184,11 +184,10 @@ class _Marked(NamedTuple):
 
 @dataclass(frozen=True)
 class _Turns:
-    """The turns of a chat without `generation` blocks.
+    """The assistant's turns in the text of a chat.
 
-    A turn begins after the prompt for an answer. Its end is found in another rendering, which ends with the prompt for
-    the answer after it: that rendering has no later message, but usually the same end of the turn. The last turn ends
-    with the chat. Marks in the texts of the messages show where each text stands. They do not change the chat's text.
+    Without `generation` blocks, a turn begins after the prompt for an answer. Its end is that of a chat which ends with
+    the turn. Marks in the messages show where the text of each message is. They do not change the chat's text.
     """
 
     template: ChatTemplate
@@ -334,9 +333,8 @@ class _Turns:
     def _messages_in(self, span: Span) -> set[int]:
         """Return the indices of the messages with text in a span or next to it. A token can have characters of both
         sides of an end that is not a special token."""
-        is_closed = self.text.endswith(self.template.closing, 0, span.stop)
-        lasts = ((mark, span.stop - (is_closed and not mark.is_end)) for mark in self._marked.marks)
-        return {mark.message for mark, last in lasts if span.start <= mark.position <= last}
+        last = span.stop - self.text.endswith(self.template.closing, 0, span.stop)
+        return {mark.message for mark in self._marked.marks if span.start <= mark.position <= last}
 
 
 def _is_target(message: Message) -> bool:
