@@ -186,7 +186,8 @@ def test_the_way_from_text_to_text(tmp_path: Path) -> None:
 
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {% generation %}{{ m['content'] }}{% endgeneration %}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
 )
 
 

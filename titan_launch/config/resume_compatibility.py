@@ -49,6 +49,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "field": "experiment",
         "template": "experiment",
         "template_args": "experiment",
+        "date": "experiment",
         "train_on": "experiment",
         "truncation": "experiment",
         "column": "experiment",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic import AfterValidator, Discriminator, Field, GetCoreSchemaHandler, Tag
 from pydantic_core import CoreSchema
 
 from titan_launch.config.paths import PYTHON_STDLIB, SKLEARN_DIGITS
@@ -151,6 +153,13 @@ class JsonlData(LinesData):
     """Key of the text in each line's object. Dots select keys of inner objects: `meta.text`."""
 
 
+def _date(text: str) -> str:
+    with suppress(ValueError):
+        if date.fromisoformat(text).isoformat() == text:  # Python 3.11 also reads other formats
+            return text
+    raise ValueError('must be a date, such as "2024-07-26"')
+
+
 class ChatData(LinesData):
     """Chats in JSON lines, for fine-tuning: one chat per line, which is one document. A chat template turns it into
     text, and the assistant's turns are the targets. A line has `messages` with `role` and `content`, `conversations`
@@ -171,6 +180,11 @@ class ChatData(LinesData):
 
     template_args: Table = Field(default_factory=dict)
     """Further variables of the template, such as `{ enable_thinking = false }`."""
+
+    date: Annotated[str, AfterValidator(_date), Field(json_schema_extra={"format": "date"})] = "2024-07-26"
+    """Date that the template writes as the present one, as `"YYYY-MM-DD"`: `strftime_now` gives this date at midnight.
+    Another date than the default also sets the variable `date_string` (`"26 Jul 2024"`) of Llama 3's templates. The
+    default is the date that these templates write without a date."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Targets. `assistant`: all turns of the assistant, each with the token that ends it. `last`: the last of these

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,10 @@ class ChatCorpus(LinesCorpus):
     def __init__(self, config: ChatData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
         """Load the template. Raises ConfigError on the key `template`."""
         super().__init__(config, tokenizer, key, seq_len)
-        self.template: ChatTemplate = load_template(
-            config.template, config.template_args, tokenizer, (*key, "template")
-        )
+        today = date.fromisoformat(config.date)
+        dated = {"date_string": today.strftime("%d %b %Y")} if dict(config.changed("date")) else {}
+        variables = dated | config.template_args
+        self.template: ChatTemplate = load_template(config.template, variables, today, tokenizer, (*key, "template"))
 
     @property
     def identity(self) -> Sequence[object]:
