@@ -156,15 +156,17 @@ def _places_in_files(module: Any) -> PlacesInFiles:
             own_name, pattern = rename_source_key(name, renamings, converters, prefix, known)
             if own_name not in known and name in known:
                 own_name, pattern = name, None
-            if own_name not in known:
-                ignored |= {name for unused_name in unused if re.search(unused_name, name)}
-            elif pattern is None:
+            if own_name in known and pattern is None:
                 found[own_name] = Piece(name)
-            else:
+            elif own_name in known:
                 conversion = _Conversion(module, own_name, by_pattern[pattern], [])
                 converted.setdefault(own_name, conversion).sources.append((name, pattern))
+            elif any(re.search(unused_name, name) for unused_name in unused):
+                ignored.add(name)
         for conversion in converted.values():
-            found |= conversion.places(files)
+            results = conversion.places(files)
+            if results.keys() <= known.keys():  # else its tensors are unexpected
+                found |= results
         return found, ignored
 
     return places
@@ -212,7 +214,7 @@ class _Conversion:
         for (name, pattern), tensor in zip(self.sources, tensors, strict=True):
             converter.add_tensor(self.first, name, pattern, tensor)
         results = converter.convert(self.first, model=self.module, config=self.module.config)
-        results = results[0] if isinstance(results, tuple) else results  # transformers 5.0 to 5.2 also return errors
+        results = results[0] if isinstance(results, tuple) else results  # transformers 5.0 also returns errors
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
 
