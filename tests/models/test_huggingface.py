@@ -72,7 +72,7 @@ def _found(name: str, weights: Path, exclude: tuple[str, ...] = (), **args: Any)
     """Return the tensors of a model that a folder has, or the error."""
     built = _built(name, **args)
     model = ModelConfig(name="huggingface", weights=str(weights), exclude_from_weights=exclude)
-    names: Any = built.module.names_in_files
+    names: Any = built.module.places_in_files
     try:
         return set(find_weights(model, inspect_model(JobConfig(), built), names).pieces)
     except ConfigError as error:

@@ -19,6 +19,7 @@ from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.layers import CappedLinear
 from titan_launch.models.loss import Loss, count_valid
+from titan_launch.models.mixture_of_experts import z_losses
 
 REGULARIZED: dict[str, Any] = {"z_loss": 0.02, "label_smoothing": 0.1}
 
@@ -86,6 +87,14 @@ def exactly(config: LossConfig, kind: type[nn.Linear], dtype: torch.dtype, bias:
 
 def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm().clamp(min=1e-12))
+
+
+def test_the_scales_of_z_losses_are_those_on_the_pages() -> None:
+    """Of logits that are 0: docs/how_to/losses.md, and of a router: docs/how_to/mixtures_of_experts.md."""
+    targets = torch.tensor([3, 4, IGNORED_TARGET])
+    cross_entropy, reported = Loss(LossConfig(z_loss=1e-4)).sums(torch.zeros(3, 128_256), targets) / 2
+    assert (round(float(reported), 4), round(float(cross_entropy - reported), 2)) == (0.0138, 11.76)
+    assert [round(0.001 * loss, 4) for loss in z_losses(torch.zeros(2, 5, 128)).tolist()] == [0.0235] * 2
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, CappedLinear])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tensors import Operations
 from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.models.mixture_of_experts import (
     MixtureOfExperts,
@@ -128,6 +129,27 @@ def test_grouped_products_are_those_of_the_loop(dtype: torch.dtype) -> None:
     gradients = [torch.autograd.grad((out * weights).sum(), given) for out in (grouped, looped)]
     for own, of_loop in zip(*gradients, strict=True):
         torch.testing.assert_close(own, of_loop, rtol=2e-2, atol=_ROUNDING[dtype])
+
+
+def test_gradients_of_grouped_biases_are_summed_in_fp32() -> None:
+    """Their only error is one rounding to bf16, and no kernel adds in bf16 with atomics on CUDA, as `index_add` does.
+    Sums in bf16 stop growing: 256 + 1 is 256."""
+    counts = torch.tensor([2500, 0, 1, 599])
+    given = [torch.randn(size).bfloat16().requires_grad_() for size in ((3100, 32), (4, 24, 32), (4, 24))]
+    gradient = torch.rand(3100, 24).bfloat16()
+    parts = gradient.split(counts.tolist())
+    expected = torch.stack([part.double().sum(0) for part in parts])
+    for product in (grouped_product(counts), looped_product(counts.tolist())):
+        result = product(*given)
+        with Operations() as backward:
+            sums = [torch.autograd.grad(result, given[2], gradient, retain_graph=True)[0] for _ in range(2)]
+        assert torch.equal(*sums)
+        torch.testing.assert_close(sums[0].double(), expected, rtol=2**-8, atol=0)
+        assert not {"index_add", "index_add_", "index_put", "index_put_", "scatter_add"} & set(backward.counts)
+    in_bf16 = torch.zeros(24, dtype=torch.bfloat16)
+    for row in parts[0]:
+        in_bf16 += row
+    assert (in_bf16.double() < 0.5 * expected[0]).all()
 
 
 def test_the_balance_loss_is_1_for_an_equal_load() -> None:

@@ -15,16 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.parity import CASES, VOCABULARY, parity, random_model, read_model, same_tensors, samples, tensors_of
 from titan_launch.cli import main
 from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.huggingface.config_json import arguments_of, config_of, differences, read_folder_config
 from titan_launch.config.huggingface.families import FAMILIES
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.core.errors import ConfigError
+from titan_launch.models.mixture_of_experts import balance_losses, choose
 from titan_launch.models.weights.folder import INDEX, Weights, WeightsFolder
 
 pytest.importorskip("transformers")
@@ -320,6 +323,37 @@ def test_auxiliary_losses_are_those_of_the_job(tmp_path: Path) -> None:
         config_of("mixtral", args, "float32", 64)
 
 
+def test_the_balance_loss_and_that_of_transformers() -> None:
+    """The relations in docs/how_to/mixtures_of_experts.md. Each layer and sequence prefers other experts."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    args, layers = ExpertArgs(num_experts=8, top_k=2, hidden_dim=8), 3
+    torch.manual_seed(0)
+    one = torch.randn(1, 32, 8) + torch.randn(8)
+
+    def losses(router_outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        ours = [balance_losses(choose(logits, args)).mean() for logits in router_outputs]
+        flat = tuple(logits.flatten(0, 1) for logits in router_outputs)
+        return torch.stack(ours).sum(), load_balancing_loss_func(flat, args.num_experts, args.top_k)
+
+    ours, theirs = losses([one])
+    torch.testing.assert_close(theirs, args.top_k * ours)
+
+    same = [one.repeat(4, 1, 1).requires_grad_() for _ in range(layers)]
+    ours, theirs = losses(same)
+    torch.testing.assert_close(theirs, args.top_k / layers * ours)
+    gradients = torch.autograd.grad(args.top_k / layers * ours, same), torch.autograd.grad(theirs, same)
+    torch.testing.assert_close(*gradients)
+
+    different = [torch.randn(4, 32, 8) + torch.randn(4, 1, 8) for _ in range(layers)]
+    ours, theirs = losses(different)
+    choices = [choose(logits, args) for logits in different]
+    f = torch.stack([F.one_hot(choice.experts, 8).sum(2).float().mean((0, 1)) for choice in choices]).mean(0)
+    p = torch.stack([choice.scores.mean((0, 1)) for choice in choices]).mean(0)
+    torch.testing.assert_close(theirs, 8 * (f * p).sum())
+    assert theirs < 0.9 * args.top_k / layers * ours
+
+
 class Counted(WeightsFolder):
     """A folder that counts the elements that are read."""
 
@@ -393,6 +427,9 @@ def test_files_without_prefix_with_unused_tensors_and_a_tied_head_are_read(tmp_p
     ours, _ = read_model(tmp_path)
     tokens, _ = samples()
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+    save_file({**tensors, "lm_head.weight": tensors["wte.weight"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lm_head.weight and wte.weight have different values, but the model shares"):
+        read_model(tmp_path)
 
 
 def test_a_second_predicted_token_is_not_read_but_selection_biases_must_be(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,12 +21,16 @@ from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import listed
 from titan_launch.inference.model_card import write_card
 from titan_launch.inference.saved_model import SavedModel, adapters_of_saved, merged, open_saved_model
+from titan_launch.models.build import build_model
+from titan_launch.models.huggingface import in_published_format
 from titan_launch.models.weights.adapters import BASE, Target, file_places, targets_of
 from titan_launch.models.weights.adapters import FILE as ADAPTER_FILE
 from titan_launch.models.weights.adapters import config_of as adapter_config
+from titan_launch.models.weights.folder import FileTensor
 from titan_launch.models.weights.tensor_names import is_selection_bias, tensor_shapes
 from titan_launch.models.weights.writing import (
     COMPANIONS,
+    DTYPE_CODES,
     Entry,
     copy_companions,
     in_file_layout,
@@ -179,16 +185,49 @@ def _other_trained(source: SavedModel, own: Collection[str]) -> list[str]:
 
 
 def _write_class(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
-    """Write the tensors of a class of `transformers` in its own names, and the `config.json` that it was built from."""
+    """Write the tensors of a class of `transformers` as its `save_pretrained` does, and the `config.json` that it was
+    built from."""
+    model, training = source.job.model, source.job.training
     if options.vocab_size is not None:
         raise WeightsError("--vocab-size is for the models of this package; this run trains a class of transformers")
-    entries = list(source.entries.values())
-    shard = parse_size(options.max_shard_size)
-    num_bytes = write_tensors(folder, entries, lambda entry: source.read(entry.name).to(entry.dtype), shard)
+    module: Any = build_model(model, training.seq_len).module
+    entries, read = _published(module, source)
+    num_bytes = write_tensors(folder, entries, read, parse_size(options.max_shard_size))
     if source.companions is not None:
         copy_companions(source.companions, folder)
-    write_json(folder / CONFIG_FILE, {**source.job.model.args, "dtype": _dtype_name(source)})
+    write_json(folder / CONFIG_FILE, {**model.args, "dtype": _dtype_name(source)})
     return len(entries), num_bytes
+
+
+def _published(module: Any, source: SavedModel) -> tuple[list[Entry], Callable[[Entry], Tensor]]:
+    """Return the tensors of the files of a class of `transformers`, and a function that returns one of them.
+
+    The function keeps those that are converted together, so that each parameter is read once. Raises WeightsError if
+    the class could not read the files.
+    """
+    shapes = {name: attrgetter(name)(module).shape for name in source.entries}  # () for scalars, as in the class
+    dtypes = {name: entry.dtype for name, entry in source.entries.items()}
+    whole = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
+    files = [Entry(name, tuple(t.shape), t.dtype) for name, t in in_published_format(module, whole).items()]
+    in_files = {entry.name: FileTensor("", entry.shape, DTYPE_CODES[entry.dtype]) for entry in files}
+    own_names: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for own_name, place in module.places_in_files(in_files, whole)[0].items():
+        own_names[tuple(place.tensors)].append(own_name)
+    group_of = {name: names for names in own_names for name in names}
+    if lost := [name for name in in_files if name not in group_of]:
+        raise WeightsError(f"{type(module).__name__} of the installed transformers does not read {listed(lost)} again")
+    converted: dict[str, Tensor] = {}
+
+    def read(entry: Entry) -> Tensor:
+        if entry.name not in converted:
+            converted.clear()
+            names = own_names[group_of[entry.name]]
+            own = {name: source.read(name).to(dtypes[name]).reshape(shapes[name]) for name in names}
+            converted.update(in_published_format(module, own))
+        return converted.pop(entry.name).contiguous()
+
+    order = {name: index for index, name in enumerate(group_of)}
+    return sorted(files, key=lambda entry: order[entry.name]), read
 
 
 def _dtype_name(source: SavedModel) -> str:

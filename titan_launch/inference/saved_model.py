@@ -243,7 +243,7 @@ class _FolderWeights:
                 shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
             else:
                 module = build_model(model, job.training.seq_len, lora=job.lora).module
-                weights = find_weights(model, take_inventory(module, ()), getattr(module, "names_in_files", None))
+                weights = find_weights(model, take_inventory(module, ()), getattr(module, "places_in_files", None))
                 shapes = {name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}
         except ConfigError as error:
             raise WeightsError(error.problems[0].reason) from None

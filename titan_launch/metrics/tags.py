@@ -61,7 +61,8 @@ TAGS = [
     Tag(
         "train/z_loss",
         "sum",
-        "With `loss.z_loss`: mean z-loss of the step over the same targets, times its weight.",
+        "With `loss.z_loss`: this weight times the mean of (ln Z)² over the same targets, where Z is the sum of "
+        "exp(logit). The gradient is that of `train/loss` + `train/z_loss`.",
         chart=("Learning", "z-loss"),
     ),
     Tag(
@@ -508,8 +509,8 @@ TAGS = [
     Tag(
         "experts/z_loss",
         "sum",
-        "Router z-loss with its weight, as it enters the gradient: sum over layers, mean over the samples of all steps "
-        "since the last report. It is not part of `train/loss`.",
+        "Router z-loss with its weight, as it enters the gradient: squared logsumexp of the router's logits, sum over "
+        "layers, mean over the samples of all steps since the last report. It is not part of `train/loss`.",
         chart=("Experts", "auxiliary losses"),
     ),
     Tag(

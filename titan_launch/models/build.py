@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,14 +55,15 @@ def take_inventory(
     """
     first_path: dict[int, str] = {}
     first_owner: dict[int, str] = {}
+    saved = model.state_dict().keys()
     modules = tuple(
         ModuleInfo(
             path=path,
             same_as=first if (first := first_path.setdefault(id(module), path)) != path else None,
             classes=_class_names(module),
             has_forward=has_forward(module),
-            parameters=_tensors(path, module._parameters.items(), first_owner, isinstance(module, _STACKED)),
-            buffers=_tensors(path, module._buffers.items(), first_owner),
+            parameters=_tensors(path, module._parameters.items(), first_owner, saved, isinstance(module, _STACKED)),
+            buffers=_tensors(path, module._buffers.items(), first_owner, saved),
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
@@ -80,7 +81,11 @@ def _class_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _tensors(
-    path: str, tensors: Iterable[tuple[str, Tensor | None]], first_owner: dict[int, str], are_stacked: bool = False
+    path: str,
+    tensors: Iterable[tuple[str, Tensor | None]],
+    first_owner: dict[int, str],
+    saved: Collection[str],
+    are_stacked: bool = False,
 ) -> tuple[TensorInfo, ...]:
     infos = []
     for name, tensor in tensors:
@@ -97,6 +102,7 @@ def _tensors(
                 requires_grad=tensor.requires_grad,
                 tied_to=owner if owner != own else None,
                 is_stacked=are_stacked,
+                is_saved=own in saved,
             )
         )
     return tuple(infos)
@@ -219,8 +225,8 @@ def recorded_model(config_file: str | Path) -> nn.Module:
         scalars_as_vectors(module)
     add_adapters(module, LoRAConfig.model_validate(recorded.get("lora", {})), torch.get_default_device())
     if config.weights is not None and _omits_frozen(recorded):
-        names_in_files = getattr(module, "names_in_files", None)
-        load_weights(module, find_weights(config, take_inventory(module, ()), names_in_files))
+        places = getattr(module, "places_in_files", None)
+        load_weights(module, find_weights(config, take_inventory(module, ()), places))
     return module
 
 

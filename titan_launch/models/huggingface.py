@@ -6,13 +6,15 @@ Only the library's own classes are built. Code that a folder contains is never r
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_launch.config.architectures.huggingface import class_name, image_format, unit_of
@@ -21,7 +23,8 @@ from titan_launch.core.globs import matches
 from titan_launch.core.patches import torchao_import_silenced
 from titan_launch.models.documents import separate_by_positions
 from titan_launch.models.spec import TensorStyle
-from titan_launch.models.weights.folder import NamesInFiles
+from titan_launch.models.weights.folder import FLOATS, Converted, FileTensor, Place, Places, PlacesInFiles
+from titan_launch.models.weights.tensor_names import Piece
 
 _STYLES: Mapping[str, TensorStyle] = {
     "embedding_rowwise": "embedding",
@@ -49,7 +52,7 @@ def build(seq_len: int, /, **args: Any) -> nn.Module:
     separate_by_positions(module)
     _declare_tensor_parallel(module)
     module.flops_per_sample = partial(_count_flops, module, args)
-    module.names_in_files = _names_in_files(module)
+    module.places_in_files = _places_in_files(module)
     return module
 
 
@@ -132,36 +135,109 @@ def _others_with_parameters(module: nn.Module, styles: Mapping[str, Any]) -> lis
     ]
 
 
-def _names_in_files(module: Any) -> NamesInFiles:
-    """Return a function that names the module's tensors in files of any release of `transformers`."""
+def _places_in_files(module: Any) -> PlacesInFiles:
+    """Return a function that finds the module's tensors in files of any release of `transformers`, with the conversion
+    of its class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
     conversions, prefix = get_model_conversion_mapping(module), module.base_model_prefix
     unused = [*(module._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-    name_of_class = type(module).__name__  # FSDP2 gives the module another class
 
-    def names(names_in_files: Collection[str], own_names: Collection[str]) -> dict[str, str]:
+    def places(files: Mapping[str, FileTensor], own_names: Collection[str]) -> tuple[Places, Collection[str]]:
         renamings: list[Any] = []
         converters: list[Any] = []
         for conversion in deepcopy(conversions):  # some of them have a state
             (renamings if isinstance(conversion, WeightRenaming) else converters).append(conversion)
-        known, found, fused = dict.fromkeys(own_names, True), {}, []
-        for name in sorted(names_in_files, key=dot_natural_key):
-            own_name, fuses = rename_source_key(name, renamings, converters, prefix, known)
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        known, found, ignored = dict.fromkeys(own_names, True), dict[str, Place](), set[str]()
+        converted: dict[str, _Conversion] = {}
+        for name in sorted(files, key=dot_natural_key):
+            own_name, pattern = rename_source_key(name, renamings, converters, prefix, known)
             if own_name not in known and name in known:
-                own_name, fuses = name, None
-            if own_name in known and fuses is not None:
-                fused.append(name)
-            is_unused = own_name not in known and any(re.search(pattern, name) for pattern in unused)
-            found[name] = "" if is_unused else own_name
-        if fused:
-            reason = f"{name_of_class} computes with its tensors joined or divided, which is not supported"
-            advice = "use a factory of your own that calls from_pretrained"
-            raise config_error(("model", "weights"), f"{reason}: {listed(fused)}; {advice}")
-        return found
+                own_name, pattern = name, None
+            if own_name in known and pattern is None:
+                found[own_name] = Piece(name)
+            elif own_name in known:
+                conversion = _Conversion(module, own_name, by_pattern[pattern], [])
+                converted.setdefault(own_name, conversion).sources.append((name, pattern))
+            elif any(re.search(unused_name, name) for unused_name in unused):
+                ignored.add(name)
+        for conversion in converted.values():
+            results = conversion.places(files)
+            if results.keys() <= known.keys():  # else its tensors are unexpected
+                found |= results
+        return found, ignored
 
-    return names
+    return places
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """Tensors of a class of `transformers` that are computed from other tensors of a folder."""
+
+    module: Any
+    first: str
+    """Name of the first result."""
+
+    converter: Any
+    """A `WeightConverter`."""
+
+    sources: list[tuple[str, str]]
+    """Names of the tensors in the folder, each with the converter's pattern that it matches."""
+
+    def places(self, files: Mapping[str, FileTensor]) -> dict[str, Converted]:
+        """Return the places of all results. Raises ConfigError if the tensors of the folder cannot be converted."""
+        names = tuple(name for name, _ in self.sources)
+        tensors = [
+            torch.empty(files[name].shape, dtype=getattr(torch, FLOATS.get(files[name].dtype, "int64")), device="meta")
+            for name in names
+        ]
+        try:
+            if _has_gap(self.sources):
+                raise ValueError("their numbers have a gap")
+            results = self(tensors)
+        except Exception as error:  # each operation checks its tensors, with errors of many types
+            reason = f"{self.first} cannot be computed from {listed(names)}: {' '.join(str(error).split())}"
+            raise config_error(("model", "weights"), reason) from None
+        return {
+            own_name: Converted(names, tuple(result.shape), partial(self._one, own_name))
+            for own_name, result in results.items()
+        }
+
+    def _one(self, own_name: str, tensors: Sequence[Tensor]) -> Tensor:
+        return self(tensors)[own_name]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return all results by name. `tensors`: those of `sources`."""
+        converter = deepcopy(self.converter)
+        for (name, pattern), tensor in zip(self.sources, tensors, strict=True):
+            converter.add_tensor(self.first, name, pattern, tensor)
+        results = converter.convert(self.first, model=self.module, config=self.module.config)
+        results = results[0] if isinstance(results, tuple) else results  # transformers 5.0 also returns errors
+        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+
+
+def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
+    """Return True if the names of a pattern, which differ in one number, do not have all numbers from 0."""
+    by_pattern: defaultdict[str, list[list[int]]] = defaultdict(list)
+    for name, pattern in sources:
+        by_pattern[pattern].append([int(number) for number in re.findall(r"\d+", name)])
+    columns = [column for numbers in by_pattern.values() for column in zip(*numbers, strict=True)]
+    return any(len(set(column)) > 1 and column != tuple(range(len(column))) for column in columns)
+
+
+def in_published_format(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of a class in the names and layouts of published files, which `save_pretrained` writes.
+
+    `tensors`: by name in the module. All tensors that are converted together must be there.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    omitted = {*module.all_tied_weights_keys, *(module._keys_to_ignore_on_save or ())}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in omitted}
+    converted: dict[str, Tensor] = revert_weight_conversion(module, kept)
+    return converted
 
 
 def _count_flops(module: nn.Module, args: Mapping[str, Any], seq_len: int) -> int | None:

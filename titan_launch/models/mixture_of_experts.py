@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.distributed.collectives import all_reduced
-from titan_launch.plan.experts import is_grouped
+from titan_launch.plan.experts import MIN_GROUPED_WIDTH, is_grouped
 
 _GATE_SLOPE = 1.702
 """Factor in the sigmoid of GPT-OSS's activation, which approximates GELU."""
@@ -174,9 +174,29 @@ def grouped_product(counts: Tensor) -> ExpertProduct:
         result = F.grouped_mm(rows, weights.mT, offs=ends)
         if bias is None:
             return result
-        return result + bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+        return result + _OfRows.apply(bias, counts, ends, len(rows))
 
     return product
+
+
+class _OfRows(torch.autograd.Function):
+    """The bias of each row's expert: (experts, out) to (rows, out), for rows that are sorted by expert.
+
+    Autograd's own backward, `index_add_`, adds the rows in bf16, on CUDA with atomics in any order. This backward
+    multiplies the gradient by ones, with the kernel of the weights' gradients. It adds in fp32, in a fixed order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, counts: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(ends)
+        return bias.repeat_interleave(counts, dim=0, output_size=num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (ends,) = ctx.saved_tensors
+        ones = gradients[0].new_ones(len(gradients[0]), MIN_GROUPED_WIDTH)
+        sums = F.grouped_mm(ones.mT, gradients[0], offs=ends)
+        return sums[:, 0].contiguous(), None, None, None
 
 
 def looped_product(counts: Sequence[int]) -> ExpertProduct:

@@ -26,6 +26,10 @@ def equal_parts(total: int, parts: int) -> list[int]:
     return [quotient + (index < remainder) for index in range(parts)]
 
 
+MIN_GROUPED_WIDTH = 8
+"""Smallest width of a bf16 matrix that `torch.nn.functional.grouped_mm` takes: a row has 16 bytes."""
+
+
 def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
     """Return True if one kernel, `torch.nn.functional.grouped_mm`, computes the products of all experts of a layer.
 

@@ -34,6 +34,9 @@ class TensorInfo:
     is_stacked: bool = False
     """True for a parameter of `Experts` or of their adapters: its first dim counts the experts of a layer."""
 
+    is_saved: bool = True
+    """False for a buffer that is not in the state dict (`persistent=False`)."""
+
     @property
     def numel(self) -> int:
         """Number of elements."""

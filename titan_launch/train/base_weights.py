@@ -168,7 +168,7 @@ class RunBase:
     @cached_property
     def _weights(self) -> Weights:
         """The folder, compared with the model. Raises ConfigError."""
-        return find_weights(self._config, self._inventory, getattr(self._model, "names_in_files", None), self._folder)
+        return find_weights(self._config, self._inventory, getattr(self._model, "places_in_files", None), self._folder)
 
     @cached_property
     def _first_names(self) -> dict[str, str]:

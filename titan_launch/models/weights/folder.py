@@ -6,10 +6,11 @@ Nothing is unpickled. Names in the index cannot lead out of the folder. The meta
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -24,7 +25,6 @@ from titan_launch.core.globs import matches
 from titan_launch.models.weights.tensor_names import (
     Piece,
     Shape,
-    is_selection_bias,
     is_unused,
     pieces_of,
     tensor_shapes,
@@ -155,13 +155,34 @@ def read_file(path: Path, names: Sequence[str]) -> list[Tensor]:
         return [file.get_tensor(name).clone() for name in names]
 
 
+@dataclass(frozen=True)
+class Converted:
+    """The place of a parameter that is computed from whole tensors of a folder."""
+
+    tensors: tuple[str, ...]
+    """Names of the tensors in the folder."""
+
+    shape: Shape
+    """Shape of the result."""
+
+    convert: Callable[[Sequence[Tensor]], Tensor]
+    """Function of the tensors that returns the parameter."""
+
+
+Place = Piece | Converted
+Places = Mapping[str, Place]
+"""Places of parameters in the files of a folder, by full name of the parameter."""
+
+
 class Weights:
     """The initial values of a model's parameters, in a folder."""
 
-    def __init__(self, folder: WeightsFolder, pieces: Mapping[str, Piece]):
-        """`pieces`: places of the parameters that the folder gives values to."""
+    def __init__(self, folder: WeightsFolder, pieces: Places, copies: Mapping[str, Sequence[Place]] | None = None):
+        """`pieces`: places of the parameters that the folder gives values to. `copies`: the other places of parameters
+        that the model shares, if the folder has them more than once."""
         self.folder = folder
         self.pieces = pieces
+        self.copies = copies or {}
 
     @cached_property
     def num_bytes(self) -> int:
@@ -177,21 +198,36 @@ class Weights:
         """Return a part of a parameter, in the dtype of the file. Rows beyond those of the file are zeros.
 
         Not much more than the part is read: whole heads, if the file has their rows in another order, and all
-        parameters whose output features alternate in the file.
+        parameters whose output features alternate in the file. For a parameter that is computed from several tensors
+        of the file, these are read whole. Raises ConfigError if the folder has the parameter twice, with different
+        values.
         """
         piece = self.pieces[name]
-        if not lengths:
-            return self.folder.read(piece.tensor, (), ())
+        part = self._read(piece, offsets, lengths)
+        for copy in self.copies.get(name, ()):
+            if not part.equal(self._read(copy, offsets, lengths)):
+                other = copy.tensors[0]
+                reason = f"{other} and {piece.tensors[0]} have different values, but the model shares one parameter"
+                advice = f'set tie_word_embeddings to false in config.json, or exclude_from_weights = ["{other}"]'
+                raise config_error(("model", "weights"), f"{reason}; {advice}", str(self.folder.path))
+        return part
+
+    def _read(self, piece: Place, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        if isinstance(piece, Converted):
+            whole = piece.convert(list(self.folder.read_each(piece.tensors, (), ())))
+            return whole[tuple(slice(a, a + b) for a, b in zip(offsets, lengths, strict=True))].clone()
+        if len(piece.tensors) == 1 and not self.folder.tensors[piece.tensors[0]].shape:
+            return self.folder.read(piece.tensor, (), ()).reshape(tuple(lengths))  # the model may have a vector of one
         if not piece.has_tensor_per_expert:
             (part,) = self._read_each(piece, piece.tensors, offsets, lengths)
             return part
-        whole: Tensor | None = None
+        stacked: Tensor | None = None
         experts = piece.tensors[offsets[0] : offsets[0] + lengths[0]]
         for index, part in enumerate(self._read_each(piece, experts, offsets[1:], lengths[1:])):
-            whole = part.new_empty(tuple(lengths)) if whole is None else whole
-            whole[index] = part
-        assert whole is not None
-        return whole
+            stacked = part.new_empty(tuple(lengths)) if stacked is None else stacked
+            stacked[index] = part
+        assert stacked is not None
+        return stacked
 
     def _read_each(
         self, piece: Piece, tensors: Sequence[str], offsets: Sequence[int], lengths: Sequence[int]
@@ -238,21 +274,21 @@ def open_weights(config: ModelConfig) -> WeightsFolder:
         raise config_error(("model", "weights"), str(error), config.weights) from None
 
 
-NamesInFiles = Callable[[Collection[str], Collection[str]], Mapping[str, str]]
-"""A function of the names of a folder's tensors and of a model's tensors. It returns the model's name for each name of
-the folder; empty for a tensor without effect."""
+PlacesInFiles = Callable[[Mapping[str, FileTensor], Collection[str]], tuple[Places, Collection[str]]]
+"""A function of a folder's tensors and of the names of a model's tensors. It returns the places of the model's tensors,
+and the names of the folder's tensors without effect."""
 
 
 def find_weights(
     config: ModelConfig,
     inventory: Inventory,
-    names_in_files: NamesInFiles | None = None,
+    places_in_files: PlacesInFiles | None = None,
     folder: WeightsFolder | None = None,
 ) -> Weights:
     """Return the weights that `model.weights` names, compared with the tensors of the model.
 
-    `names_in_files`: the model's own names for the tensors in its files, for a class of `transformers`. `folder`: the
-    result of `open_weights`, if the files have already been read.
+    `places_in_files`: the model's own function, for a class of `transformers`. `folder`: the result of `open_weights`,
+    if the files have already been read.
 
     Raises ConfigError, with all missing, unexpected and misshapen tensors at once. Reads no values, and needs no torch.
     """
@@ -265,35 +301,53 @@ def find_weights(
         width = getattr(args, "head_width", None)
         rows = getattr(resolve_args(folder.config.name, folder.config.flavor, folder.config.args), "vocab_size", None)
         shapes |= {name: (rows, *shapes[name][1:]) for name in VOCABULARY if rows and name in shapes}
-    own_names = names_in_files(folder.tensors, shapes) if names_in_files is not None else {}
-    pieces = pieces_of(folder.config.model_type, shapes, width, folder.tensors)
-    pieces |= {own_name: Piece(name) for name, own_name in own_names.items() if own_name in shapes}
-    shared = {tensor for name, piece in pieces.items() if own[name].tied_to is not None for tensor in piece.tensors}
-    buffers = {full_name(module.path, buffer.name) for module in inventory.modules for buffer in module.buffers}
-    optional = {name for name in buffers if not is_selection_bias(name)}
+    found: dict[str, Place] = dict(pieces_of(folder.config.model_type, shapes, width, folder.tensors))
+    ignored: Collection[str] = ()
+    if places_in_files is not None:
+        places, ignored = places_in_files(folder.tensors, shapes)
+        found |= places
+    pieces = {name: piece for name, piece in found.items() if own[name].tied_to is None}
+    copies = defaultdict[str, list[Place]](list)
+    for name, piece in found.items():
+        first = own[name].tied_to
+        if first is not None and all(tensor in folder.tensors for tensor in piece.tensors):
+            copies[first].append(piece)
+    for first, others in copies.items():
+        if not any(tensor in folder.tensors for tensor in pieces[first].tensors):
+            pieces[first] = others.pop()
+    optional = {name for name, tensor in own.items() if not tensor.is_floating}  # counters of BatchNorm
     pieces = {
         name: piece
         for name, piece in pieces.items()
-        if own[name].tied_to is None and not (name in optional and piece.tensors[0] not in folder.tensors)
+        if not (name in optional and piece.tensors[0] not in folder.tensors)
     }
-    expected = tensor_shapes(pieces, shapes)
+    expected = tensor_shapes({name: piece for name, piece in pieces.items() if isinstance(piece, Piece)}, shapes)
+    taken = {tensor for piece in chain(pieces.values(), *copies.values()) for tensor in piece.tensors}
     pieces = {name: piece for name, piece in pieces.items() if not any(matches(glob, name) for glob in excluded)}
+    for others in copies.values():
+        others[:] = [piece for piece in others if not any(matches(glob, piece.tensors[0]) for glob in excluded)]
     used = {tensor: own[name] for name, piece in pieces.items() for tensor in piece.tensors}
     unexpected = [
         name
         for name in folder.tensors
-        if name not in expected
-        and name not in shared
-        and own_names.get(name) != ""
-        and not is_unused(folder.config.model_type, name)
+        if name not in taken and name not in ignored and not is_unused(folder.config.model_type, name)
     ]
     problems = {
         "missing": [name for name in used if name not in folder.tensors],
         "unexpected": [name for name in unexpected if not any(matches(glob, name) for glob in excluded)],
         "of another shape": [
-            f"{name} {list(folder.tensors[name].shape)}, not {list(expected[name])}"
-            for name in used
-            if name in folder.tensors and folder.tensors[name].shape != expected[name]
+            *(
+                f"{name} {list(folder.tensors[name].shape)}, not {list(expected[name])}"
+                for name in used
+                if name in expected
+                and name in folder.tensors
+                and (folder.tensors[name].shape or (1,)) != (expected[name] or (1,))
+            ),
+            *(
+                f"{name} {list(piece.shape)}, not {list(shapes[name])}, from {listed(piece.tensors)}"
+                for name, piece in pieces.items()
+                if isinstance(piece, Converted) and piece.shape != shapes[name]
+            ),
         ],
         "of a dtype that is not supported": [
             f"{name} {folder.tensors[name].dtype}"
@@ -302,18 +356,20 @@ def find_weights(
             and folder.tensors[name].dtype not in (FLOATS if tensor.is_floating else _INTEGERS)
         ],
     }
-    if found := [f"{len(names)} {what}: {listed(names, most=8)}" for what, names in problems.items() if names]:
-        text = "\n    ".join(["its tensors are not those of the model:", *found])
+    if errors := [f"{len(names)} {what}: {listed(names, most=8)}" for what, names in problems.items() if names]:
+        text = "\n    ".join(["its tensors are not those of the model:", *errors])
         advice = "model.exclude_from_weights names tensors that are not loaded"
         raise config_error(("model", "weights"), f"{text}\n  {advice}", config.weights)
-    return Weights(folder, pieces)
+    return Weights(folder, pieces, copies)
 
 
 def _own_tensors(inventory: Inventory) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield the tensors of a model by full name, without those of adapters, which the folder does not have."""
+    """Yield the tensors of a model by full name, without those that no folder has: of adapters, and buffers that are
+    not saved."""
     for module in inventory.modules:
         if module.same_as is None and not module.is_adapter:
-            yield from ((full_name(module.path, t.name), t) for t in (*module.parameters, *module.buffers))
+            tensors = (*module.parameters, *module.buffers)
+            yield from ((full_name(module.path, tensor.name), tensor) for tensor in tensors if tensor.is_saved)
 
 
 def _check_globs(globs: Sequence[str], names: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from titan_launch.core.files import refuse_weights_folder, remove, sync_folder
 from titan_launch.models.weights.folder import FILE, INDEX, in_halves
 from titan_launch.models.weights.tensor_names import Piece, Shape
 
-_CODES = {
+DTYPE_CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -131,7 +131,7 @@ def _write_file(
     for entry in entries:
         start, end = end, end + entry.num_bytes
         header[entry.name] = {
-            "dtype": _CODES[entry.dtype],
+            "dtype": DTYPE_CODES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [start, end],
         }

@@ -193,7 +193,7 @@ def _modules(args: DecoderArgs, seq_len: int) -> Iterator[ModuleInfo]:
     yield _matrix("tok_embeddings", (*own, _EMBEDDING), args.vocab_size, dim)
     if args.positions == "learned":
         table = _matrix("pos_embeddings", (f"{_LAYERS}.LearnedPositions", _EMBEDDING), args.num_positions, dim)
-        yield replace(table, buffers=(TensorInfo("rows", (args.num_positions,), "int64", False),))
+        yield replace(table, buffers=(TensorInfo("rows", (args.num_positions,), "int64", False, is_saved=False),))
     yield ModuleInfo("layers", ("torch.nn.modules.container.ModuleList",), False)
     for index in range(args.n_layers):
         block = f"layers.{index}"
@@ -245,7 +245,9 @@ def _mixture(args: DecoderArgs, experts: ExpertArgs, path: str) -> Iterator[Modu
     buffers = {"selection_bias": number, "load": number, "auxiliary_losses": 2}
     if experts.selection_bias_rate is None:
         del buffers["selection_bias"]
-    infos = (TensorInfo(name, (size,), "float32", True) for name, size in buffers.items())
+    infos = (
+        TensorInfo(name, (size,), "float32", True, is_saved=name == "selection_bias") for name, size in buffers.items()
+    )
     yield ModuleInfo(path, (MIXTURE_OF_EXPERTS,), True, buffers=tuple(infos))
     yield _linear(args, f"{path}.router", number, dim)
     shapes: dict[str, tuple[int, ...]] = {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)}
@@ -336,7 +338,7 @@ def _rope(args: DecoderArgs, seq_len: int, path: str, first: str) -> ModuleInfo:
     """Return the entry of a rotary embedding at `path`. Attention modules share it. `first`: its first path."""
     is_first = path == first
     tied_to = None if is_first else full_name(first, "table")
-    buffer = TensorInfo("table", (seq_len, args.rotary_width // 2, 2), "float32", True, tied_to=tied_to)
+    buffer = TensorInfo("table", (seq_len, args.rotary_width // 2, 2), "float32", True, tied_to=tied_to, is_saved=False)
     classes = (f"{_LAYERS}.RotaryEmbedding",)
     return ModuleInfo(path, classes, True, buffers=(buffer,), same_as=None if is_first else first)
 

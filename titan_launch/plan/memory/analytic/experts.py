@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from titan_launch.config.architectures.experts import ExpertArgs
-from titan_launch.plan.experts import is_grouped, received_rows
+from titan_launch.plan.experts import MIN_GROUPED_WIDTH, is_grouped, received_rows
 from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.autograd import Autograd
 from titan_launch.plan.memory.analytic.replay import Compute, ReplayContext
@@ -266,17 +266,18 @@ def _product(
 
 
 def _add_bias(autograd: Autograd, result: Tensor, bias: Tensor, num_rows: int) -> Tensor:
-    """Add the bias of its expert to each row."""
+    """Add the bias of its expert to each row (`_OfRows`)."""
     index = autograd.new(num_rows, "int64")
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        zeros = autograd.new(bias.numel, bias.dtype, _GRADIENT)
+        ones = autograd.new(num_rows * MIN_GROUPED_WIDTH, bias.dtype, _BACKWARD)
+        sums = autograd.new(bias.numel * MIN_GROUPED_WIDTH, bias.dtype, _BACKWARD)
         for_bias = autograd.new(bias.numel, bias.dtype, _GRADIENT)
-        del zeros
+        del ones, sums
         return (for_bias,)
 
-    saved = autograd.save(index)
-    of_rows = autograd.record(autograd.new(result.numel, bias.dtype), (bias,), backward, saved)
+    of_rows = autograd.record(autograd.new(result.numel, bias.dtype), (bias,), backward)
+    del index
     return ops.add(autograd, result, of_rows)
 
 
