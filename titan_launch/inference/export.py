@@ -162,9 +162,7 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
     base = None if recorded is None else recorded.folder
     if source.base is not None:
         base = str(source.base.resolve())
-    modules = {tensor.rpartition(".")[0] for piece in pieces.values() for tensor in piece.tensors}
-    is_conv = any(piece.is_transposed and piece.num_experts is None for piece in pieces.values())
-    write_json(folder / ADAPTER_CONFIG, adapter_config(targets, lora, modules, base, is_conv))
+    write_json(folder / ADAPTER_CONFIG, adapter_config(targets, lora, pieces, base))
     return len(entries), num_bytes
 
 

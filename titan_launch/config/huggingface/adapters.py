@@ -2,47 +2,224 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from titan_launch.config.huggingface.config_json import read_json
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.core.errors import format_key, listed
 
 CONFIG = "adapter_config.json"
 
+_INITIAL = (
+    'the initial values changed the base, and only PeftModel.save_pretrained(path_initial_model_for_weight_conversion="'
+    '...") writes an adapter of the original base'
+)
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's `adapter_config.json`. Raises WeightsError."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", "FEATURE_EXTRACTION", None),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None,),
+    "ensure_weight_tying": (False,),
+    "layer_replication": (None,),
+    "megatron_config": (None,),
+    "loftq_config": ({}, None),
+    "corda_config": (None,),
+    "lora_ga_config": (None,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None,),
+    "velora_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
+    "alora_invocation_tokens": (None,),
+    "enable_lora": (None,),
+}
+"""Keys that must have one of these values, with which an adapter is plain LoRA. Any other value is refused."""
+
+_REMEDIES = {"init_lora_weights": _INITIAL}
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "base_model_name_or_path": "`model.weights` names the base",
+    "revision": "it belongs to `base_model_name_or_path`",
+    "auto_mapping": "it names the class of the base",
+    "peft_version": "each key is checked by itself",
+    "inference_mode": "`peft` freezes the adapters with it, and changes no value",
+    "runtime_config": "`peft` removes it when it reads the file",
+    "fan_in_fan_out": "`peft` sets it by the class of each layer: true for `Conv1D`, false for `nn.Linear`",
+    "eva_config": "it decides initial values of A, and the file has the values",
+    "megatron_core": "only `megatron_config` uses it, which must be null",
+    "qalora_group_size": "only `use_qalora` uses it, which must be false",
+    "merge_weights": "a key of `peft` 0.2: it decided when weights are merged",
+}
+"""Keys that may have any value, and the reason."""
+
+Rank = Annotated[int, Field(ge=1)]
+
+
+class AdapterConfig(BaseModel):
+    """The keys of `adapter_config.json` that this package understands, with the defaults of `peft`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    r: Rank
+    lora_alpha: float
+    use_rslora: bool = False
+    rank_pattern: dict[str, Rank] = {}
+    alpha_pattern: dict[str, float] = {}
+    lora_dropout: float = 0.0
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+
+    @field_validator("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern")
+    @classmethod
+    def _compiles(cls, value: Any, info: ValidationInfo) -> Any:
+        """Check the regular expressions: keys of patterns, patterns of layers, and a string in place of names."""
+        are_names = isinstance(value, list) and info.field_name != "layers_pattern"
+        for pattern in [value] if isinstance(value, str) else [] if are_names else value or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{json.dumps(pattern)} is no regular expression: {error}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _layers_are_of_names(self) -> AdapterConfig:
+        """Check that layers are not restricted in a way that `peft` refuses."""
+        if self.layers_to_transform is not None and isinstance(self.target_modules, str):
+            raise ValueError("layers_to_transform requires that target_modules is a list")
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError("layers_pattern requires layers_to_transform")
+        return self
+
+    def rank_of(self, path: str) -> int:
+        """Return the rank of the adapter of a module or parameter of the base."""
+        return _by_pattern(self.rank_pattern, path, self.r)
+
+    def scale_of(self, path: str) -> float:
+        """Return the factor of the product B A of a module or parameter of the base."""
+        rank = self.rank_of(path)
+        return _by_pattern(self.alpha_pattern, path, self.lora_alpha) / (rank**0.5 if self.use_rslora else rank)
+
+    def adapts_module(self, path: str) -> bool:
+        """Return True if `peft` gives the module an adapter."""
+        if self.exclude_modules and _matches(self.exclude_modules, path):
+            return False
+        if self.target_modules is None or not _matches(self.target_modules, path):
+            return False
+        if isinstance(self.target_modules, str) or path in self.target_modules or self._layers is None:
+            return True
+        numbers = (re.match(rf"{pattern}\.(\d+)\.", path) for pattern in self._layer_patterns)
+        number = next(filter(None, numbers), None)
+        return number is not None and int(number[1]) in self._layers
+
+    def adapts_parameter(self, path: str) -> bool:
+        """Return True if `peft` gives the parameter an adapter of its own."""
+        return _matches(self.target_parameters or [], path)
+
+    @cached_property
+    def _layers(self) -> list[int] | None:
+        """Numbers of the layers that get adapters; None: all."""
+        layers = self.layers_to_transform
+        return [layers] if isinstance(layers, int) else layers or None
+
+    @cached_property
+    def _layer_patterns(self) -> list[str]:
+        """Beginnings of the paths in numbered layers, as regular expressions."""
+        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        return [rf"(?:^|.*?\.){pattern}" for pattern in patterns] if patterns else [r".*?\.[^.]*"]
+
+    def differences(self, config: LoRAConfig, parts: Mapping[str, int] | None = None) -> Iterator[str]:
+        """Yield a clause for each difference of the adapters from `[lora]`.
+
+        `parts`: number of this package's modules by target of `peft`. Their adapters are one in `peft`, which has the
+        sum of their ranks, or one A for all of them. None: the targets are not known yet, so ranks and scales are
+        compared only if no pattern changes them.
+        """
+        if parts is None:
+            parts = {} if self.rank_pattern or self.alpha_pattern else {"": 1}
+        ranks = {path: self.rank_of(path) for path in parts}
+        scales = {path: self.scale_of(path) for path in parts}
+        fitting = [{rank, rank // parts[path]} if rank % parts[path] == 0 else {rank} for path, rank in ranks.items()]
+        common = set[int]().union(*fitting).intersection(*fitting)
+        rank = config.rank if config.rank in common else self.r if self.r in common else max(common, default=0)
+        if parts and not common:
+            yield f"its ranks differ (rank_pattern): {_by_value(ranks)}; the adapters of a job have one rank"
+        elif parts and rank != config.rank:
+            yield f"its rank (r) is {rank}; set lora.rank = {rank}"
+        if any(not math.isclose(scale, config.scale) for scale in scales.values()):
+            shown = {path: f"{scale:.9g}" for path, scale in scales.items()}
+            if len(set(shown.values())) > 1:
+                reason = f"its scales differ (rank_pattern, alpha_pattern): {_by_value(shown)}"
+                yield f"{reason}; the adapters of a job have one scale"
+            elif common:
+                alpha = next(iter(scales.values())) * (rank**0.5 if self.use_rslora else rank)
+                flag = str(self.use_rslora).lower()
+                yield f"its scale differs: set lora.alpha = {float(f'{alpha:.12g}')} and lora.rank_stabilized = {flag}"
+        if self.lora_dropout != config.dropout and "dropout" not in config.model_fields_set:
+            yield f"its lora_dropout is {self.lora_dropout}; set lora.dropout to this or another value"
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Read a folder's `adapter_config.json`. Raises WeightsError with all keys that are not supported."""
     if not (folder / CONFIG).is_file():
         reason = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
         raise WeightsError(f"{reason}; name a folder that peft or `titan-launch export --adapter` wrote")
-    return read_json(folder / CONFIG)
+    found = read_json(folder / CONFIG)
+    problems = list(_unsupported(found))
+    try:
+        config = AdapterConfig.model_validate({key: found[key] for key in AdapterConfig.model_fields if key in found})
+    except ValidationError as error:
+        first = {problem["loc"][:1]: problem["msg"] for problem in reversed(error.errors())}
+        problems += [f"{format_key(key)}: {message}" if key else message for key, message in first.items()]
+    if problems:
+        raise WeightsError("\n    ".join([f"its {CONFIG} cannot be read:", *problems]))
+    return config
 
 
-_UNSUPPORTED = {
-    "use_dora": False,
-    "bias": "none",
-    "modules_to_save": None,
-    "lora_bias": False,
-    "layer_replication": None,
-}
-"""Keys of `adapter_config.json` with the value that is supported."""
+def _unsupported(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a clause for each key of `adapter_config.json` with a value that is not supported."""
+    for key, value in {"peft_type": None, **found}.items():
+        if key in NEUTRAL:
+            if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[key]):
+                supported = ", ".join(map(json.dumps, NEUTRAL[key]))
+                remedy = f"; {_REMEDIES[key]}" if key in _REMEDIES else ""
+                yield f"{key} = {json.dumps(value)} is not supported (supported: {supported}){remedy}"
+        elif key not in WITHOUT_EFFECT and key not in AdapterConfig.model_fields and value is not None:
+            yield f"{key} = {json.dumps(value)} is a key that this package does not know; it must be null or absent"
 
 
-def config_problems(found: Mapping[str, Any], config: LoRAConfig) -> Iterator[str]:
-    """Yield a clause for each key of `adapter_config.json` that is not supported, or not that of `[lora]`."""
-    if found.get("peft_type") != "LORA":
-        yield f"peft_type = {found.get('peft_type')!r}; only LORA is supported"
-        return
-    for key, value in _UNSUPPORTED.items():
-        if found.get(key, value) not in (value, []):
-            yield f"{key} = {found[key]!r} is not supported"
-    rank, alpha = found.get("r"), found.get("lora_alpha")
-    if rank != config.rank:
-        yield f"its rank (r) is {rank}; set lora.rank = {rank}"
-    theirs = bool(found.get("use_rslora", False))
-    if (alpha, theirs) != (config.alpha, config.rank_stabilized):
-        flag = str(theirs).lower()
-        yield f"its scale differs: set lora.alpha = {alpha} and lora.rank_stabilized = {flag}"
+def _matches(names: Iterable[str] | str, path: str) -> bool:
+    """Return True if `peft` finds a path by a regular expression, or by names that a path ends with."""
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _by_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+    """Return the value of the first pattern that the end of a path matches; else `default`."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), default)
+
+
+def _by_value(values: Mapping[str, Any]) -> str:
+    """Return each value with the paths that have it: "3 for a, b; 8 for c"."""
+    paths: dict[Any, list[str]] = {}
+    for path, value in values.items():
+        paths.setdefault(value, []).append(path)
+    return "; ".join(f"{value} for {listed(found, most=2)}" for value, found in paths.items())

@@ -168,16 +168,17 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the folder `lora.adapter` is missing, or if its rank and scale are not those of the job. (A
-    run that resumes does not need the folder. When a run starts, its tensors are compared with the targets.)"""
+    """Report a problem if the folder `lora.adapter` is missing, has a key that is not supported, or has another rank or
+    scale than the job. (A run that resumes does not need the folder. When a run starts, its tensors, and the ranks and
+    scales of single modules, are compared with the targets.)"""
     lora, key = config.lora, ("lora", "adapter")
     if lora.adapter is None or not lora.targets or config.job.run_folder.exists():
         return
-    from titan_launch.config.huggingface.adapters import config_problems, read_config
+    from titan_launch.config.huggingface.adapters import read_config
     from titan_launch.config.huggingface.features import WeightsError
 
     try:
-        for reason in config_problems(read_config(Path(lora.adapter)), lora):
+        for reason in read_config(Path(lora.adapter)).differences(lora):
             yield Problem(key, reason, lora.adapter, also=(("lora", "targets"),))
     except WeightsError as error:
         yield Problem(key, str(error), lora.adapter)

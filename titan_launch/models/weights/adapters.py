@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.adapters import config_problems, read_config
+from titan_launch.config.huggingface.adapters import CONFIG, read_config
 from titan_launch.config.huggingface.config_json import model_type_of
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.sections.lora import LoRAConfig
@@ -29,11 +29,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
 
 BASE = "base_fingerprint"
 """Key of the metadata of an exported file: the digest of the folder of `model.weights`."""
 
 _PREFIX = "base_model.model."
+_MATRICES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+
+_RESAVE = "save the adapter again in peft, without modules_to_save and with save_embedding_layers=False"
 
 _EXPERTS = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0)}
 """The stacked parameter of `transformers` for each weight of the experts, and the position in it, of the classes whose
@@ -191,9 +195,8 @@ def targets_of(
                 reason = "which peft takes for an expert of this family"
                 raise WeightsError(f"{name} is {piece.tensor}, {reason}; export the merged model")
         elif piece.has_tensor_per_expert:
-            layer = parent(parent(parent(name)))
+            key = _stacked(name, piece)
             parameter, position = _EXPERTS[leaf]
-            key = f"{piece.tensor.partition(layer)[0]}{layer}.mlp.experts", parameter
             start = position * shape[1]
             num_out = sum(shapes[f"{parent(name)}.{own}"][1] for own, (of, _) in _EXPERTS.items() if of == parameter)
         else:
@@ -210,19 +213,36 @@ def targets_of(
     return targets
 
 
+def _stacked(name: str, piece: Piece) -> tuple[str, str]:
+    """Return the module and the parameter of `transformers` for a weight of experts that have a tensor each."""
+    layer = parent(parent(parent(name)))
+    return f"{piece.tensor.partition(layer)[0]}{layer}.mlp.experts", _EXPERTS[name.rpartition(".")[2]][0]
+
+
+def names_of_base(pieces: Mapping[str, Piece]) -> tuple[set[str], set[str]]:
+    """Return the full names of the modules and of the parameters among which `peft` looks for targets. The modules
+    include those that only hold modules."""
+    parameters = {
+        ".".join(_stacked(name, piece)) if piece.has_tensor_per_expert else piece.tensor
+        for name, piece in pieces.items()
+    }
+    segments = [tensor.split(".") for piece in pieces.values() for tensor in piece.tensors]
+    return {".".join(path[:end]) for path in segments for end in range(1, len(path))}, parameters
+
+
 def _wrapping_order(parameter: str | None) -> int:
     """Return the position of a stacked parameter in its module."""
     return ("gate_up_proj", "down_proj", "w1", "w2", "w3").index(str(parameter))
 
 
 def config_of(
-    targets: Sequence[Target], config: LoRAConfig, modules: Collection[str], base: str | None, is_conv: bool
+    targets: Sequence[Target], config: LoRAConfig, pieces: Mapping[str, Piece], base: str | None
 ) -> dict[str, Any]:
     """Return the content of `adapter_config.json`.
 
-    `modules`: all modules of the model. `base`: folder of the model without adapters. `is_conv`: the model's matrices
-    are (input features, output features).
+    `pieces`: place of each weight of the model in the files. `base`: folder of the model without adapters.
     """
+    modules, parameters = names_of_base(pieces)
     plain = {target.path for target in targets if target.parameter is None}
     stacked = {target.path for target in targets if target.parameter is not None}
     fused = {target.path: len(target.parts) for target in targets if len(target.parts) > 1}
@@ -236,10 +256,10 @@ def config_of(
         "use_rslora": config.rank_stabilized,
         "use_dora": False,
         "bias": "none",
-        "fan_in_fan_out": is_conv,
+        "fan_in_fan_out": any(piece.is_transposed and piece.num_experts is None for piece in pieces.values()),
         "inference_mode": True,
         "target_modules": _shortest(plain, modules),
-        "target_parameters": _shortest(stacked, stacked, least=3) if stacked else None,
+        "target_parameters": _shortest(stacked, parameters, least=3) if stacked else None,
         "rank_pattern": {path: config.rank * count for path, count in fused.items()},
         "alpha_pattern": {
             path: config.alpha * (count**0.5 if config.rank_stabilized else count) for path, count in fused.items()
@@ -268,7 +288,11 @@ class AdapterFolder:
         self.path = Path(path)
         self.config = read_config(self.path)
         if not (self.path / FILE).is_file():
-            raise WeightsError(f"it has no {FILE}")
+            is_pickle = (self.path / _PICKLE).is_file()
+            advice = (
+                f"; {_PICKLE} is a pickle, which is not read: load it in peft, and save it again" if is_pickle else ""
+            )
+            raise WeightsError(f"it has no {FILE}{advice}")
         self.tensors, self.metadata = read_header(self.path / FILE)
 
     @cached_property
@@ -276,12 +300,14 @@ class AdapterFolder:
         """Digest of the folder of the model without adapters; None if the file does not name it."""
         return self.metadata.get(BASE)
 
-    def check(self, targets: Sequence[Target], config: LoRAConfig, base: str | None) -> None:
+    def check(
+        self, targets: Sequence[Target], pieces: Mapping[str, Piece], config: LoRAConfig, base: str | None
+    ) -> None:
         """Raise WeightsError, with all problems at once, if the adapters are not those of a job.
 
-        `base`: digest of the job's folder of `model.weights`.
+        `pieces`: place of each weight of the model in the files. `base`: digest of the job's folder of `model.weights`.
         """
-        problems = list(config_problems(self.config, config))
+        problems = list(self.config.differences(config, {target.path: len(target.parts) for target in targets}))
         expected: dict[str, list[Shape]] = {}
         for target in targets:
             for ranks in {config.rank, config.rank * len(target.parts)}:
@@ -296,16 +322,36 @@ class AdapterFolder:
         ]
         for what, names in (
             ("missing", missing),
-            ("unexpected (lora.targets does not match them)", unexpected),
+            ("unexpected (lora.targets does not match them)", [n for n in unexpected if n.endswith(_MATRICES)]),
+            ("not of LoRA, or of the base (" + _RESAVE + ")", [n for n in unexpected if not n.endswith(_MATRICES)]),
             ("of another shape", misshaped if not problems else []),
             ("of another dtype", [n for n, tensor in self.tensors.items() if tensor.dtype not in FLOATS]),
         ):
             if names:
                 problems.append(f"{len(names)} tensors are {what}: {listed(names, most=4)}")
+        if not missing and not unexpected:
+            problems += self._targets_problems(targets, pieces)
         if base is not None and self.base is not None and base != self.base:
             problems.append(f"its base has the fingerprint {self.base}, and model.weights has {base}")
         if problems:
             raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
+
+    def _targets_problems(self, targets: Sequence[Target], pieces: Mapping[str, Piece]) -> Iterator[str]:
+        """Yield a clause if `peft` would give adapters to other modules than those in the file."""
+        modules, parameters = names_of_base(pieces)
+        adapted = {*filter(self.config.adapts_module, modules), *filter(self.config.adapts_parameter, parameters)}
+        in_file = {target.path for target in targets}
+        if ignored := sorted(in_file - adapted):
+            keys = "target_modules, exclude_modules, layers_to_transform and target_parameters"
+            yield f"by {keys} in {CONFIG}, peft ignores the tensors of {listed(ignored)}"
+        if absent := sorted(adapted - in_file):
+            yield f"target_modules or target_parameters in {CONFIG} name {listed(absent)}, and {FILE} lacks them"
+
+    def shares_a(self, target: Target, rank: int) -> bool:
+        """Return True if the modules of a target, each with an adapter of the rank `rank` here, have one A in the
+        file."""
+        rows = rank * (target.num_experts or 1)
+        return len(target.parts) > 1 and self.tensors[target.keys[0]].shape[0] == rows
 
     def read(self, target: Target, rank: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters of the adapters of a target, by their names in this package."""
