@@ -6,8 +6,9 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,15 +24,18 @@ from tests.sampling import sampled
 from tests.tensors import full_tensor
 from tests.train.jobs import this_rank
 from titan_launch.config.huggingface.adapters import CONFIG, NEUTRAL, WITHOUT_EFFECT, AdapterConfig
+from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import UserError
 from titan_launch.models.build import build_model
 from titan_launch.models.lora import adapters_of
-from titan_launch.models.weights.adapters import Target, file_places, targets_of
+from titan_launch.models.weights.adapters import _RESAVE, FILE, AdapterFolder, Target, file_places, targets_of
 from titan_launch.train.build import build_run
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -58,6 +62,12 @@ class Change(NamedTuple):
     base: str = "Llama 2"
     in_file: bool = False
     """Change the file that `peft` wrote, in place of the configuration with which it makes the adapter."""
+
+    edit: Callable[[dict[str, Tensor]], None] = len
+    """Change of the tensors in the file that `peft` wrote."""
+
+    error: str = ""
+    """Part of the error, if the name of a key is not."""
 
 
 def refused(key: str, *values: Any, **others: Any) -> list[Change]:
@@ -187,6 +197,57 @@ CHANGES = (
 )
 
 
+def added(name: str) -> Callable[[dict[str, Tensor]], None]:
+    """Return a function that adds a tensor."""
+    return lambda tensors: tensors.update({f"base_model.model.{name}": torch.ones(32)})
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
+    """Return a function that changes the names of tensors."""
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return rename
+
+
+def cast(dtype: torch.dtype) -> Callable[[dict[str, Tensor]], None]:
+    """Return a function that casts the tensors."""
+    return lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+def transposed(tensors: dict[str, Tensor]) -> None:
+    tensors.update({name: tensor.T.contiguous() for name, tensor in tensors.items() if "1.self_attn.v_proj" in name})
+
+
+_Q = "model.layers.0.self_attn.q_proj"
+FILES = (
+    *(Change({}, edit=cast(dtype)) for dtype in (torch.float64, torch.bfloat16, torch.float16)),
+    *(
+        Change({}, None, edit=cast(dtype), error="8 tensors are of a dtype other than F64")
+        for dtype in (torch.int8, torch.float8_e4m3fn)
+    ),
+    *(
+        Change({}, None, edit=added(name), error=f"not of LoRA, or of the base ({_RESAVE}): base_model.model.{name}")
+        for name in (
+            f"{_Q}.lora_magnitude_vector",
+            f"{_Q}.lora_B.bias",
+            f"{_Q}.base_layer.weight",
+            "lm_head.weight",
+            "model.embed_tokens.token_adapter.trainable_tokens_delta",
+        )
+    ),
+    Change({}, None, edit=added("model.layers.0.mlp.up_proj.lora_A.weight"), error="lora.targets does not match"),
+    Change({}, None, edit=added("model.layers.7.self_attn.q_proj.lora_A.weight"), error="1 tensors are unexpected"),
+    Change({}, None, edit=renamed("lora_A", "lora_A.default"), error="4 tensors are missing"),
+    Change({}, None, edit=renamed("base_model.model.", ""), error="8 tensors are missing"),
+    Change({}, None, edit=lambda tensors: tensors.popitem(), error="1 tensors are missing"),
+    Change({}, None, edit=transposed, error="2 tensors are of another shape"),
+)
+"""Changes of the tensors in the file of an adapter."""
+
+
 def adapter_folder(change: Change, base: Path, folder: Path) -> None:
     """Write a folder of `peft` with random adapters. A configuration that `peft` refuses is written into the file."""
 
@@ -199,6 +260,9 @@ def adapter_folder(change: Change, base: Path, folder: Path) -> None:
                 if "lora_" in name:
                     parameter.normal_(std=0.2)
         model.save_pretrained(folder)
+        tensors = load_file(folder / FILE)
+        change.edit(tensors)
+        save_file(tensors, folder / FILE)
 
     if not change.in_file:
         try:
@@ -264,7 +328,8 @@ def outcomes(changes: Sequence[Change], folder: Path) -> dict[str, int]:
     for index, (change, result) in enumerate(zip(changes, run_ranks(of_jobs, 1, paths)[0], strict=True)):
         if isinstance(result, str):
             assert change.lora is None, (change, result)
-            assert any(re.search(rf"\b{key}\b", result) for key in change.keys) or "tensors are" in result, result
+            named = any(re.search(rf"\b{key}\b", result) for key in change.keys)
+            assert change.error in result and (named or change.error or "tensors are" in result), (change, result)
             count["refused"] += 1
             continue
         assert change.lora is not None, change
@@ -279,11 +344,53 @@ def outcomes(changes: Sequence[Change], folder: Path) -> dict[str, int]:
     return count
 
 
-@sampled("changes", CHANGES, every=8)
+@sampled("changes", (*CHANGES, *FILES), every=9)
 def test_an_import_equals_peft_or_is_refused_by_name(changes: tuple[Change, ...], tmp_path: Path) -> None:
     count = outcomes(changes, tmp_path)
     print(f"{len({key for change in changes for key in change.keys})} keys, {len(changes)} changes: {count}")
     assert all(count.values())
+
+
+def test_files_of_another_format_are_refused(tmp_path: Path) -> None:
+    """A pickle is not read, also beside a damaged file."""
+    random_model("Llama 2", tmp_path / "hf")
+    adapter_folder(Change({}), tmp_path / "hf", tmp_path / "adapter")
+    file = tmp_path / "adapter" / FILE
+    AdapterFolder(file.parent)
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(WeightsError, match="truncated or damaged"):
+        AdapterFolder(file.parent)
+    file.unlink()
+    with pytest.raises(WeightsError, match=r"it has no adapter_model.safetensors; adapter_model.bin is a pickle"):
+        AdapterFolder(file.parent)
+
+
+PATHS = ("lm_head", "model.embed_tokens", "h.0.attn.c_attn", "h.10.attn.c_attn", "model.layers.1.mlp.experts.0.w1")
+NAMES = ("w1", "attn.c_attn", "h.1.attn.c_attn", "lm_head", "head", "model", "experts.0.w1")
+EXPRESSIONS = (r".*\.w1", r"h\.\d+\..*", "attn|lm_head", r"layers\.1.*", "c_attn$", "^h.*", ".*", r"0\.attn.c_attn|w1")
+LAYERS = [
+    {"layers_to_transform": numbers, "layers_pattern": pattern}
+    for numbers in (0, [1], [])
+    for pattern in (None, [], "h", "(h|layers)", ["x", "layers"])
+]
+
+
+def test_names_and_patterns_match_as_in_peft() -> None:
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    matched = 0
+    for path, first, other in product(PATHS, (*EXPRESSIONS, *NAMES), EXPRESSIONS):
+        own = AdapterConfig(r=4, lora_alpha=1.0, rank_pattern={first: 2, other: 3})
+        assert own.rank_of(path) == own.rank_pattern.get(get_pattern_key(own.rank_pattern.keys(), path), 4)
+        targets = [{"target_modules": first}, *({"target_modules": [first], **layers} for layers in LAYERS)]
+        for keys, exclude in product(targets, ([], None, other, [other])):
+            own = AdapterConfig(r=4, lora_alpha=1.0, **keys, exclude_modules=exclude)
+            theirs = check_target_module_exists(peft.LoraConfig(**keys, exclude_modules=exclude), path)
+            assert own.adapts_module(path) == bool(theirs), (path, keys, exclude)
+            matched += bool(theirs)
+    assert matched > 1000
 
 
 def test_every_key_of_peft_is_in_one_table_and_is_changed() -> None:

@@ -125,9 +125,9 @@ class AdapterConfig(BaseModel):
             return False
         if isinstance(self.target_modules, str) or path in self.target_modules or self._layers is None:
             return True
-        numbers = (re.match(rf"{pattern}\.(\d+)\.", path) for pattern in self._layer_patterns)
+        numbers = (re.match(rf"{pattern}\.(?P<layer>\d+)\.", path) for pattern in self._layer_patterns)
         number = next(filter(None, numbers), None)
-        return number is not None and int(number[1]) in self._layers
+        return number is not None and int(number["layer"]) in self._layers
 
     def adapts_parameter(self, path: str) -> bool:
         """Return True if `peft` gives the parameter an adapter of its own."""

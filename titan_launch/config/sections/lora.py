@@ -34,8 +34,8 @@ class LoRAConfig(Section):
 
     adapter: str | None = None
     """Folder of `peft` with the initial values of the adapters: `adapter_config.json` and `adapter_model.safetensors`,
-    as `titan-launch export --adapter` writes them. Its rank, scale and targets must be those of the job. A run that
-    resumes does not read the folder."""
+    as `titan-launch export --adapter` and `peft` write them. Its rank, scale and targets must be those of the job, and
+    a key that this package does not understand is an error. A run that resumes does not read the folder."""
 
     @property
     def scale(self) -> float:

@@ -288,11 +288,8 @@ class AdapterFolder:
         self.path = Path(path)
         self.config = read_config(self.path)
         if not (self.path / FILE).is_file():
-            is_pickle = (self.path / _PICKLE).is_file()
-            advice = (
-                f"; {_PICKLE} is a pickle, which is not read: load it in peft, and save it again" if is_pickle else ""
-            )
-            raise WeightsError(f"it has no {FILE}{advice}")
+            advice = f"; {_PICKLE} is a pickle, which is not read: load it in peft, and save it again"
+            raise WeightsError(f"it has no {FILE}{advice if (self.path / _PICKLE).is_file() else ''}")
         self.tensors, self.metadata = read_header(self.path / FILE)
 
     @cached_property
@@ -323,9 +320,12 @@ class AdapterFolder:
         for what, names in (
             ("missing", missing),
             ("unexpected (lora.targets does not match them)", [n for n in unexpected if n.endswith(_MATRICES)]),
-            ("not of LoRA, or of the base (" + _RESAVE + ")", [n for n in unexpected if not n.endswith(_MATRICES)]),
+            (f"not of LoRA, or of the base ({_RESAVE})", [n for n in unexpected if not n.endswith(_MATRICES)]),
             ("of another shape", misshaped if not problems else []),
-            ("of another dtype", [n for n, tensor in self.tensors.items() if tensor.dtype not in FLOATS]),
+            (
+                f"of a dtype other than {', '.join(FLOATS)}",
+                [n for n, tensor in self.tensors.items() if tensor.dtype not in FLOATS],
+            ),
         ):
             if names:
                 problems.append(f"{len(names)} tensors are {what}: {listed(names, most=4)}")
