@@ -147,14 +147,14 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
     targets = targets_of(adapters, shapes, pieces)
     entries, parts = [], dict[str, tuple[Target, int]]()
     for target in targets:
-        of_target = target.shapes(lora.rank * len(target.parts))
+        of_target = target.shapes(target.rank)
         for index, (key, shape) in enumerate(zip(target.keys, of_target, strict=True)):
             entries.append(Entry(key, shape, source.entries[target.parts[0].adapter.a].dtype))
             parts[key] = target, index
 
     def read(entry: Entry) -> Tensor:
         target, index = parts[entry.name]
-        return target.to_file(source.read, lora.rank)[index].to(entry.dtype).contiguous()
+        return target.to_file(source.read)[index].to(entry.dtype).contiguous()
 
     recorded = None if source.manifest is None else source.manifest.base
     metadata = {} if recorded is None else {BASE: recorded.fingerprint.digest}

@@ -187,13 +187,14 @@ def _adapter_by_shape(saved: SavedModel, a: str) -> Adapter:
     """Return an adapter of a user's own model, whose code is not run: the shapes tell a linear layer from an
     embedding."""
     path = a.removesuffix(".a")
-    weight, b = f"{path.removesuffix(f'.{ADAPTER}')}.weight", f"{path}.b"
+    module = path.removesuffix(f".{ADAPTER}")
+    weight, b = f"{module}.weight", f"{path}.b"
     rows, columns = saved.entries[weight].shape
     if rows == columns:
         reason = "is square, so it may be of a linear layer or of an embedding, and a folder may not choose code"
         raise WeightsError(f"{weight} {reason}; its adapter cannot be merged")
-    is_embedding = saved.entries[a].shape[1] == rows
-    return Adapter(weight, a, b, saved.job.lora.scale, is_embedding)
+    rank, num_in = saved.entries[a].shape
+    return Adapter(weight, a, b, rank, saved.job.lora.of(module).scale, is_embedding=num_in == rows)
 
 
 def merged(saved: SavedModel) -> SavedModel:

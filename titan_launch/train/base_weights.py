@@ -60,13 +60,13 @@ class RunBase:
             folder = AdapterFolder(path)
             pieces, targets = self._targets(adapters, folder)
             folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
-            if shared := [target.path for target in targets if folder.shares_a(target, config.rank)]:
+            if shared := [target.path for target in targets if folder.shares_a(target)]:
                 message = "adapters: %s have one A for several modules of this package; each trains a copy of its own"
                 _log.info(message, listed(shared))
             own = dict(self._model.named_parameters())
             for target in targets:
                 if any(part.adapter.a in own for part in target.parts):
-                    for name, values in folder.read(target, config.rank):
+                    for name, values in folder.read(target):
                         copy_whole(own[name], values)
 
         def load_or_explain() -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -66,6 +66,20 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "merge_weights": "a key of `peft` 0.2: it decided when weights are merged",
 }
 """Keys that may have any value, and the reason."""
+
+
+class Wanted(NamedTuple):
+    """The adapters of a job for one target of `peft`."""
+
+    names: list[str]
+    """Modules of this package, or weights of experts, of which the target consists."""
+
+    ranks: set[int]
+    """Ranks of the target that the job can take."""
+
+    scales: set[float]
+    """Factors of the products B A in the job."""
+
 
 Rank = Annotated[int, Field(ge=1)]
 
@@ -145,33 +159,37 @@ class AdapterConfig(BaseModel):
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         return [rf"(?:^|.*?\.){pattern}" for pattern in patterns] if patterns else [r".*?\.[^.]*"]
 
-    def differences(self, config: LoRAConfig, parts: Mapping[str, int] | None = None) -> Iterator[str]:
+    def differences(self, config: LoRAConfig, targets: Mapping[str, Wanted] | None = None) -> Iterator[str]:
         """Yield a clause for each difference of the adapters from `[lora]`.
 
-        `parts`: number of this package's modules by target of `peft`. Their adapters are one in `peft`, which has the
-        sum of their ranks, or one A for all of them. None: the targets are not known yet, so ranks and scales are
-        compared only if no pattern changes them.
+        `targets`: what the job needs, by target of `peft`. None: the targets are not known yet, so ranks and scales are
+        compared only if all targets have the same.
         """
-        if parts is None:
-            parts = {} if self.rank_pattern or self.alpha_pattern else {"": 1}
-        ranks = {path: self.rank_of(path) for path in parts}
-        scales = {path: self.scale_of(path) for path in parts}
-        fitting = [{rank, rank // parts[path]} if rank % parts[path] == 0 else {rank} for path, rank in ranks.items()]
-        common = set[int]().union(*fitting).intersection(*fitting)
-        rank = config.rank if config.rank in common else self.r if self.r in common else max(common, default=0)
-        if parts and not common:
-            yield f"its ranks differ (rank_pattern): {_by_value(ranks)}; the adapters of a job have one rank"
-        elif parts and rank != config.rank:
-            yield f"its rank (r) is {rank}; set lora.rank = {rank}"
-        if any(not math.isclose(scale, config.scale) for scale in scales.values()):
-            shown = {path: f"{scale:.9g}" for path, scale in scales.items()}
-            if len(set(shown.values())) > 1:
-                reason = f"its scales differ (rank_pattern, alpha_pattern): {_by_value(shown)}"
-                yield f"{reason}; the adapters of a job have one scale"
-            elif common:
-                alpha = next(iter(scales.values())) * (rank**0.5 if self.use_rslora else rank)
+        if targets is None:
+            has_several = self.rank_pattern or self.alpha_pattern or config.rules
+            targets = {} if has_several else {"": Wanted([""], {config.rank}, {config.scale})}
+        ranks = {path: self.rank_of(path) for path in targets}
+        scales = {path: self.scale_of(path) for path in targets}
+        options = [{rank} | _quotient(rank, len(targets[path].names)) for path, rank in ranks.items()]
+        common = set[int]().union(*options).intersection(*options)
+        rank = next((rank for rank in (config.rank, self.r) if rank in common), max(common, default=None))
+        if any(ranks[path] not in wanted.ranks for path, wanted in targets.items()):
+            if rank is not None:
+                yield f"its rank (r) is {rank}; set lora.rank = {rank}"
+            else:
+                found = _by_value({name: ranks[path] for path in targets for name in targets[path].names})
+                yield f"its ranks are {found} (rank_pattern); set lora.rank and lora.rules"
+        if any(not math.isclose(scales[path], own) for path, wanted in targets.items() for own in wanted.scales):
+            shown = {name: f"{scales[path]:.9g}" for path in targets for name in targets[path].names}
+            if rank is not None and len(set(shown.values())) == 1:
+                alpha = config.model_copy(update={"rank_stabilized": self.use_rslora}).alpha_of(
+                    scales.popitem()[1], rank
+                )
                 flag = str(self.use_rslora).lower()
-                yield f"its scale differs: set lora.alpha = {float(f'{alpha:.12g}')} and lora.rank_stabilized = {flag}"
+                yield f"its scale differs: set lora.alpha = {alpha} and lora.rank_stabilized = {flag}"
+            else:
+                reason = f"its scales are {_by_value(shown)} (rank_pattern, alpha_pattern)"
+                yield f"{reason}; set lora.alpha and lora.rules, which have the scale alpha / rank"
         if self.lora_dropout != config.dropout and "dropout" not in config.model_fields_set:
             yield f"its lora_dropout is {self.lora_dropout}; set lora.dropout to this or another value"
 
@@ -203,6 +221,10 @@ def _unsupported(found: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{key} = {json.dumps(value)} is not supported (supported: {supported}){remedy}"
         elif key not in WITHOUT_EFFECT and key not in AdapterConfig.model_fields and value is not None:
             yield f"{key} = {json.dumps(value)} is a key that this package does not know; it must be null or absent"
+
+
+def _quotient(rank: int, parts: int) -> set[int]:
+    return {rank // parts} if rank % parts == 0 else set()
 
 
 def _matches(names: Iterable[str] | str, path: str) -> bool:

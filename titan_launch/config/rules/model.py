@@ -186,12 +186,15 @@ def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
 
 def adapters_have_targets(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each key of `[lora]` that is set without `targets`. (Default values are accepted, because
-    the `config.json` of a run contains every key.) With targets, report `training.frozen`."""
+    the `config.json` of a run contains every key.) With targets, report `training.frozen`, and rules without effect."""
     targets: KeyPath = ("lora", "targets")
     if config.lora.targets:
         reason = "has no effect with lora.targets: every parameter that training.trainable does not name is frozen; "
         for _, globs in config.training.changed("frozen"):
             yield Problem(("training", "frozen"), f"{reason}remove this key", globs, also=(targets,))
+        for index, rule in enumerate(config.lora.rules):
+            if rule.rank is None and rule.alpha is None:
+                yield Problem(("lora", "rules", index), "has no effect without rank or alpha; set one of them")
         return
     reason = 'has no effect without lora.targets; set targets = ["layers.*.attention.w*"], or remove this key'
     for name, value in config.lora.changed():

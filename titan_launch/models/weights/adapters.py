@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.adapters import CONFIG, read_config
+from titan_launch.config.huggingface.adapters import CONFIG, Wanted, read_config
 from titan_launch.config.huggingface.config_json import model_type_of
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.sections.lora import LoRAConfig
@@ -53,6 +53,10 @@ class AdapterNames(Protocol):
     def a(self) -> str: ...
     @property
     def b(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
     @property
     def is_embedding(self) -> bool: ...
 
@@ -104,20 +108,40 @@ class Target:
         module = f"{_PREFIX}{self.module}{'.base_layer' * self.depth}"
         return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
+    @property
+    def rank(self) -> int:
+        """Rank of an adapter that has the rows of A of all parts."""
+        return sum(part.adapter.rank for part in self.parts)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Supported ranks in a file: the sum of those of the parts, or that of one A that all parts share."""
+        own = {part.adapter.rank for part in self.parts}
+        return {self.rank, *(own if len(own) == 1 else ())}
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product B A. Raises WeightsError if the parts have several."""
+        scales = {part.adapter.scale for part in self.parts}
+        if len(scales) > 1:
+            parts = listed([parent(part.adapter.weight) for part in self.parts])
+            raise WeightsError(f"{parts} are one in {self.path}, and have several scales; export the merged model")
+        return scales.pop()
+
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
         """Return the shapes of A and B in the file. `rank`: rank of the target, which may be that of several parts."""
         num_in = self.parts[0].shape[0 if self.is_embedding else -1]
         rows = rank * (self.num_experts or 1)
         return (rows, num_in), (self.num_out, rows)
 
-    def to_file(self, read: Callable[[str], Tensor], rank: int) -> tuple[Tensor, Tensor]:
-        """Return A and B of the file. `read` returns a whole parameter; `rank`: rank of an adapter of this package."""
-        whole, experts = rank * len(self.parts), self.num_experts or 1
+    def to_file(self, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return A and B of the file. `read` returns a whole parameter."""
+        whole, experts = self.rank, self.num_experts or 1
         (_, num_in), _ = self.shapes(whole)
         first = read(self.parts[0].adapter.a)
         a, b = first.new_zeros(experts, whole, num_in), first.new_zeros(experts, self.num_out, whole)
-        for number, part in enumerate(self.parts):
-            columns = slice(number * rank, (number + 1) * rank)
+        for part, columns in self._columns(whole):
+            rank = part.adapter.rank
             a[:, columns] = read(part.adapter.a).reshape(experts, rank, -1)[:, :, :num_in]
             own = read(part.adapter.b).reshape(experts, -1, rank)
             if part.rotary_width:
@@ -127,7 +151,14 @@ class Target:
             rows[:, :count] = own[:, :count]
         return a.reshape(experts * whole, num_in), b.permute(1, 2, 0).reshape(self.num_out, whole * experts)
 
-    def from_file(self, a: Tensor, b: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]:
+    def _columns(self, whole: int) -> Iterator[tuple[Part, slice]]:
+        """Yield each part with its rows of A in the file, which has `whole` rows."""
+        start = 0
+        for part in self.parts:
+            yield part, slice(start, start + part.adapter.rank)
+            start += part.adapter.rank if whole == self.rank else 0
+
+    def from_file(self, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters of this package by name, from A and B of the file. The inverse of `to_file`.
 
         An A that all parts share, as `peft` trains it, is copied to each. Raises WeightsError if B has values that
@@ -135,9 +166,8 @@ class Target:
         """
         experts, whole = self.num_experts or 1, a.shape[0] // (self.num_experts or 1)
         a, rest = a.reshape(experts, whole, -1), b.reshape(self.num_out, whole, experts).permute(2, 0, 1).clone()
-        for number, part in enumerate(self.parts):
-            first = number * rank if whole == rank * len(self.parts) else 0
-            columns, num_rows = slice(first, first + rank), part.shape[-1 if self.is_embedding else -2]
+        for part, columns in self._columns(whole):
+            num_rows = part.shape[-1 if self.is_embedding else -2]
             rows = rest[:, part.start :: part.step, columns][:, :num_rows]
             own = rows.clone()
             rows.zero_()
@@ -245,7 +275,7 @@ def config_of(
     modules, parameters = names_of_base(pieces)
     plain = {target.path for target in targets if target.parameter is None}
     stacked = {target.path for target in targets if target.parameter is not None}
-    fused = {target.path: len(target.parts) for target in targets if len(target.parts) > 1}
+    alphas = {target.path: config.alpha_of(target.scale, target.rank) for target in targets}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -260,10 +290,8 @@ def config_of(
         "inference_mode": True,
         "target_modules": _shortest(plain, modules),
         "target_parameters": _shortest(stacked, parameters, least=3) if stacked else None,
-        "rank_pattern": {path: config.rank * count for path, count in fused.items()},
-        "alpha_pattern": {
-            path: config.alpha * (count**0.5 if config.rank_stabilized else count) for path, count in fused.items()
-        },
+        "rank_pattern": {target.path: target.rank for target in targets if target.rank != config.rank},
+        "alpha_pattern": {path: alpha for path, alpha in alphas.items() if alpha != config.alpha},
         "modules_to_save": None,
     }
 
@@ -304,11 +332,11 @@ class AdapterFolder:
 
         `pieces`: place of each weight of the model in the files. `base`: digest of the job's folder of `model.weights`.
         """
-        problems = list(self.config.differences(config, {target.path: len(target.parts) for target in targets}))
+        problems = list(self.config.differences(config, {target.path: _wanted(target) for target in targets}))
         expected: dict[str, list[Shape]] = {}
         for target in targets:
-            for ranks in {config.rank, config.rank * len(target.parts)}:
-                for key, shape in zip(target.keys, target.shapes(ranks), strict=True):
+            for rank in target.ranks:
+                for key, shape in zip(target.keys, target.shapes(rank), strict=True):
                     expected.setdefault(key, []).append(shape)
         missing = [name for name in expected if name not in self.tensors]
         unexpected = [name for name in self.tensors if name not in expected]
@@ -347,13 +375,16 @@ class AdapterFolder:
         if absent := sorted(adapted - in_file):
             yield f"target_modules or target_parameters in {CONFIG} name {listed(absent)}, and {FILE} lacks them"
 
-    def shares_a(self, target: Target, rank: int) -> bool:
-        """Return True if the modules of a target, each with an adapter of the rank `rank` here, have one A in the
-        file."""
-        rows = rank * (target.num_experts or 1)
-        return len(target.parts) > 1 and self.tensors[target.keys[0]].shape[0] == rows
+    def shares_a(self, target: Target) -> bool:
+        """Return True if the modules of a target, each with an adapter of its own here, have one A in the file."""
+        return self.tensors[target.keys[0]].shape[0] != target.rank * (target.num_experts or 1)
 
-    def read(self, target: Target, rank: int) -> Iterator[tuple[str, Tensor]]:
+    def read(self, target: Target) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters of the adapters of a target, by their names in this package."""
         a, b = read_file(self.path / FILE, target.keys)
-        yield from target.from_file(a, b, rank)
+        yield from target.from_file(a, b)
+
+
+def _wanted(target: Target) -> Wanted:
+    names = [part.adapter.weight.removesuffix(".weight") for part in target.parts]
+    return Wanted(names, target.ranks, {part.adapter.scale for part in target.parts})
