@@ -169,6 +169,19 @@ def test_adapters_of_another_job_are_refused(tmp_path: Path) -> None:
         assert "lora.adapter" in error and expected in error
 
 
+def test_scales_of_one_module_of_transformers_are_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random_model("Phi-3", tmp_path / "hf")
+    rules = [{"match": ["layers.1.attention.wv"], "alpha": 7.0}]
+    run_ranks(
+        logits_of_runs, 1, [job_file(tmp_path, ("layers.*.attention.w[qkv]",), lora={"rules": rules})], samples()[0]
+    )
+    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "adapter"), "--adapter"]) == 2
+    assert "are one in model.layers.1.self_attn.qkv_proj, and have several scales" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "plain"), "--adapter", "--format=plain"]) == 0
+
+
 @torch.no_grad()
 def test_the_base_may_move_and_is_never_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exports and plain PyTorch find the base where the user says. A card in the merged export names it."""

@@ -197,8 +197,9 @@ def adapters_have_targets(config: JobConfig) -> Iterator[Problem]:
                 yield Problem(("lora", "rules", index), "has no effect without rank or alpha; set one of them")
         return
     reason = 'has no effect without lora.targets; set targets = ["layers.*.attention.w*"], or remove this key'
-    for name, value in config.lora.changed():
-        yield Problem(("lora", name), reason, value, also=(targets,))
+    values = config.lora.model_dump(mode="json", exclude_none=True)
+    for name, _ in config.lora.changed():
+        yield Problem(("lora", name), reason, values[name], also=(targets,))
 
 
 def frozen_parameters_are_clear(config: JobConfig) -> Iterator[Problem]:
