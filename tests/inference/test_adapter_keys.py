@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +24,17 @@ from tests.models.parity import random_model, samples
 from tests.sampling import sampled
 from tests.tensors import full_tensor
 from tests.train.jobs import this_rank
-from titan_launch.config.huggingface.adapters import CONFIG, NEUTRAL, WITHOUT_EFFECT, AdapterConfig
-from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.config.huggingface.adapters import NEUTRAL, WITHOUT_EFFECT, AdapterConfig
+from titan_launch.config.huggingface.config_json import read_folder_config
+from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import UserError
+from titan_launch.inference.saved_model import open_saved_model
 from titan_launch.models.build import build_model
 from titan_launch.models.lora import adapters_of
-from titan_launch.models.weights.adapters import _RESAVE, FILE, AdapterFolder, Target, file_places, targets_of
+from titan_launch.models.weights.adapters import FILE, AdapterFolder, Target, file_places, targets_of
+from titan_launch.models.weights.folder import WeightsFolder
+from titan_launch.recipes.folders import look_at_model
 from titan_launch.train.build import build_run
 
 peft = pytest.importorskip("peft")
@@ -111,8 +116,12 @@ CHANGES = (
     Change({"target_modules": r"model\.layers\.0\.mlp\.\w+_proj"}, {"targets": ("layers.0.feed_forward.w*",)}),
     Change({"target_modules": "all-linear"}, {"targets": ("layers.*.attention.w*", "layers.*.feed_forward.w*")}),
     Change({"target_modules": None}),
-    Change({"target_modules": ["model.layers.1.self_attn.q_proj", "lm_head"]}, None),  # peft adds the head's weight
-    Change({"target_modules": ["embed_tokens"]}, None),
+    # peft writes the weights of embeddings and heads beside their adapters
+    Change(
+        {"target_modules": ["model.layers.1.self_attn.q_proj", "lm_head"]},
+        {"targets": ("layers.1.attention.wq", "output")},
+    ),
+    Change({"target_modules": ["embed_tokens", "lm_head"]}, {"targets": ("tok_embeddings", "output")}),
     *in_file(refused("target_modules", ["q_proj"], ["q_proj", "v_proj", "o_proj"], "q_proj", "(", "all-linear", None)),
     Change(
         {"exclude_modules": ["k_proj", "layers.0.self_attn.q_proj"]},
@@ -236,6 +245,7 @@ def transposed(tensors: dict[str, Tensor]) -> None:
     tensors.update({name: tensor.T.contiguous() for name, tensor in tensors.items() if "1.self_attn.v_proj" in name})
 
 
+_EMBEDDING = "base_model.model.model.embed_tokens.base_layer.weight"
 _Q = "model.layers.0.self_attn.q_proj"
 FILES = (
     *(Change({}, edit=cast(dtype)) for dtype in (torch.float64, torch.bfloat16, torch.float16)),
@@ -244,7 +254,12 @@ FILES = (
         for dtype in (torch.int8, torch.float8_e4m3fn)
     ),
     *(
-        Change({}, None, edit=added(name), error=f"not of LoRA, or of the base ({_RESAVE}): base_model.model.{name}")
+        Change(
+            {},
+            None,
+            edit=added(name),
+            error=f"neither of LoRA, nor equal to those of the base: base_model.model.{name}",
+        )
         for name in (
             f"{_Q}.lora_magnitude_vector",
             f"{_Q}.lora_B.bias",
@@ -252,6 +267,12 @@ FILES = (
             "lm_head.weight",
             "model.embed_tokens.token_adapter.trainable_tokens_delta",
         )
+    ),
+    Change(
+        {"target_modules": ["embed_tokens"]},
+        None,
+        edit=lambda tensors: tensors.update({_EMBEDDING: tensors[_EMBEDDING] + 0.5}),
+        error=f"1 tensors are neither of LoRA, nor equal to those of the base: {_EMBEDDING}",
     ),
     Change({}, None, edit=added("model.layers.0.mlp.up_proj.lora_A.weight"), error="lora.targets does not match"),
     Change({}, None, edit=added("model.layers.7.self_attn.q_proj.lora_A.weight"), error="1 tensors are unexpected"),
@@ -286,8 +307,8 @@ def adapter_folder(change: Change, base: Path, folder: Path) -> None:
             assert change.lora is None
             shutil.rmtree(folder, ignore_errors=True)
     write({})
-    table = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps({**table, **change.keys}))
+    table = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps({**table, **change.keys}))
 
 
 def of_peft(base: Path, folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
@@ -379,6 +400,24 @@ def test_files_of_another_format_are_refused(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(WeightsError, match=r"it has no adapter_model.safetensors; adapter_model.bin is a pickle"):
         AdapterFolder(file.parent)
+
+
+def test_an_adapter_beside_weights_is_not_ignored(tmp_path: Path) -> None:
+    """`transformers` adds such an adapter to the weights, so a folder with both is refused wherever it is read."""
+    folder = tmp_path / "hf"
+    base = random_model("Llama 2", folder)
+    adapter_folder(Change({}), folder, tmp_path / "adapter")
+    for file in (tmp_path / "adapter").iterdir():
+        shutil.copy(file, folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens, _ = samples()
+    with torch.no_grad():
+        assert (theirs(tokens).logits - base(tokens).logits).abs().max() > 0.1
+    for read in (read_folder_config, WeightsFolder, partial(WeightsFolder, of_any_class=True), open_saved_model):
+        with pytest.raises(WeightsError, match="an adapter of peft, which transformers adds"):
+            read(folder)
+    with pytest.raises(UserError, match=r"--model .*adapter: it has adapter_config.json"):
+        look_at_model(str(tmp_path / "adapter"))
 
 
 PATHS = ("lm_head", "model.embed_tokens", "h.0.attn.c_attn", "h.10.attn.c_attn", "model.layers.1.mlp.experts.0.w1")

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from titan_launch.config.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.adapters import CONFIG as ADAPTER_CONFIG
 from titan_launch.config.huggingface.config_json import config_of, read_json
-from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, CONFIG_FILE, WeightsError
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import listed
 from titan_launch.inference.model_card import write_card
@@ -162,7 +161,7 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
     base = None if recorded is None else recorded.folder
     if source.base is not None:
         base = str(source.base.resolve())
-    write_json(folder / ADAPTER_CONFIG, adapter_config(targets, lora, pieces, base))
+    write_json(folder / ADAPTER_CONFIG_FILE, adapter_config(targets, lora, pieces, base))
     return len(entries), num_bytes
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
 from titan_launch.checkpoint.manifest import Base, Manifest, check, checkpoint_name, complete_steps
-from titan_launch.config.huggingface.config_json import longest_sequence, read_folder_config, read_json
+from titan_launch.config.huggingface.config_json import longest_sequence, read_folder_config, read_json, refuse_adapter
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
@@ -83,6 +83,7 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     that exists of `model.weights` and the path in the manifest. Adapters are tensors of their own; see `merged`. Raises
     WeightsError, DamagedCheckpointError and UserError.
     """
+    refuse_adapter(folder)
     record = read_json(folder / CONFIG_FILE)
     steps = complete_steps(checkpoint_folder(folder))
     has_checkpoint = bool(steps) and (step is None or step in steps)

@@ -58,6 +58,8 @@ class RunBase:
 
         def load() -> None:
             folder = AdapterFolder(path)
+            if self._folder is not None:
+                folder.ignore_copies(self._folder)
             pieces, targets = self._targets(adapters, folder)
             folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
             if shared := [target.path for target in targets if folder.shares_a(target)]:

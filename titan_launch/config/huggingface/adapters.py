@@ -13,11 +13,9 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from titan_launch.config.huggingface.config_json import read_json
-from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.core.errors import format_key, listed
-
-CONFIG = "adapter_config.json"
 
 _INITIAL = (
     'the initial values changed the base, and only PeftModel.save_pretrained(path_initial_model_for_weight_conversion="'
@@ -196,10 +194,10 @@ class AdapterConfig(BaseModel):
 
 def read_config(folder: Path) -> AdapterConfig:
     """Read a folder's `adapter_config.json`. Raises WeightsError with all keys that are not supported."""
-    if not (folder / CONFIG).is_file():
-        reason = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
+        reason = f"it has no {ADAPTER_CONFIG_FILE}" if folder.is_dir() else "there is no such folder"
         raise WeightsError(f"{reason}; name a folder that peft or `titan-launch export --adapter` wrote")
-    found = read_json(folder / CONFIG)
+    found = read_json(folder / ADAPTER_CONFIG_FILE)
     problems = list(_unsupported(found))
     try:
         config = AdapterConfig.model_validate({key: found[key] for key in AdapterConfig.model_fields if key in found})
@@ -207,7 +205,7 @@ def read_config(folder: Path) -> AdapterConfig:
         first = {problem["loc"][:1]: problem["msg"] for problem in reversed(error.errors())}
         problems += [f"{format_key(key)}: {message}" if key else message for key, message in first.items()]
     if problems:
-        raise WeightsError("\n    ".join([f"its {CONFIG} cannot be read:", *problems]))
+        raise WeightsError("\n    ".join([f"its {ADAPTER_CONFIG_FILE} cannot be read:", *problems]))
     return config
 
 

@@ -15,13 +15,21 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.adapters import CONFIG, Wanted, read_config
+from titan_launch.config.huggingface.adapters import Wanted, read_config
 from titan_launch.config.huggingface.config_json import model_type_of
-from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import listed
-from titan_launch.models.weights.folder import FLOATS, VOCABULARY, in_halves, interleaved, read_file, read_header
+from titan_launch.models.weights.folder import (
+    FLOATS,
+    VOCABULARY,
+    WeightsFolder,
+    in_halves,
+    interleaved,
+    read_file,
+    read_header,
+)
 from titan_launch.models.weights.tensor_names import Piece, Shape, pieces_of, tensor_shapes
 from titan_launch.plan.types import parent
 
@@ -37,7 +45,7 @@ BASE = "base_fingerprint"
 _PREFIX = "base_model.model."
 _MATRICES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 
-_RESAVE = "save the adapter again in peft, without modules_to_save and with save_embedding_layers=False"
+_CHANGED = "neither of LoRA, nor equal to those of the base"
 
 _EXPERTS = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0)}
 """The stacked parameter of `transformers` for each weight of the experts, and the position in it, of the classes whose
@@ -325,6 +333,16 @@ class AdapterFolder:
         """Digest of the folder of the model without adapters; None if the file does not name it."""
         return self.metadata.get(BASE)
 
+    def ignore_copies(self, base: WeightsFolder) -> None:
+        """Ignore the tensors that are equal to those of the base. `peft` writes the weight of an embedding or of an
+        output layer beside its adapter."""
+        for name in [name for name in self.tensors if not name.endswith(_MATRICES)]:
+            original = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+            if original in base.tensors and base.tensors[original].shape == self.tensors[name].shape:
+                (own,), theirs = read_file(self.path / FILE, [name]), base.read(original, (), ())
+                if bool((own == theirs).all()):
+                    del self.tensors[name]
+
     def check(
         self, targets: Sequence[Target], pieces: Mapping[str, Piece], config: LoRAConfig, base: str | None
     ) -> None:
@@ -348,7 +366,7 @@ class AdapterFolder:
         for what, names in (
             ("missing", missing),
             ("unexpected (lora.targets does not match them)", [n for n in unexpected if n.endswith(_MATRICES)]),
-            (f"not of LoRA, or of the base ({_RESAVE})", [n for n in unexpected if not n.endswith(_MATRICES)]),
+            (_CHANGED, [n for n in unexpected if not n.endswith(_MATRICES)]),
             ("of another shape", misshaped if not problems else []),
             (
                 f"of a dtype other than {', '.join(FLOATS)}",
@@ -371,9 +389,10 @@ class AdapterFolder:
         in_file = {target.path for target in targets}
         if ignored := sorted(in_file - adapted):
             keys = "target_modules, exclude_modules, layers_to_transform and target_parameters"
-            yield f"by {keys} in {CONFIG}, peft ignores the tensors of {listed(ignored)}"
+            yield f"by {keys} in {ADAPTER_CONFIG_FILE}, peft ignores the tensors of {listed(ignored)}"
         if absent := sorted(adapted - in_file):
-            yield f"target_modules or target_parameters in {CONFIG} name {listed(absent)}, and {FILE} lacks them"
+            keys = "target_modules or target_parameters"
+            yield f"{keys} in {ADAPTER_CONFIG_FILE} name {listed(absent)}, and {FILE} lacks them"
 
     def shares_a(self, target: Target) -> bool:
         """Return True if the modules of a target, each with an adapter of its own here, have one A in the file."""
