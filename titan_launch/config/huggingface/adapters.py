@@ -18,8 +18,8 @@ from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.core.errors import format_key, listed
 
 _INITIAL = (
-    'the initial values changed the base, and only PeftModel.save_pretrained(path_initial_model_for_weight_conversion="'
-    '...") writes an adapter of the original base'
+    "others change the base or the training; in peft, save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+    " writes those of PiSSA, OLoRA and CorDA as adapters of the original base"
 )
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -79,7 +79,7 @@ class Wanted(NamedTuple):
     """Factors of the products B A in the job."""
 
 
-Rank = Annotated[int, Field(ge=1)]
+_Rank = Annotated[int, Field(ge=1)]
 
 
 class AdapterConfig(BaseModel):
@@ -87,10 +87,10 @@ class AdapterConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
-    r: Rank
+    r: _Rank
     lora_alpha: float
     use_rslora: bool = False
-    rank_pattern: dict[str, Rank] = {}
+    rank_pattern: dict[str, _Rank] = {}
     alpha_pattern: dict[str, float] = {}
     lora_dropout: float = 0.0
     target_modules: list[str] | str | None = None
@@ -202,7 +202,9 @@ def read_config(folder: Path) -> AdapterConfig:
     try:
         config = AdapterConfig.model_validate({key: found[key] for key in AdapterConfig.model_fields if key in found})
     except ValidationError as error:
-        first = {problem["loc"][:1]: problem["msg"] for problem in reversed(error.errors())}
+        first = {
+            problem["loc"][:1]: problem["msg"].removeprefix("Value error, ") for problem in reversed(error.errors())
+        }
         problems += [f"{format_key(key)}: {message}" if key else message for key, message in first.items()]
     if problems:
         raise WeightsError("\n    ".join([f"its {ADAPTER_CONFIG_FILE} cannot be read:", *problems]))
