@@ -18,7 +18,7 @@ from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.core.errors import format_key, listed
 
 _INITIAL = (
-    "others change the base or the training; in peft, save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+    "others change the base or training; in peft, save_pretrained(..., path_initial_model_for_weight_conversion=...)"
     " writes those of PiSSA, OLoRA and CorDA as adapters of the original base"
 )
 
