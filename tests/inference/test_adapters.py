@@ -41,6 +41,17 @@ CASES: dict[str, tuple[str, ...]] = {
 """Targets of the adapters, by a case of `tests.models.parity`."""
 
 
+RULES = [
+    {"match": ["layers.1.**"], "rank": 2, "alpha": 7.0},
+    {
+        "match": ["layers.0.attention.wq"],
+        "rank": 6,
+        "alpha": 10.0,
+    },  # with the scale of wk and wv, which are one in Phi-3
+]
+RULES_OF = {case: {"rules": RULES[: 1 if case == "Qwen 3, experts" else 2]} for case in CASES}
+
+
 def job_file(folder: Path, targets: tuple[str, ...], **sections: Any) -> str:
     """Write a job with adapters of the folder `hf`, and return its path."""
     lora = {"targets": list(targets), "rank": 3, "alpha": 5.0, **sections.pop("lora", {})}
@@ -93,7 +104,7 @@ def test_adapters_of_all_kinds_are_those_of_peft(tmp_path: Path) -> None:
     for case, folder in folders.items():
         random_model(case, folder / "hf")
     tokens, _ = samples()
-    paths = [job_file(folders[case], targets) for case, targets in CASES.items()]
+    paths = [job_file(folders[case], targets, lora=RULES_OF[case]) for case, targets in CASES.items()]
     trained = run_ranks(logits_of_runs, 2, paths, tokens)[0]
     imports = []
     for (case, folder), (logits, adapters) in zip(folders.items(), trained, strict=True):
@@ -109,8 +120,8 @@ def test_adapters_of_all_kinds_are_those_of_peft(tmp_path: Path) -> None:
             for model in (theirs, merged):
                 assert (model(tokens).logits - logits).abs().max() < 1e-5, case
         assert any(values.abs().max() > 0.01 for name, values in adapters.items() if name.endswith(".b"))
-        path = job_file(folder, CASES[case], lora={"adapter": str(folder / "adapter")}, job={"name": "again"})
-        imports.append(path)
+        lora = {**RULES_OF[case], "adapter": str(folder / "adapter")}
+        imports.append(job_file(folder, CASES[case], lora=lora, job={"name": "again"}))
     for (_, adapters), imported in zip(trained, run_ranks(initial_states, 1, imports)[0], strict=True):
         assert_equal(imported, adapters)
 
@@ -156,6 +167,19 @@ def test_adapters_of_another_job_are_refused(tmp_path: Path) -> None:
     path = job_file(tmp_path, targets, lora={"adapter": str(tmp_path / "adapter")}, job={"name": "again"})
     for (_, expected), error in zip(WRONG.values(), run_ranks(refusals, 1, path, tmp_path)[0], strict=True):
         assert "lora.adapter" in error and expected in error
+
+
+def test_scales_of_one_module_of_transformers_are_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random_model("Phi-3", tmp_path / "hf")
+    rules = [{"match": ["layers.1.attention.wv"], "alpha": 7.0}]
+    run_ranks(
+        logits_of_runs, 1, [job_file(tmp_path, ("layers.*.attention.w[qkv]",), lora={"rules": rules})], samples()[0]
+    )
+    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "adapter"), "--adapter"]) == 2
+    assert "are one in model.layers.1.self_attn.qkv_proj, and have several scales" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "plain"), "--adapter", "--format=plain"]) == 0
 
 
 @torch.no_grad()

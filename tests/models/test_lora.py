@@ -92,3 +92,14 @@ def test_targets_that_cannot_have_an_adapter(targets: list[str], key: tuple[Any,
         add_adapters(Net(), LoRAConfig(targets=tuple(targets), rank=8 if "small" not in targets[0] else 4))
     assert [problem.key for problem in caught.value.problems] == [key]
     assert reason in caught.value.problems[0].reason
+
+
+def test_rules_that_no_adapter_can_follow() -> None:
+    """A rank above the smaller side of a target, a rule behind another that takes its targets, and one without any."""
+    rules = [{"match": ["small"], "rank": 4}, {"match": ["sm*"], "rank": 2}, {"match": ["norm"], "alpha": 1.0}]
+    config = LoRAConfig.model_validate({"targets": ["small"], "rank": 2, "rules": rules})
+    assert config.of("small").rank == 4 and config.of("smart").rank == 2 and config.of("other") is config
+    with pytest.raises(ConfigError) as caught:
+        add_adapters(Net(), config)
+    keys = [("lora", "rules", 0, "rank"), ("lora", "rules", 1, "match"), ("lora", "rules", 2, "match")]
+    assert [problem.key for problem in caught.value.problems] == keys

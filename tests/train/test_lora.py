@@ -58,7 +58,12 @@ EXPERTS = {
     "model": {"args": {**ARGS, "experts": {"num_experts": 4, "top_k": 2, "hidden_dim": 24}}},
     "lora": {"targets": ["layers.**"]},
 }
-MODELS: tuple[dict[str, Any], ...] = ({}, EXPERTS, USER, {"optimizer": {"name": "Muon"}})
+RULES = [
+    {"match": ["layers.0.attention.*", "output"], "rank": 2, "alpha": 5.0},
+    {"match": ["layers.*.feed_forward.w2"], "rank": 6},
+    {"match": ["layers.**.wq"], "alpha": 3.0},
+]
+MODELS: tuple[dict[str, Any], ...] = ({"lora": {"rules": RULES}}, EXPERTS, USER, {"optimizer": {"name": "Muon"}})
 Division = tuple[int, dict[str, Any]]
 """Index in `MODELS`, and the way in which two ranks divide the work."""
 
@@ -115,7 +120,14 @@ def peft_alone(folder: Path, model: int) -> tuple[list[float], dict[str, Tensor]
         base.module.load_state_dict({name: state[name] for name in base.module.state_dict()})
         names = [name.rpartition(".")[0] for name in state if name.endswith(".lora.a")]
         targets = [name.removesuffix(".lora") for name in names]
-        config = LoraConfig(r=job.lora.rank, lora_alpha=job.lora.alpha, target_modules=targets)
+        own = {target: job.lora.of(target) for target in targets}
+        config = LoraConfig(
+            r=job.lora.rank,
+            lora_alpha=job.lora.alpha,
+            target_modules=targets,
+            rank_pattern={target: values.rank for target, values in own.items()},
+            alpha_pattern={target: values.alpha for target, values in own.items()},
+        )
         wrapped = inject_adapter_in_model(config, base.module)
         parameters = dict(wrapped.named_parameters())
         pairs = {}

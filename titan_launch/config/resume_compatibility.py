@@ -31,6 +31,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "alpha": "experiment",
         "dropout": "experiment",
         "rank_stabilized": "experiment",
+        "rules": "model",
         "adapter": "operation",
     },
     "tokenizer": {

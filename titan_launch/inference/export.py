@@ -14,9 +14,8 @@ from torch import Tensor
 
 from titan_launch.config.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.adapters import CONFIG as ADAPTER_CONFIG
 from titan_launch.config.huggingface.config_json import config_of, read_json
-from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, CONFIG_FILE, WeightsError
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import listed
 from titan_launch.inference.model_card import write_card
@@ -153,14 +152,14 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
     targets = targets_of(adapters, shapes, pieces)
     entries, parts = [], dict[str, tuple[Target, int]]()
     for target in targets:
-        of_target = target.shapes(lora.rank * len(target.parts))
+        of_target = target.shapes(target.rank)
         for index, (key, shape) in enumerate(zip(target.keys, of_target, strict=True)):
             entries.append(Entry(key, shape, source.entries[target.parts[0].adapter.a].dtype))
             parts[key] = target, index
 
     def read(entry: Entry) -> Tensor:
         target, index = parts[entry.name]
-        return target.to_file(source.read, lora.rank)[index].to(entry.dtype).contiguous()
+        return target.to_file(source.read)[index].to(entry.dtype).contiguous()
 
     recorded = None if source.manifest is None else source.manifest.base
     metadata = {} if recorded is None else {BASE: recorded.fingerprint.digest}
@@ -168,9 +167,7 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
     base = None if recorded is None else recorded.folder
     if source.base is not None:
         base = str(source.base.resolve())
-    modules = {tensor.rpartition(".")[0] for piece in pieces.values() for tensor in piece.tensors}
-    is_conv = any(piece.is_transposed and piece.num_experts is None for piece in pieces.values())
-    write_json(folder / ADAPTER_CONFIG, adapter_config(targets, lora, modules, base, is_conv))
+    write_json(folder / ADAPTER_CONFIG_FILE, adapter_config(targets, lora, pieces, base))
     return len(entries), num_bytes
 
 

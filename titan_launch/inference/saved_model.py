@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
 from titan_launch.checkpoint.manifest import Base, Manifest, check, checkpoint_name, complete_steps
-from titan_launch.config.huggingface.config_json import longest_sequence, read_folder_config, read_json
+from titan_launch.config.huggingface.config_json import longest_sequence, read_folder_config, read_json, refuse_adapter
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
@@ -83,6 +83,7 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     that exists of `model.weights` and the path in the manifest. Adapters are tensors of their own; see `merged`. Raises
     WeightsError, DamagedCheckpointError and UserError.
     """
+    refuse_adapter(folder)
     record = read_json(folder / CONFIG_FILE)
     steps = complete_steps(checkpoint_folder(folder))
     has_checkpoint = bool(steps) and (step is None or step in steps)
@@ -187,13 +188,14 @@ def _adapter_by_shape(saved: SavedModel, a: str) -> Adapter:
     """Return an adapter of a user's own model, whose code is not run: the shapes tell a linear layer from an
     embedding."""
     path = a.removesuffix(".a")
-    weight, b = f"{path.removesuffix(f'.{ADAPTER}')}.weight", f"{path}.b"
+    module = path.removesuffix(f".{ADAPTER}")
+    weight, b = f"{module}.weight", f"{path}.b"
     rows, columns = saved.entries[weight].shape
     if rows == columns:
         reason = "is square, so it may be of a linear layer or of an embedding, and a folder may not choose code"
         raise WeightsError(f"{weight} {reason}; its adapter cannot be merged")
-    is_embedding = saved.entries[a].shape[1] == rows
-    return Adapter(weight, a, b, saved.job.lora.scale, is_embedding)
+    rank, num_in = saved.entries[a].shape
+    return Adapter(weight, a, b, rank, saved.job.lora.of(module).scale, is_embedding=num_in == rows)
 
 
 def merged(saved: SavedModel) -> SavedModel:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from titan_launch.config.sections.lora import LoRAConfig
-from titan_launch.core.errors import ConfigError, Problem, listed
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, listed
 from titan_launch.core.globs import matches
 from titan_launch.models.blocks import has_forward
 from titan_launch.models.mixture_of_experts import ExpertProduct, Experts
@@ -101,6 +101,7 @@ class Adapter(NamedTuple):
     weight: str
     a: str
     b: str
+    rank: int
     scale: float
     is_embedding: bool
 
@@ -122,7 +123,8 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
             if isinstance(module, StackedLoRA):
                 owner, name = parent(owner), path.rpartition(".")[2]
             is_embedding = isinstance(module, EmbeddingLoRA)
-            yield Adapter(full_name(owner, name), f"{path}.a", f"{path}.b", module.scale, is_embedding)
+            weight, rank = full_name(owner, name), module.a.shape[-2]
+            yield Adapter(weight, f"{path}.a", f"{path}.b", rank, module.scale, is_embedding)
 
 
 @contextmanager
@@ -172,18 +174,20 @@ def add_adapters(model: nn.Module, config: LoRAConfig, device: torch.device | No
         refusals = (_refusal(model, path, module) for path, module in targets.items())
         problems += [Problem(_TARGETS, reason, list(config.targets)) for reason in filter(None, refusals)][:1]
         problems += _rank_problem(targets, config)
+        problems += _rules_without_effect(targets, config)
     if problems:
         raise ConfigError(problems)
     with device or torch.device("meta"):
-        for module in targets.values():
+        for path, module in targets.items():
+            own = config.of(path)
             if isinstance(module, Experts):
                 shapes = {name: module.get_parameter(name).shape for name in _EXPERT_WEIGHTS}
-                module.lora = nn.ModuleDict({name: StackedLoRA(shape, config) for name, shape in shapes.items()})
+                module.lora = nn.ModuleDict({name: StackedLoRA(shape, own) for name, shape in shapes.items()})
             elif isinstance(module, nn.Linear):
-                attach(module, LoRA(module.weight.shape, config), nn.Linear)
+                attach(module, LoRA(module.weight.shape, own), nn.Linear)
             else:
                 assert isinstance(module, nn.Embedding)
-                attach(module, EmbeddingLoRA(module, config), nn.Embedding)
+                attach(module, EmbeddingLoRA(module, own), nn.Embedding)
 
 
 def attach(module: nn.Module, adapter: LoRA, product: type[nn.Module]) -> None:
@@ -276,10 +280,22 @@ def _refusal(model: nn.Module, path: str, module: nn.Module) -> str | None:
 
 def _rank_problem(targets: Mapping[str, nn.Module], config: LoRAConfig) -> Iterator[Problem]:
     sides = {path: min(min(weight.shape[-2:]) for weight in _weights(module)) for path, module in targets.items()}
-    path = min(sides, key=sides.__getitem__)
-    if config.rank > sides[path]:
+    ranks = {path: config.of(path).rank for path in targets}
+    path = min(sides, key=lambda path: sides[path] - ranks[path])
+    if ranks[path] > sides[path]:
+        index, key = config.rule_of(path), KeyPath(("lora", "rank"))
+        if index is not None and config.rules[index].rank is not None:
+            key = ("lora", "rules", index, "rank")
         reason = f"is above the smaller side of {path}, {sides[path]}; set {sides[path]} or less, or name only larger "
-        yield Problem(("lora", "rank"), f"{reason}layers in lora.targets", config.rank, also=(_TARGETS,))
+        yield Problem(key, f"{reason}layers in lora.targets", ranks[path], also=(_TARGETS,))
+
+
+def _rules_without_effect(targets: Mapping[str, nn.Module], config: LoRAConfig) -> Iterator[Problem]:
+    used = {config.rule_of(path) for path in targets}
+    for index, rule in enumerate(config.rules):
+        if index not in used:
+            reason = "matches no module that lora.targets gives an adapter and that no earlier rule matches"
+            yield Problem(("lora", "rules", index, "match"), reason, list(rule.match), also=(_TARGETS,))
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:

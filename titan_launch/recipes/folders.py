@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_launch.config.architectures.huggingface import image_format
-from titan_launch.config.huggingface.config_json import longest_sequence, read_folder_config, read_json
+from titan_launch.config.huggingface.config_json import longest_sequence, read_folder_config, read_json, refuse_adapter
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.config.paths import (
     COMPRESSED,
@@ -57,6 +57,7 @@ def look_at_model(path: str) -> ModelFolder:
     """Return the facts about a folder. Raises UserError for a folder that no job can start from."""
     folder = Path(path)
     try:
+        refuse_adapter(folder)
         config = read_json(folder / CONFIG_FILE)
         try:
             known = read_folder_config(folder)

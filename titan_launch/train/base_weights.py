@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +16,13 @@ from titan_launch.config.architectures import resolve_args
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.lora import LoRAConfig
-from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.models.init import copy_whole, differing_weights, load_weights
 from titan_launch.models.lora import Adapter
 from titan_launch.models.weights.adapters import AdapterFolder, Target, file_places, targets_of
 from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights, open_weights
+from titan_launch.models.weights.tensor_names import Piece
 from titan_launch.plan.hardware import format_bytes
 from titan_launch.plan.types import Inventory, full_name
 
@@ -57,12 +58,17 @@ class RunBase:
 
         def load() -> None:
             folder = AdapterFolder(path)
-            targets = self._targets(adapters, folder)
-            folder.check(targets, config, None if self._fingerprint is None else self._fingerprint.digest)
+            if self._folder is not None:
+                folder.ignore_copies(self._folder)
+            pieces, targets = self._targets(adapters, folder)
+            folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
+            if shared := [target.path for target in targets if folder.shares_a(target)]:
+                message = "adapters: %s have one A for several modules of this package; each trains a copy of its own"
+                _log.info(message, listed(shared))
             own = dict(self._model.named_parameters())
             for target in targets:
                 if any(part.adapter.a in own for part in target.parts):
-                    for name, values in folder.read(target, config.rank):
+                    for name, values in folder.read(target):
                         copy_whole(own[name], values)
 
         def load_or_explain() -> None:
@@ -74,9 +80,11 @@ class RunBase:
         on_all_ranks(load_or_explain)
         _log.info("adapters: from %s", path)
 
-    def _targets(self, adapters: Sequence[Adapter], folder: AdapterFolder) -> list[Target]:
-        """Return the targets of `peft`, in the names that the folder has: those of this package, or of
-        `transformers`."""
+    def _targets(
+        self, adapters: Sequence[Adapter], folder: AdapterFolder
+    ) -> tuple[Mapping[str, Piece], Sequence[Target]]:
+        """Return the places of the weights in files, and the targets of `peft`, in the names that the folder has: those
+        of this package, or of `transformers`."""
         adapted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
         shapes = {
             full_name(module.path, tensor.name): tensor.shape
@@ -84,12 +92,14 @@ class RunBase:
             for tensor in module.parameters
             if full_name(module.path, tensor.name) not in adapted and tensor.tied_to is None
         }
-        plain = targets_of(adapters, *file_places(self._config, shapes, None, is_plain=True))
+        places, pieces = file_places(self._config, shapes, None, is_plain=True)
+        plain = targets_of(adapters, places, pieces)
         if not self._config.is_of_package or any(key in folder.tensors for target in plain for key in target.keys):
-            return plain
+            return pieces, plain
         base = None if self._folder is None else self._folder.config
         args = None if base is None else resolve_args(base.name, base.flavor, base.args)
-        return targets_of(adapters, *file_places(self._config, shapes, getattr(args, "vocab_size", None)))
+        places, pieces = file_places(self._config, shapes, getattr(args, "vocab_size", None))
+        return pieces, targets_of(adapters, places, pieces)
 
     @property
     def record(self) -> Base | None:

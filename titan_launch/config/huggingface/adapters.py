@@ -2,47 +2,246 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from titan_launch.config.huggingface.config_json import read_json
-from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.core.errors import format_key, listed
 
-CONFIG = "adapter_config.json"
+_INITIAL = (
+    "others change the base or training; in peft, save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+    " writes those of PiSSA, OLoRA and CorDA as adapters of the original base"
+)
 
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's `adapter_config.json`. Raises WeightsError."""
-    if not (folder / CONFIG).is_file():
-        reason = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
-        raise WeightsError(f"{reason}; name a folder that peft or `titan-launch export --adapter` wrote")
-    return read_json(folder / CONFIG)
-
-
-_UNSUPPORTED = {
-    "use_dora": False,
-    "bias": "none",
-    "modules_to_save": None,
-    "lora_bias": False,
-    "layer_replication": None,
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", "FEATURE_EXTRACTION", None),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None,),
+    "ensure_weight_tying": (False,),
+    "layer_replication": (None,),
+    "megatron_config": (None,),
+    "loftq_config": ({}, None),
+    "corda_config": (None,),
+    "lora_ga_config": (None,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None,),
+    "velora_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
+    "alora_invocation_tokens": (None,),
+    "enable_lora": (None,),
 }
-"""Keys of `adapter_config.json` with the value that is supported."""
+"""Keys that must have one of these values, with which an adapter is plain LoRA. Any other value is refused."""
+
+_REMEDIES = {"init_lora_weights": _INITIAL}
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "base_model_name_or_path": "`model.weights` names the base",
+    "revision": "it belongs to `base_model_name_or_path`",
+    "auto_mapping": "it names the class of the base",
+    "peft_version": "each key is checked by itself",
+    "inference_mode": "`peft` freezes the adapters with it, and changes no value",
+    "runtime_config": "`peft` removes it when it reads the file",
+    "fan_in_fan_out": "`peft` sets it by the class of each layer: true for `Conv1D`, false for `nn.Linear`",
+    "eva_config": "it decides initial values of A, and the file has the values",
+    "megatron_core": "only `megatron_config` uses it, which must be null",
+    "qalora_group_size": "only `use_qalora` uses it, which must be false",
+    "merge_weights": "a key of `peft` 0.2: it decided when weights are merged",
+}
+"""Keys that may have any value, and the reason."""
 
 
-def config_problems(found: Mapping[str, Any], config: LoRAConfig) -> Iterator[str]:
-    """Yield a clause for each key of `adapter_config.json` that is not supported, or not that of `[lora]`."""
-    if found.get("peft_type") != "LORA":
-        yield f"peft_type = {found.get('peft_type')!r}; only LORA is supported"
-        return
-    for key, value in _UNSUPPORTED.items():
-        if found.get(key, value) not in (value, []):
-            yield f"{key} = {found[key]!r} is not supported"
-    rank, alpha = found.get("r"), found.get("lora_alpha")
-    if rank != config.rank:
-        yield f"its rank (r) is {rank}; set lora.rank = {rank}"
-    theirs = bool(found.get("use_rslora", False))
-    if (alpha, theirs) != (config.alpha, config.rank_stabilized):
-        flag = str(theirs).lower()
-        yield f"its scale differs: set lora.alpha = {alpha} and lora.rank_stabilized = {flag}"
+class Wanted(NamedTuple):
+    """The adapters of a job for one target of `peft`."""
+
+    names: list[str]
+    """Modules of this package, or weights of experts, of which the target consists."""
+
+    ranks: set[int]
+    """Ranks of the target that the job can take."""
+
+    scales: set[float]
+    """Factors of the products B A in the job."""
+
+
+_Rank = Annotated[int, Field(ge=1)]
+
+
+class AdapterConfig(BaseModel):
+    """The keys of `adapter_config.json` that this package understands, with the defaults of `peft`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    r: _Rank
+    lora_alpha: float
+    use_rslora: bool = False
+    rank_pattern: dict[str, _Rank] = {}
+    alpha_pattern: dict[str, float] = {}
+    lora_dropout: float = 0.0
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+
+    @field_validator("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern")
+    @classmethod
+    def _compiles(cls, value: Any, info: ValidationInfo) -> Any:
+        """Check the regular expressions: keys of patterns, patterns of layers, and a string in place of names."""
+        are_names = isinstance(value, list) and info.field_name != "layers_pattern"
+        for pattern in [value] if isinstance(value, str) else [] if are_names else value or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{json.dumps(pattern)} is no regular expression: {error}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _layers_are_of_names(self) -> AdapterConfig:
+        """Check that layers are not restricted in a way that `peft` refuses."""
+        if self.layers_to_transform is not None and isinstance(self.target_modules, str):
+            raise ValueError("layers_to_transform requires that target_modules is a list")
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError("layers_pattern requires layers_to_transform")
+        return self
+
+    def rank_of(self, path: str) -> int:
+        """Return the rank of the adapter of a module or parameter of the base."""
+        return _by_pattern(self.rank_pattern, path, self.r)
+
+    def scale_of(self, path: str) -> float:
+        """Return the factor of the product B A of a module or parameter of the base."""
+        rank = self.rank_of(path)
+        return _by_pattern(self.alpha_pattern, path, self.lora_alpha) / (rank**0.5 if self.use_rslora else rank)
+
+    def adapts_module(self, path: str) -> bool:
+        """Return True if `peft` gives the module an adapter."""
+        if self.exclude_modules and _matches(self.exclude_modules, path):
+            return False
+        if self.target_modules is None or not _matches(self.target_modules, path):
+            return False
+        if isinstance(self.target_modules, str) or path in self.target_modules or self._layers is None:
+            return True
+        numbers = (re.match(rf"{pattern}\.(?P<layer>\d+)\.", path) for pattern in self._layer_patterns)
+        number = next(filter(None, numbers), None)
+        return number is not None and int(number["layer"]) in self._layers
+
+    def adapts_parameter(self, path: str) -> bool:
+        """Return True if `peft` gives the parameter an adapter of its own."""
+        return _matches(self.target_parameters or [], path)
+
+    @cached_property
+    def _layers(self) -> list[int] | None:
+        """Numbers of the layers that get adapters; None: all."""
+        layers = self.layers_to_transform
+        return [layers] if isinstance(layers, int) else layers or None
+
+    @cached_property
+    def _layer_patterns(self) -> list[str]:
+        """Beginnings of the paths in numbered layers, as regular expressions."""
+        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        return [rf"(?:^|.*?\.){pattern}" for pattern in patterns] if patterns else [r".*?\.[^.]*"]
+
+    def differences(self, config: LoRAConfig, targets: Mapping[str, Wanted] | None = None) -> Iterator[str]:
+        """Yield a clause for each difference of the adapters from `[lora]`.
+
+        `targets`: what the job needs, by target of `peft`. None: the targets are not known yet, so ranks and scales are
+        compared only if all targets have the same.
+        """
+        if targets is None:
+            has_several = self.rank_pattern or self.alpha_pattern or config.rules
+            targets = {} if has_several else {"": Wanted([""], {config.rank}, {config.scale})}
+        ranks = {path: self.rank_of(path) for path in targets}
+        scales = {path: self.scale_of(path) for path in targets}
+        options = [{rank} | _quotient(rank, len(targets[path].names)) for path, rank in ranks.items()]
+        common = set[int]().union(*options).intersection(*options)
+        rank = next((rank for rank in (config.rank, self.r) if rank in common), max(common, default=None))
+        if any(ranks[path] not in wanted.ranks for path, wanted in targets.items()):
+            if rank is not None:
+                yield f"its rank (r) is {rank}; set lora.rank = {rank}"
+            else:
+                found = _by_value({name: ranks[path] for path in targets for name in targets[path].names})
+                yield f"its ranks are {found} (rank_pattern); set lora.rank and lora.rules"
+        if any(not math.isclose(scales[path], own) for path, wanted in targets.items() for own in wanted.scales):
+            shown = {name: f"{scales[path]:.9g}" for path in targets for name in targets[path].names}
+            if rank is not None and len(set(shown.values())) == 1:
+                alpha = config.model_copy(update={"rank_stabilized": self.use_rslora}).alpha_of(
+                    scales.popitem()[1], rank
+                )
+                flag = str(self.use_rslora).lower()
+                yield f"its scale differs: set lora.alpha = {alpha} and lora.rank_stabilized = {flag}"
+            else:
+                reason = f"its scales are {_by_value(shown)} (rank_pattern, alpha_pattern)"
+                yield f"{reason}; set lora.alpha and lora.rules, which have the scale alpha / rank"
+        if self.lora_dropout != config.dropout and "dropout" not in config.model_fields_set:
+            yield f"its lora_dropout is {self.lora_dropout}; set lora.dropout to this or another value"
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Read a folder's `adapter_config.json`. Raises WeightsError with all keys that are not supported."""
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
+        reason = f"it has no {ADAPTER_CONFIG_FILE}" if folder.is_dir() else "there is no such folder"
+        raise WeightsError(f"{reason}; name a folder that peft or `titan-launch export --adapter` wrote")
+    found = read_json(folder / ADAPTER_CONFIG_FILE)
+    problems = list(_unsupported(found))
+    try:
+        config = AdapterConfig.model_validate({key: found[key] for key in AdapterConfig.model_fields if key in found})
+    except ValidationError as error:
+        first = {
+            problem["loc"][:1]: problem["msg"].removeprefix("Value error, ") for problem in reversed(error.errors())
+        }
+        problems += [f"{format_key(key)}: {message}" if key else message for key, message in first.items()]
+    if problems:
+        raise WeightsError("\n    ".join([f"its {ADAPTER_CONFIG_FILE} cannot be read:", *problems]))
+    return config
+
+
+def _unsupported(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a clause for each key of `adapter_config.json` with a value that is not supported."""
+    for key, value in {"peft_type": None, **found}.items():
+        if key in NEUTRAL:
+            if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[key]):
+                supported = ", ".join(map(json.dumps, NEUTRAL[key]))
+                remedy = f"; {_REMEDIES[key]}" if key in _REMEDIES else ""
+                yield f"{key} = {json.dumps(value)} is not supported (supported: {supported}){remedy}"
+        elif key not in WITHOUT_EFFECT and key not in AdapterConfig.model_fields and value is not None:
+            yield f"{key} = {json.dumps(value)} is a key that this package does not know; it must be null or absent"
+
+
+def _quotient(rank: int, parts: int) -> set[int]:
+    return {rank // parts} if rank % parts == 0 else set()
+
+
+def _matches(names: Iterable[str] | str, path: str) -> bool:
+    """Return True if `peft` finds a path by a regular expression, or by names that a path ends with."""
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _by_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+    """Return the value of the first pattern that the end of a path matches; else `default`."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), default)
+
+
+def _by_value(values: Mapping[str, Any]) -> str:
+    """Return each value with the paths that have it: "3 for a, b; 8 for c"."""
+    paths: dict[Any, list[str]] = {}
+    for path, value in values.items():
+        paths.setdefault(value, []).append(path)
+    return "; ".join(f"{value} for {listed(found, most=2)}" for value, found in paths.items())

@@ -14,7 +14,7 @@ from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolv
 from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.families import DROPOUT, FAMILIES, REFUSED, WITHOUT_EFFECT, Family
-from titan_launch.config.huggingface.features import CONFIG_FILE, Config, WeightsError, unsupported
+from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, CONFIG_FILE, Config, WeightsError, unsupported
 from titan_launch.core.errors import did_you_mean, format_key, leaves
 from titan_launch.core.files import read_regular
 
@@ -43,6 +43,7 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
 
     Raises WeightsError, also for each feature that is not supported.
     """
+    refuse_adapter(Path(folder))
     config = read_json(Path(folder) / CONFIG_FILE)
     if "model" in config and "model_type" not in config:
         model = config["model"]
@@ -58,6 +59,13 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
     args = arguments_of(config)
     family = FAMILIES[model_type]
     return FolderConfig(family.name, ALL_IN_ARGS, args, model_type, config, tuple(_notes(family, config)))
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise WeightsError for a folder with an adapter of `peft`, which `transformers` adds to the weights."""
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        reason = f"it has {ADAPTER_CONFIG_FILE}: an adapter of peft, which transformers adds to the weights"
+        raise WeightsError(f"{reason}; name the adapter in lora.adapter, and a folder with the base alone here")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.architectures.experts import ExpertArgs
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Kinds of attention in `layer_types`."""

@@ -168,16 +168,17 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the folder `lora.adapter` is missing, or if its rank and scale are not those of the job. (A
-    run that resumes does not need the folder. When a run starts, its tensors are compared with the targets.)"""
+    """Report a problem if the folder `lora.adapter` is missing, has a key that is not supported, or has another rank or
+    scale than the job. (A run that resumes does not need the folder. When a run starts, its tensors, and the ranks and
+    scales of single modules, are compared with the targets.)"""
     lora, key = config.lora, ("lora", "adapter")
     if lora.adapter is None or not lora.targets or config.job.run_folder.exists():
         return
-    from titan_launch.config.huggingface.adapters import config_problems, read_config
+    from titan_launch.config.huggingface.adapters import read_config
     from titan_launch.config.huggingface.features import WeightsError
 
     try:
-        for reason in config_problems(read_config(Path(lora.adapter)), lora):
+        for reason in read_config(Path(lora.adapter)).differences(lora):
             yield Problem(key, reason, lora.adapter, also=(("lora", "targets"),))
     except WeightsError as error:
         yield Problem(key, str(error), lora.adapter)
@@ -185,16 +186,20 @@ def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
 
 def adapters_have_targets(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each key of `[lora]` that is set without `targets`. (Default values are accepted, because
-    the `config.json` of a run contains every key.) With targets, report `training.frozen`."""
+    the `config.json` of a run contains every key.) With targets, report `training.frozen`, and rules without effect."""
     targets: KeyPath = ("lora", "targets")
     if config.lora.targets:
         reason = "has no effect with lora.targets: every parameter that training.trainable does not name is frozen; "
         for _, globs in config.training.changed("frozen"):
             yield Problem(("training", "frozen"), f"{reason}remove this key", globs, also=(targets,))
+        for index, rule in enumerate(config.lora.rules):
+            if rule.rank is None and rule.alpha is None:
+                yield Problem(("lora", "rules", index), "has no effect without rank or alpha; set one of them")
         return
     reason = 'has no effect without lora.targets; set targets = ["layers.*.attention.w*"], or remove this key'
-    for name, value in config.lora.changed():
-        yield Problem(("lora", name), reason, value, also=(targets,))
+    values = config.lora.model_dump(mode="json", exclude_none=True)
+    for name, _ in config.lora.changed():
+        yield Problem(("lora", name), reason, values[name], also=(targets,))
 
 
 def frozen_parameters_are_clear(config: JobConfig) -> Iterator[Problem]:

@@ -7,6 +7,20 @@ from typing import Annotated
 from pydantic import Field
 
 from titan_launch.config.sections.base import Array, Section
+from titan_launch.core.globs import matches
+
+
+class LoRARule(Section):
+    """Another rank or scale for some of the adapters."""
+
+    match: Array[str]
+    """Globs of modules that `lora.targets` matches. Of several rules that match a module, the first applies."""
+
+    rank: Annotated[int, Field(ge=1)] | None = None
+    """Rank of these adapters. Unset: `lora.rank`."""
+
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Decides the scale of these adapters, with their rank. Unset: `lora.alpha`."""
 
 
 class LoRAConfig(Section):
@@ -32,12 +46,32 @@ class LoRAConfig(Section):
     rank_stabilized: bool = False
     """Scale by `alpha / sqrt(rank)` instead (arXiv:2312.03732), so that a larger rank does not slow down learning."""
 
+    rules: Array[LoRARule] = ()
+    """Exceptions to `rank` and `alpha`."""
+
     adapter: str | None = None
     """Folder of `peft` with the initial values of the adapters: `adapter_config.json` and `adapter_model.safetensors`,
-    as `titan-launch export --adapter` writes them. Its rank, scale and targets must be those of the job. A run that
-    resumes does not read the folder."""
+    as `titan-launch export --adapter` and `peft` write them. Its rank, scale and targets must be those of the job, and
+    a key that this package does not understand is an error. A run that resumes does not read the folder."""
+
+    def of(self, path: str) -> LoRAConfig:
+        """Return the values for the adapter of a module: `rank` and `alpha` are those of the first rule that matches
+        it."""
+        index = self.rule_of(path)
+        if index is None:
+            return self
+        return self.model_copy(update=self.rules[index].model_dump(include={"rank", "alpha"}, exclude_none=True))
+
+    def rule_of(self, path: str) -> int | None:
+        """Return the index in `rules` of the first rule that matches a module; None if none does."""
+        found = (i for i, rule in enumerate(self.rules) if any(matches(glob, path) for glob in rule.match))
+        return next(found, None)
 
     @property
     def scale(self) -> float:
         """Factor of the product B A."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+    def alpha_of(self, scale: float, rank: int) -> float:
+        """Return the `alpha` with which an adapter of this rank has this scale, without the rounding error of both."""
+        return float(f"{scale * (rank**0.5 if self.rank_stabilized else rank):.14g}")

@@ -15,13 +15,21 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.adapters import config_problems, read_config
+from titan_launch.config.huggingface.adapters import Wanted, read_config
 from titan_launch.config.huggingface.config_json import model_type_of
-from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import listed
-from titan_launch.models.weights.folder import FLOATS, VOCABULARY, in_halves, interleaved, read_file, read_header
+from titan_launch.models.weights.folder import (
+    FLOATS,
+    VOCABULARY,
+    WeightsFolder,
+    in_halves,
+    interleaved,
+    read_file,
+    read_header,
+)
 from titan_launch.models.weights.tensor_names import Piece, Shape, pieces_of, tensor_shapes
 from titan_launch.plan.types import parent
 
@@ -29,11 +37,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
 
 BASE = "base_fingerprint"
 """Key of the metadata of an exported file: the digest of the folder of `model.weights`."""
 
 _PREFIX = "base_model.model."
+_MATRICES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+
+_CHANGED = "neither of LoRA, nor equal to those of the base"
 
 _EXPERTS = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0)}
 """The stacked parameter of `transformers` for each weight of the experts, and the position in it, of the classes whose
@@ -49,6 +61,10 @@ class AdapterNames(Protocol):
     def a(self) -> str: ...
     @property
     def b(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
     @property
     def is_embedding(self) -> bool: ...
 
@@ -100,20 +116,40 @@ class Target:
         module = f"{_PREFIX}{self.module}{'.base_layer' * self.depth}"
         return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
+    @property
+    def rank(self) -> int:
+        """Rank of an adapter that has the rows of A of all parts."""
+        return sum(part.adapter.rank for part in self.parts)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Supported ranks in a file: the sum of those of the parts, or that of one A that all parts share."""
+        own = {part.adapter.rank for part in self.parts}
+        return {self.rank, *(own if len(own) == 1 else ())}
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product B A. Raises WeightsError if the parts have several."""
+        scales = {part.adapter.scale for part in self.parts}
+        if len(scales) > 1:
+            parts = listed([parent(part.adapter.weight) for part in self.parts])
+            raise WeightsError(f"{parts} are one in {self.path}, and have several scales; export the merged model")
+        return scales.pop()
+
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
         """Return the shapes of A and B in the file. `rank`: rank of the target, which may be that of several parts."""
         num_in = self.parts[0].shape[0 if self.is_embedding else -1]
         rows = rank * (self.num_experts or 1)
         return (rows, num_in), (self.num_out, rows)
 
-    def to_file(self, read: Callable[[str], Tensor], rank: int) -> tuple[Tensor, Tensor]:
-        """Return A and B of the file. `read` returns a whole parameter; `rank`: rank of an adapter of this package."""
-        whole, experts = rank * len(self.parts), self.num_experts or 1
+    def to_file(self, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return A and B of the file. `read` returns a whole parameter."""
+        whole, experts = self.rank, self.num_experts or 1
         (_, num_in), _ = self.shapes(whole)
         first = read(self.parts[0].adapter.a)
         a, b = first.new_zeros(experts, whole, num_in), first.new_zeros(experts, self.num_out, whole)
-        for number, part in enumerate(self.parts):
-            columns = slice(number * rank, (number + 1) * rank)
+        for part, columns in self._columns(whole):
+            rank = part.adapter.rank
             a[:, columns] = read(part.adapter.a).reshape(experts, rank, -1)[:, :, :num_in]
             own = read(part.adapter.b).reshape(experts, -1, rank)
             if part.rotary_width:
@@ -123,7 +159,14 @@ class Target:
             rows[:, :count] = own[:, :count]
         return a.reshape(experts * whole, num_in), b.permute(1, 2, 0).reshape(self.num_out, whole * experts)
 
-    def from_file(self, a: Tensor, b: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]:
+    def _columns(self, whole: int) -> Iterator[tuple[Part, slice]]:
+        """Yield each part with its rows of A in the file, which has `whole` rows."""
+        start = 0
+        for part in self.parts:
+            yield part, slice(start, start + part.adapter.rank)
+            start += part.adapter.rank if whole == self.rank else 0
+
+    def from_file(self, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters of this package by name, from A and B of the file. The inverse of `to_file`.
 
         An A that all parts share, as `peft` trains it, is copied to each. Raises WeightsError if B has values that
@@ -131,9 +174,8 @@ class Target:
         """
         experts, whole = self.num_experts or 1, a.shape[0] // (self.num_experts or 1)
         a, rest = a.reshape(experts, whole, -1), b.reshape(self.num_out, whole, experts).permute(2, 0, 1).clone()
-        for number, part in enumerate(self.parts):
-            first = number * rank if whole == rank * len(self.parts) else 0
-            columns, num_rows = slice(first, first + rank), part.shape[-1 if self.is_embedding else -2]
+        for part, columns in self._columns(whole):
+            num_rows = part.shape[-1 if self.is_embedding else -2]
             rows = rest[:, part.start :: part.step, columns][:, :num_rows]
             own = rows.clone()
             rows.zero_()
@@ -191,9 +233,8 @@ def targets_of(
                 reason = "which peft takes for an expert of this family"
                 raise WeightsError(f"{name} is {piece.tensor}, {reason}; export the merged model")
         elif piece.has_tensor_per_expert:
-            layer = parent(parent(parent(name)))
+            key = _stacked(name, piece)
             parameter, position = _EXPERTS[leaf]
-            key = f"{piece.tensor.partition(layer)[0]}{layer}.mlp.experts", parameter
             start = position * shape[1]
             num_out = sum(shapes[f"{parent(name)}.{own}"][1] for own, (of, _) in _EXPERTS.items() if of == parameter)
         else:
@@ -210,22 +251,39 @@ def targets_of(
     return targets
 
 
+def _stacked(name: str, piece: Piece) -> tuple[str, str]:
+    """Return the module and the parameter of `transformers` for a weight of experts that have a tensor each."""
+    layer = parent(parent(parent(name)))
+    return f"{piece.tensor.partition(layer)[0]}{layer}.mlp.experts", _EXPERTS[name.rpartition(".")[2]][0]
+
+
+def names_of_base(pieces: Mapping[str, Piece]) -> tuple[set[str], set[str]]:
+    """Return the full names of the modules and of the parameters among which `peft` looks for targets. The modules
+    include those that only hold modules."""
+    parameters = {
+        ".".join(_stacked(name, piece)) if piece.has_tensor_per_expert else piece.tensor
+        for name, piece in pieces.items()
+    }
+    segments = [tensor.split(".") for piece in pieces.values() for tensor in piece.tensors]
+    return {".".join(path[:end]) for path in segments for end in range(1, len(path))}, parameters
+
+
 def _wrapping_order(parameter: str | None) -> int:
     """Return the position of a stacked parameter in its module."""
     return ("gate_up_proj", "down_proj", "w1", "w2", "w3").index(str(parameter))
 
 
 def config_of(
-    targets: Sequence[Target], config: LoRAConfig, modules: Collection[str], base: str | None, is_conv: bool
+    targets: Sequence[Target], config: LoRAConfig, pieces: Mapping[str, Piece], base: str | None
 ) -> dict[str, Any]:
     """Return the content of `adapter_config.json`.
 
-    `modules`: all modules of the model. `base`: folder of the model without adapters. `is_conv`: the model's matrices
-    are (input features, output features).
+    `pieces`: place of each weight of the model in the files. `base`: folder of the model without adapters.
     """
+    modules, parameters = names_of_base(pieces)
     plain = {target.path for target in targets if target.parameter is None}
     stacked = {target.path for target in targets if target.parameter is not None}
-    fused = {target.path: len(target.parts) for target in targets if len(target.parts) > 1}
+    alphas = {target.path: config.alpha_of(target.scale, target.rank) for target in targets}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -236,14 +294,12 @@ def config_of(
         "use_rslora": config.rank_stabilized,
         "use_dora": False,
         "bias": "none",
-        "fan_in_fan_out": is_conv,
+        "fan_in_fan_out": any(piece.is_transposed and piece.num_experts is None for piece in pieces.values()),
         "inference_mode": True,
         "target_modules": _shortest(plain, modules),
-        "target_parameters": _shortest(stacked, stacked, least=3) if stacked else None,
-        "rank_pattern": {path: config.rank * count for path, count in fused.items()},
-        "alpha_pattern": {
-            path: config.alpha * (count**0.5 if config.rank_stabilized else count) for path, count in fused.items()
-        },
+        "target_parameters": _shortest(stacked, parameters, least=3) if stacked else None,
+        "rank_pattern": {target.path: target.rank for target in targets if target.rank != config.rank},
+        "alpha_pattern": {path: alpha for path, alpha in alphas.items() if alpha != config.alpha},
         "modules_to_save": None,
     }
 
@@ -268,7 +324,8 @@ class AdapterFolder:
         self.path = Path(path)
         self.config = read_config(self.path)
         if not (self.path / FILE).is_file():
-            raise WeightsError(f"it has no {FILE}")
+            advice = f"; {_PICKLE} is a pickle, which is not read: load it in peft, and save it again"
+            raise WeightsError(f"it has no {FILE}{advice if (self.path / _PICKLE).is_file() else ''}")
         self.tensors, self.metadata = read_header(self.path / FILE)
 
     @cached_property
@@ -276,16 +333,28 @@ class AdapterFolder:
         """Digest of the folder of the model without adapters; None if the file does not name it."""
         return self.metadata.get(BASE)
 
-    def check(self, targets: Sequence[Target], config: LoRAConfig, base: str | None) -> None:
+    def ignore_copies(self, base: WeightsFolder) -> None:
+        """Ignore the tensors that are equal to those of the base. `peft` writes the weight of an embedding or of an
+        output layer beside its adapter."""
+        for name in [name for name in self.tensors if not name.endswith(_MATRICES)]:
+            original = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+            if original in base.tensors and base.tensors[original].shape == self.tensors[name].shape:
+                (own,), theirs = read_file(self.path / FILE, [name]), base.read(original, (), ())
+                if bool((own == theirs).all()):
+                    del self.tensors[name]
+
+    def check(
+        self, targets: Sequence[Target], pieces: Mapping[str, Piece], config: LoRAConfig, base: str | None
+    ) -> None:
         """Raise WeightsError, with all problems at once, if the adapters are not those of a job.
 
-        `base`: digest of the job's folder of `model.weights`.
+        `pieces`: place of each weight of the model in the files. `base`: digest of the job's folder of `model.weights`.
         """
-        problems = list(config_problems(self.config, config))
+        problems = list(self.config.differences(config, {target.path: _wanted(target) for target in targets}))
         expected: dict[str, list[Shape]] = {}
         for target in targets:
-            for ranks in {config.rank, config.rank * len(target.parts)}:
-                for key, shape in zip(target.keys, target.shapes(ranks), strict=True):
+            for rank in target.ranks:
+                for key, shape in zip(target.keys, target.shapes(rank), strict=True):
                     expected.setdefault(key, []).append(shape)
         missing = [name for name in expected if name not in self.tensors]
         unexpected = [name for name in self.tensors if name not in expected]
@@ -296,18 +365,45 @@ class AdapterFolder:
         ]
         for what, names in (
             ("missing", missing),
-            ("unexpected (lora.targets does not match them)", unexpected),
+            ("unexpected (lora.targets does not match them)", [n for n in unexpected if n.endswith(_MATRICES)]),
+            (_CHANGED, [n for n in unexpected if not n.endswith(_MATRICES)]),
             ("of another shape", misshaped if not problems else []),
-            ("of another dtype", [n for n, tensor in self.tensors.items() if tensor.dtype not in FLOATS]),
+            (
+                f"of a dtype other than {', '.join(FLOATS)}",
+                [n for n, tensor in self.tensors.items() if tensor.dtype not in FLOATS],
+            ),
         ):
             if names:
                 problems.append(f"{len(names)} tensors are {what}: {listed(names, most=4)}")
+        if not missing and not unexpected:
+            problems += self._targets_problems(targets, pieces)
         if base is not None and self.base is not None and base != self.base:
             problems.append(f"its base has the fingerprint {self.base}, and model.weights has {base}")
         if problems:
             raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
 
-    def read(self, target: Target, rank: int) -> Iterator[tuple[str, Tensor]]:
+    def _targets_problems(self, targets: Sequence[Target], pieces: Mapping[str, Piece]) -> Iterator[str]:
+        """Yield a clause if `peft` would give adapters to other modules than those in the file."""
+        modules, parameters = names_of_base(pieces)
+        adapted = {*filter(self.config.adapts_module, modules), *filter(self.config.adapts_parameter, parameters)}
+        in_file = {target.path for target in targets}
+        if ignored := sorted(in_file - adapted):
+            keys = "target_modules, exclude_modules, layers_to_transform and target_parameters"
+            yield f"by {keys} in {ADAPTER_CONFIG_FILE}, peft ignores the tensors of {listed(ignored)}"
+        if absent := sorted(adapted - in_file):
+            keys = "target_modules or target_parameters"
+            yield f"{keys} in {ADAPTER_CONFIG_FILE} name {listed(absent)}, and {FILE} lacks them"
+
+    def shares_a(self, target: Target) -> bool:
+        """Return True if the modules of a target, each with an adapter of its own here, have one A in the file."""
+        return self.tensors[target.keys[0]].shape[0] != target.rank * (target.num_experts or 1)
+
+    def read(self, target: Target) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters of the adapters of a target, by their names in this package."""
         a, b = read_file(self.path / FILE, target.keys)
-        yield from target.from_file(a, b, rank)
+        yield from target.from_file(a, b)
+
+
+def _wanted(target: Target) -> Wanted:
+    names = [part.adapter.weight.removesuffix(".weight") for part in target.parts]
+    return Wanted(names, target.ranks, {part.adapter.scale for part in target.parts})

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from titan_launch.config.architectures import ALL_IN_ARGS, known_args, resolve_args
-from titan_launch.config.huggingface.config_json import FolderConfig, read_folder_config, read_json
+from titan_launch.config.huggingface.config_json import FolderConfig, read_folder_config, read_json, refuse_adapter
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
@@ -65,6 +65,7 @@ class WeightsFolder:
         `of_any_class`: do not read `config.json`, since the model is a class of `transformers` itself.
         """
         self.path = Path(path)
+        refuse_adapter(self.path)
         self.config = FolderConfig(HUGGINGFACE, ALL_IN_ARGS, {}, None, {}) if of_any_class else read_folder_config(path)
         self.tensors: dict[str, FileTensor] = {}
         expected = self._names_by_file()
