@@ -336,12 +336,12 @@ class ImageData(DataSource):
     transform: str | None = None
     """`package.module:factory` of a transform of your own. `factory(train=True)` (for validation data: `train=False`)
     must return a callable, for example of `torchvision.transforms.v2`. It is called after `augment` with a tensor
-    [channels, height, width], which is uint8 unless the path contains floating-point arrays. It returns such a tensor.
-    The random generators of PyTorch, Python and NumPy are seeded for each image."""
+    [channels, height, width], which is uint8, or float32 for 16-bit gray and floating-point arrays. It returns such a
+    tensor. The random generators of PyTorch, Python and NumPy are seeded for each image."""
 
     mean: float | Array[float] = 0.5
-    """Value to subtract from the pixels: one number, or an array with one number per channel. Pixels of uint8 images
-    and of the digits are first scaled to the range 0 to 1. Floating-point pixels are not scaled."""
+    """Value to subtract from the pixels: one number, or an array with one number per channel. Pixels of image files, of
+    uint8 arrays and of the digits are first scaled to the range 0 to 1. Floating-point arrays are not scaled."""
 
     std: Positive | Array[Positive] = 0.5
     """Value by which the pixels are divided after the subtraction of `mean`: one number, or an array with one number

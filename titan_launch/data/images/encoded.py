@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from titan_launch.config.image_format import resized_size
@@ -29,11 +28,10 @@ from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.files import open_regular
 from titan_launch.data.cache import built_once
 from titan_launch.data.images.arrays import Labels, map_npz
+from titan_launch.data.images.pixel_formats import CHANNELS, PixelFormatError, decode
 
 _INDEX_VERSION = 1
 _INDEX_FILE = "index.npz"
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's modes by number of channels."""
 
 
 @dataclass
@@ -95,7 +93,7 @@ class EncodedImages:
         arrays = map_npz(index, _ARRAYS)
         self.labels: Labels = arrays["labels"]
         self.note = os.fsdecode(arrays["note"].tobytes())
-        self._root, self._index_file, self._mode = root, index, _MODES[channels]
+        self._root, self._index_file, self._channels = root, index, channels
         self._arrays = arrays
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
@@ -140,7 +138,8 @@ class EncodedImages:
         return content
 
     def pixels(self, index: int, resize: int | None) -> Tensor:
-        """Return an image, uint8 `[channels, height, width]`. Raises UserError if Pillow cannot decode it.
+        """Return an image, upright: uint8, or float32 for 16-bit gray, `[channels, height, width]`. Raises UserError if
+        Pillow cannot decode it, or if `pixel_formats` does not have its format.
 
         `resize`: the size to which the shorter side will be scaled. A JPEG of more than four times this size is scaled
         by 1/2, 1/4 or 1/8 while it is decoded, which is much faster.
@@ -152,12 +151,13 @@ class EncodedImages:
             with Image.open(BytesIO(content)) as image:
                 if resize is not None:
                     height, width = resized_size(image.height, image.width, 2 * resize)
-                    image.draft(self._mode, (width, height))
-                pixels = np.array(image.convert(self._mode))
+                    image.draft(CHANNELS[self._channels], (width, height))
+                return decode(image, self._channels)
+        except PixelFormatError as error:
+            raise UserError(f"{self.name(index)} {error}") from None
         except Exception as error:  # Pillow raises many types for damaged images
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise UserError(f"{self.name(index)} is not a valid image ({reason}); replace or remove it") from None
-        return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
 
     def _path(self, index: int) -> Path:
         ends, file = self._arrays["name_ends"], int(self._arrays["files"][index])
@@ -230,7 +230,7 @@ def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_
         import PIL.Image  # noqa: F401 - optional; the error is raised before the index is built
     except ImportError:
         raise config_error(path_key, "needs Pillow, which is not installed: pip install pillow", path) from None
-    if channels not in _MODES:
+    if channels not in CHANNELS:
         reason = f"image files have 1, 3 or 4 channels, but the model takes {channels}; save arrays in an .npz file"
         raise config_error(path_key, reason, path)
 
