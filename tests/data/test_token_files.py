@@ -135,8 +135,11 @@ def test_verification_finds_changes_of_equal_size(tmp_path: Path) -> None:
     with pytest.raises(TokenFilesError, match="the content of shard 00001 has another digest"):
         verify_token_files(folder)
     (folder / "00001.tokens").write_bytes(content)
-    edit(vocab_size=256)(folder)
-    with pytest.raises(TokenFilesError, match="has token ids above the vocabulary"):
+    header = json.loads((folder / "tokens.json").read_text())
+    for shard_of_header in header["shards"]:
+        del shard_of_header["largest"]
+    edit(vocab_size=256, shards=header["shards"])(folder)
+    with pytest.raises(TokenFilesError, match=r"has the token id 256 in 00000\.tokens, but the vocabulary has 256"):
         verify_token_files(folder)
 
 
@@ -182,17 +185,17 @@ def test_files_of_other_programs_have_the_same_samples(tmp_path: Path) -> None:
     ("path", "keys", "reason"),
     [
         ("flat.bin", {}, 'data.dtype: must be "uint16" or "uint32": flat.bin has no header that says so'),
-        ("flat.bin", {"dtype": "uint32"}, "has the token id 16,777,332, but the vocabulary"),
+        ("flat.bin", {"dtype": "uint32"}, "has the token id 16,777,332 in flat.bin, but the vocabulary"),
         ("odd.bin", {"dtype": "uint16"}, "the size of odd.bin is not a multiple of uint16"),
         ("empty.bin", {"dtype": "uint16"}, "is empty: empty.bin has no tokens"),
-        ("large.bin", {"dtype": "uint16"}, "has the token id 50,256, but the vocabulary of [tokenizer] has 257 tokens"),
-        ("negative", {}, "has the token id 4,294,967,295, but the vocabulary"),
+        ("large.bin", {"dtype": "uint16"}, "has the token id 50,256 in large.bin, but the vocabulary has 257 tokens"),
+        ("negative", {}, "has the token id 4,294,967,295 in negative.bin, but the vocabulary"),
         ("llmc.bin", {}, "is damaged: llmc.bin has 34 tokens, but its header says 99"),
         ("small.bin", {"dtype": "uint32"}, "data.dtype: the header of small.bin says uint16"),
         ("floats", {}, "floats.idx says that the data are not token ids"),
         ("other", {}, "other.idx is not an index of Megatron-LM in version 1"),
         ("short", {}, "short.idx has another size than its header says"),
-        ("mixed", {}, "mixed.idx does not describe mixed.bin"),
+        ("mixed", {}, "mixed.idx has documents that do not divide its 5 sequences in order"),
         ("nowhere*", {}, "names no file"),
     ],
 )

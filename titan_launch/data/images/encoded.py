@@ -25,12 +25,16 @@ from torch import Tensor
 from titan_launch.config.image_format import resized_size
 from titan_launch.config.paths import IMAGE_SUFFIXES, class_folders, tar_shards
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
-from titan_launch.core.files import open_regular
+from titan_launch.core.files import file_state, open_regular
+from titan_launch.core.fingerprint import fingerprint_of_files
 from titan_launch.data.cache import built_once
 from titan_launch.data.images.arrays import Labels, map_npz
 from titan_launch.data.images.pixel_formats import CHANNELS, PixelFormatError, decode
 
 _INDEX_VERSION = 1
+_SAMPLE_BYTES = 1 << 20
+"""Bytes of each of the 64 places in shards that are read to find changed shards."""
+
 _INDEX_FILE = "index.npz"
 
 
@@ -175,7 +179,7 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
         reason = "contains no class folders; put the images of each class into a folder of its own"
         raise config_error(path_key, reason, path)
     folders = [
-        (str(below.relative_to(root)), below.stat().st_mtime_ns) for name in classes for below in _folders(root / name)
+        (str(below.relative_to(root)), *file_state(below)) for name in classes for below in _folders(root / name)
     ]
 
     def build(folder: Path) -> None:
@@ -202,7 +206,6 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
         raise config_error(path_key, f"no file matches {error}", path) from None
     root = Path(os.path.commonpath([shard.resolve().parent for shard in shards]))
     names = [str(shard.resolve().relative_to(root)) for shard in shards]
-    states = [os.stat(shard) for shard in shards]
 
     def build(folder: Path) -> None:
         listing = _Listing()
@@ -221,8 +224,9 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
             raise config_error(path_key, f"contains no images ({listed(names)}); write KEY.jpg and KEY.cls", path)
         listing.save(folder)
 
-    identity = [(name, state.st_size, state.st_mtime_ns) for name, state in zip(names, states, strict=True)]
-    return _open(root, [label_field, identity], build, channels, path, path_key)
+    states = [(name, *file_state(root / name)) for name in names]
+    sample = fingerprint_of_files([(name, root / name) for name in names], _SAMPLE_BYTES).content
+    return _open(root, [label_field, states, sample], build, channels, path, path_key)
 
 
 def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_key: KeyPath) -> EncodedImages:

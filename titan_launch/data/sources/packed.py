@@ -59,7 +59,8 @@ class PackedSource:
         return inputs[0].long(), targets[0].long(), documents[0]
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
-        """Return inputs, targets and document numbers of several samples, all int32 `[len(indices), seq_len]`."""
+        """Return inputs, targets and document numbers of several samples, all int32 `[len(indices), seq_len]`. Raises
+        UserError for a token outside of the vocabulary."""
         seq_len, stream = self.packing.seq_len, self.stream
         pieces, num_pieces = self.packing.pieces_of(indices)
         starts, lengths = self.packing.starts[pieces], self.packing.lengths[pieces]
@@ -73,6 +74,8 @@ class PackedSource:
             at = row * seq_len
             for start, length in zip(starts[piece : piece + number].tolist(), of_row.tolist(), strict=True):
                 tokens = stream.read(start, start + length + 1)
+                if tokens.max() >= stream.vocab_size:
+                    raise stream.outside_vocabulary([(start, start + length + 1)])
                 inputs[at : at + length] = tokens[:-1]
                 targets[at : at + length] = tokens[1:]
                 if (counts := stream.read_targets(start + 1, start + length + 1)) is not None:
