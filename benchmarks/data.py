@@ -61,7 +61,8 @@ REPEATS, FIRST_STEPS = 5, 1
 REPEATS_OF_PREPARE = 3
 PACKED_SEQ_LENS = (2048, 8192)
 LOG_MEDIAN = math.log(1365) - 1 / 2
-"""Logarithm of the median of a log-normal distribution with mean 1,365 and a standard deviation of 1 of its logarithm."""
+"""Logarithm of the median of a log-normal distribution with mean 1,365, if the standard deviation of its logarithm is
+1."""
 
 SHARD = "00000.tokens"
 LITDATA_CHUNK = (SEQ_LEN + 1) << 12

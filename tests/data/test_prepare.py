@@ -9,20 +9,24 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.distributed import run_command
 from tests.train.jobs import TINY_JOB_FILE
-from titan_launch.config.sections.data import TextData
+from titan_launch.config.sections.data import JsonlData, TextData
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.cache import VARIABLE
+from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.text import TextCorpus
 from titan_launch.data.prepare import UNFINISHED, cached_token_files, file_digests, prepare
-from titan_launch.data.token_files import HEADER, open_token_files, verify_token_files
+from titan_launch.data.token_files import HEADER, Encoded, open_token_files, verify_token_files
 from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
 
 PART_BYTES = "titan_launch.data.corpora.base.Corpus.part_bytes"
@@ -90,6 +94,35 @@ def test_an_interrupted_preparation_continues(text: Path, tmp_path: Path) -> Non
     prepare(corpus(text), tmp_path / "at once")
     assert content(folder) == content(tmp_path / "at once")
     assert prepare(corpus(text), folder) == header, "a complete folder is kept"
+
+
+class HalfTargets(JsonlCorpus):
+    """Lines of which every second token counts as a target."""
+
+    has_targets = True
+
+    def encode(self, contents: Sequence[Any]) -> list[Encoded]:
+        return [Encoded(each.tokens, np.arange(len(each.tokens)) % 2 == 1) for each in super().encode(contents)]
+
+
+def test_the_checksum_of_a_file_is_that_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The section "Checksum of a file" of docs/reference/token_files.md."""
+    monkeypatch.setattr(PART_BYTES, 100)
+    texts = [f"line {number}" for number in range(12)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = JsonlData(kind="jsonl", path=str(tmp_path / "a.jsonl"))
+    header = prepare(HalfTargets(config, ByteTokenizer(), ("data",), seq_len=8), tmp_path / "tokens")
+    documents = iter([*text.encode(), ByteTokenizer.end_of_document] for text in texts)
+    results = b""
+    for shard in header.shards:
+        checksum = 0
+        for _ in range(shard.num_documents):
+            tokens = next(documents)
+            checksum = zlib.crc32(np.array(tokens, "<u2").tobytes(), checksum)
+            checksum = zlib.crc32(bytes(index % 2 for index in range(len(tokens))), checksum)
+        results += checksum.to_bytes(4, "little")
+    assert len(header.shards) == 3
+    assert header.files == (("a.jsonl", (tmp_path / "a.jsonl").stat().st_size, f"{zlib.crc32(results):08x}"),)
 
 
 def rewrite(file: Path, old: str, new: str) -> None:

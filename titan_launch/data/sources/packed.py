@@ -74,14 +74,16 @@ class PackedSource:
             at = row * seq_len
             for start, length in zip(starts[piece : piece + number].tolist(), of_row.tolist(), strict=True):
                 tokens = stream.read(start, start + length + 1)
-                if tokens.max() >= stream.vocab_size:
-                    raise stream.outside_vocabulary([(start, start + length + 1)])
                 inputs[at : at + length] = tokens[:-1]
                 targets[at : at + length] = tokens[1:]
                 if (counts := stream.read_targets(start + 1, start + length + 1)) is not None:
                     targets[at : at + length][~counts] = IGNORED_TARGET
                 at += length
             piece += number
+        # Unsigned, since ids from 2**31 on are negative here. A check of each piece would take a third of the time.
+        used = targets.view(np.uint32)[targets != IGNORED_TARGET]
+        if max(inputs.view(np.uint32).max(), used.max(initial=0)) >= stream.vocab_size:
+            raise stream.outside_vocabulary(zip(starts, starts + lengths + 1, strict=True))
         shape = (len(indices), seq_len)
         return tuple(map(torch.from_numpy, (inputs.reshape(shape), targets.reshape(shape), documents)))
 
