@@ -233,16 +233,12 @@ def _scan(files: Sequence[_File], end_of_document: int | None, folder: Path) -> 
     ends."""
     largest, documents = [], []
     for number, file in enumerate(files):
-        tokens, found, finds = (
-            file.map(),
-            [np.array([file.num_tokens])],
-            file.index is None and end_of_document is not None,
-        )
+        tokens, found = file.map(), [np.array([file.num_tokens])]
         largest.append(0)
         for start in range(0, file.num_tokens, CHUNK):
             chunk = tokens[start : start + CHUNK]
             largest[-1] = max(largest[-1], int(chunk.max()))
-            if finds:
+            if end_of_document is not None and file.index is None:
                 found.append(np.flatnonzero(chunk == end_of_document) + start + 1)
         if end_of_document is None:
             continue

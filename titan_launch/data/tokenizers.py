@@ -205,7 +205,8 @@ def _library(key: KeyPath, value: object) -> Any:
 
 
 _RANDOM = ("dropout", "alpha", "nbest_size")
-"""Keys of BPE and Unigram models that let a text have other tokens each time."""
+"""Keys of BPE and Unigram models that let a text have other tokens each time. `tokenizers` 0.23 reads only `dropout`
+from a file."""
 
 
 def _load(config: TokenizerConfig, content: bytes) -> Any:

@@ -249,7 +249,7 @@ REMEDY = "; convert it to 8 bits per channel, or save arrays in an .npz file"
     ("content", "reason"),
     [
         (FLOAT, f"has floating-point pixels, which have no known range (mode F of Pillow){REMEDY}"),
-        (saved(Image.new("F", (2, 2)), "PPM"), "has floating-point pixels"),
+        (b"Pf\n2 2\n-1.0\n" + bytes(16), "has floating-point pixels"),
         (saved(Image.new("I", (2, 2)), "TIFF"), "has signed or 32-bit integers as pixels"),
         (tiff(WIDE[..., 0].tobytes(), (16,), t339=2), "has signed or 32-bit integers as pixels"),
         (tiff(WIDE[..., 0].tobytes(), (16,), t262=0), "has 16-bit gray in which 0 is white"),
@@ -264,10 +264,10 @@ REMEDY = "; convert it to 8 bits per channel, or save arrays in an .npz file"
         (png(GRAY_16, 0, transparent_value(300)), "has a transparent value of 16-bit gray"),
         (b"P6 5 3 65535\n" + WIDE[..., :3].tobytes(), "has pixels up to 65,535, which Pillow would reduce to 8 bits"),
         (saved(Image.new("RGBX", (2, 2)), "TIFF"), "has "),
-        (tiff(bytes(75), (8,) * 5, t262=2, t338=(0, 0)), "has further channels of unknown meaning (stored as RGBXX)"),
+        (tiff(bytes(75), (8,) * 5, t262=2, t338=(0, 0)), ("has further channels of unknown", "has a fourth channel")),
         (saved(Image.new("YCbCr", (2, 2)), "TIFF"), "has "),
         (saved(Image.new("LAB", (2, 2)), "TIFF"), "has CIE L*a*b* colors (mode LAB of Pillow)"),
-        (tiff(bytes(30), (8, 8), t338=1), "has gray that is multiplied by alpha (mode La of Pillow)"),
+        (tiff(bytes(30), (8, 8), t338=1), ("has gray that is multiplied by alpha", "is not a valid image")),
         (saved(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "has 2 frames; save the frame that its"),
         (saved(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "has 2 frames"),
         (saved(FRAMES[0], "PNG", save_all=True, append_images=FRAMES[1:]), "has 2 frames"),
@@ -276,7 +276,10 @@ REMEDY = "; convert it to 8 bits per channel, or save arrays in an .npz file"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_pixels_that_are_not_understood_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_pixels_that_are_not_understood_are_refused(
+    tmp_path: Path, content: bytes, reason: str | tuple[str, ...]
+) -> None:
+    """`reason`: the beginning of the reason, or those of several releases of Pillow."""
     for channels in (1, 3, 4):
         assert refusal(tmp_path, content, channels).startswith(reason)
 
@@ -288,4 +291,5 @@ def test_the_first_picture_of_a_camera_file_counts(tmp_path: Path) -> None:
 
 
 def test_every_mode_of_pillow_is_in_one_table() -> None:
-    assert sorted((*READ_AS_UINT8, *READ_AS_FLOAT, *REFUSED)) == sorted(Image.MODES)
+    modes = [*READ_AS_UINT8, *READ_AS_FLOAT, *REFUSED]
+    assert set(Image.MODES) <= set(modes) and len(modes) == len(set(modes))

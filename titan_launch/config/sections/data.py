@@ -255,8 +255,9 @@ class TokensData(TokenizedData):
 
     path: str
     """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or files of another
-    program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, a flat file
-    of numbers as in nanoGPT, or a glob of these. `[tokenizer]` must be the tokenizer that made the tokens."""
+    program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, an `.npy`
+    file of NumPy, a flat file of numbers as in nanoGPT, or a glob of these. `[tokenizer]` must be the tokenizer that
+    made the tokens."""
 
     dtype: Literal["uint16", "uint32"] | None = None
     """Dtype of the numbers in a flat file. Files of all other formats say their dtype themselves."""
