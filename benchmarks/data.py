@@ -2,11 +2,13 @@
 
     python benchmarks/data.py --write docs/verification/cpu.md
     python benchmarks/data.py --prepare 34 --write docs/verification/cpu.md
+    python benchmarks/data.py --packing 10 --write docs/verification/cpu.md
     python benchmarks/data.py --steps --write docs/verification/cpu.md
 
 The first command reads random tokens through the loader, and the same tokens through the loaders of other packages. The
-second tokenizes text with `titan-launch prepare`, with the tokenizer alone, and with `datasets`. The third trains each
-configuration for a few steps. A program whose package is not installed (`pip install datasets litdata`) gets no row.
+second tokenizes text with `titan-launch prepare`, with the tokenizer alone, and with `datasets`. The third packs random
+lengths of documents. The fourth trains each configuration for a few steps. A program whose package is not installed
+(`pip install datasets litdata`) gets no row.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import inspect
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -24,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -45,6 +49,7 @@ from titan_launch.config.sections.data import TokensData
 from titan_launch.data.corpora.text import is_text
 from titan_launch.data.loader import build_train_loader
 from titan_launch.data.order import SampleOrder
+from titan_launch.data.packing import pack
 from titan_launch.data.prepare import usable_cores
 from titan_launch.data.sources import build_source
 from titan_launch.data.token_files import Encoded, Header, write_header, write_shard
@@ -54,6 +59,11 @@ from titan_launch.plan.layout import Layout
 SEQ_LEN, BATCH_SIZES, WORKERS = 2048, (8, 64), (0, 2)
 REPEATS, FIRST_STEPS = 5, 1
 REPEATS_OF_PREPARE = 3
+PACKED_SEQ_LENS = (2048, 8192)
+LOG_MEDIAN = math.log(1365) - 1 / 2
+"""Logarithm of the median of a log-normal distribution with mean 1,365, if the standard deviation of its logarithm is
+1."""
+
 SHARD = "00000.tokens"
 LITDATA_CHUNK = (SEQ_LEN + 1) << 12
 """Tokens per file of litdata: 17 MB."""
@@ -377,6 +387,32 @@ def table_of_preparation(megabytes: int) -> str:
     return "\n".join(lines)
 
 
+def table_of_packing(millions: int) -> str:
+    """Return a Markdown table of time, memory and padding of the packing of documents with random lengths."""
+    rng = np.random.default_rng(0)
+    lengths = np.ceil(rng.lognormal(LOG_MEDIAN, 1.0, millions * 1_000_000)).astype(np.int64)
+    ends = np.cumsum(lengths)
+    lines = [
+        f"{millions} million documents, {ends[-1] / 1e9:.1f} billion tokens, lengths log-normal with mean "
+        f"{lengths.mean():,.0f} and median {np.median(lengths):,.0f}; one core, commit {commit()}.",
+        "",
+        "| `seq_len` | CPU seconds | memory besides the lengths | documents cut | padding |",
+        "|---|---|---|---|---|",
+    ]
+    for seq_len in PACKED_SEQ_LENS:
+        start = time.process_time()
+        summary = pack(ends, seq_len).summary
+        seconds = time.process_time() - start
+        tracemalloc.start()
+        pack(ends, seq_len)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        cut = summary.num_cut / summary.num_documents
+        lines.append(f"| {seq_len:,} | {seconds:.1f} | {peak / 1e9:.2f} GB | {cut:.1%} | {summary.padding:.5%} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, print the table, and write it to a page of the docs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -385,12 +421,16 @@ def main() -> None:
     about = "steps of each training (default: %(default)s)"
     parser.add_argument("--trained-steps", type=int, default=4, metavar="N", help=about)
     parser.add_argument("--prepare", type=int, metavar="MB", help="measure `titan-launch prepare` on this much text")
+    about = "pack this many million documents with random lengths"
+    parser.add_argument("--packing", type=int, metavar="MILLIONS", help=about)
     parser.add_argument("--num-tokens", type=int, default=200_000_000, help="tokens of the file (default: %(default)s)")
     parser.add_argument("--num-samples", type=int, default=8192, help="samples per repetition (default: %(default)s)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="Markdown page with the markers of this benchmark")
     arguments = parser.parse_args()
     if arguments.steps is not None:
         publish(table_of_steps(arguments.steps or on_cpu(), arguments.trained_steps), "data_steps", arguments.write)
+    elif arguments.packing:
+        publish(table_of_packing(arguments.packing), "data_packing", arguments.write)
     elif arguments.prepare:
         publish(table_of_preparation(arguments.prepare), "data_preparation", arguments.write)
     else:

@@ -39,7 +39,8 @@ def stream_of(shards: list[list[int]], ignored: set[int]) -> TokenStream:
     tokens = [np.arange(start + 1, stop + 1, dtype=np.uint32) for start, stop in pairwise(starts)]
     ends = [np.cumsum(lengths, dtype=np.int64) for lengths in shards]
     targets = [np.array([token not in ignored for token in shard.tolist()], np.uint8) for shard in tokens]
-    return TokenStream(tokens, ends, targets if ignored else None, [], "bytes")
+    paths = [Path(f"{index}.tokens") for index in range(len(shards))]
+    return TokenStream(tokens, ends, targets if ignored else None, [], "bytes", paths, 10_000, identity=[])
 
 
 @PROPERTIES

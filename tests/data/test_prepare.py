@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.distributed import run_command
 from tests.train.jobs import TINY_JOB_FILE
-from titan_launch.config.sections.data import TextData
+from titan_launch.config.sections.data import JsonlData, TextData
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.cache import VARIABLE
+from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.text import TextCorpus
-from titan_launch.data.prepare import UNFINISHED, cached_token_files, prepare
-from titan_launch.data.token_files import HEADER, open_token_files, verify_token_files
+from titan_launch.data.prepare import UNFINISHED, cached_token_files, file_digests, prepare
+from titan_launch.data.token_files import HEADER, Encoded, open_token_files, verify_token_files
 from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
 
 PART_BYTES = "titan_launch.data.corpora.base.Corpus.part_bytes"
@@ -44,7 +49,8 @@ def corpus(text: Path, tokenizer: Any = None, **keys: Any) -> TextCorpus:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Return the content of all files, except for the list that the cache makes of them."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "files.json"}
 
 
 def test_the_number_of_processes_does_not_change_the_files(text: Path, tmp_path: Path) -> None:
@@ -90,14 +96,76 @@ def test_an_interrupted_preparation_continues(text: Path, tmp_path: Path) -> Non
     assert prepare(corpus(text), folder) == header, "a complete folder is kept"
 
 
+class HalfTargets(JsonlCorpus):
+    """Lines of which every second token counts as a target."""
+
+    has_targets = True
+
+    def encode(self, contents: Sequence[Any]) -> list[Encoded]:
+        return [Encoded(each.tokens, np.arange(len(each.tokens)) % 2 == 1) for each in super().encode(contents)]
+
+
+def test_the_checksum_of_a_file_is_that_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The section "Checksum of a file" of docs/reference/token_files.md."""
+    monkeypatch.setattr(PART_BYTES, 100)
+    texts = [f"line {number}" for number in range(12)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = JsonlData(kind="jsonl", path=str(tmp_path / "a.jsonl"))
+    header = prepare(HalfTargets(config, ByteTokenizer(), ("data",), seq_len=8), tmp_path / "tokens")
+    documents = iter([*text.encode(), ByteTokenizer.end_of_document] for text in texts)
+    results = b""
+    for shard in header.shards:
+        checksum = 0
+        for _ in range(shard.num_documents):
+            tokens = next(documents)
+            checksum = zlib.crc32(np.array(tokens, "<u2").tobytes(), checksum)
+            checksum = zlib.crc32(bytes(index % 2 for index in range(len(tokens))), checksum)
+        results += checksum.to_bytes(4, "little")
+    assert len(header.shards) == 3
+    assert header.files == (("a.jsonl", (tmp_path / "a.jsonl").stat().st_size, f"{zlib.crc32(results):08x}"),)
+
+
+def rewrite(file: Path, old: str, new: str) -> None:
+    """Change a text, but neither its size nor its time."""
+    times = file.stat()
+    content = file.read_text()
+    assert old in content and len(old) == len(new)
+    file.write_text(content.replace(old, new))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_touched_and_moved_text_continues_a_preparation(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    interrupted(text, folder)
+    (text / "00.txt").touch()
+    text.rename(tmp_path / "moved")
+    header = prepare(corpus(tmp_path / "moved"), folder)
+    (tmp_path / "moved/11.txt").touch()
+    assert prepare(corpus(tmp_path / "moved"), folder) == header
+
+
+def test_text_that_changes_while_it_is_tokenized_is_refused(text: Path, tmp_path: Path) -> None:
+    def change(part: Any, is_new: bool) -> None:
+        (text / "11.txt").write_text("other")
+
+    with pytest.raises(ConfigError, match=r"cannot read .*11\.txt: it has changed while it was tokenized"):
+        prepare(corpus(text), tmp_path / "tokens", report=change)
+    assert not (tmp_path / "tokens" / HEADER).exists()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda text, folder: (text / "00.txt").write_text("longer " * 50), "has unfinished token files of other text"),
+        (lambda text, folder: rewrite(text / "00.txt", "hello", "olleh"), "has unfinished token files of other text"),
+        (
+            lambda text, folder: prepare(corpus(text), folder) and rewrite(text / "00.txt", "hello", "olleh"),
+            "has tokens of other text",
+        ),
         (lambda text, folder: (folder / UNFINISHED).unlink(), "has files that are not token files"),
         (
             lambda text, folder: prepare(corpus(text), folder) and (text / "00.txt").unlink(),
-            "has tokens of other files",
+            "has tokens of other text",
         ),
     ],
 )
@@ -111,9 +179,11 @@ def test_a_folder_of_another_corpus_is_refused(text: Path, tmp_path: Path, chang
 def test_errors_of_a_process_name_the_key(text: Path, tmp_path: Path) -> None:
     broken = corpus(text)
     assert len(broken.parts()) == 4
+    digests = file_digests(broken)
     (text / "03.txt").unlink()
-    with pytest.raises(ConfigError, match=r"data\.path: cannot read .*03\.txt: No such file"):
-        prepare(broken, tmp_path / "tokens", 2)
+    for known in (None, digests):
+        with pytest.raises(ConfigError, match=r"data\.path: cannot read .*03\.txt: No such file"):
+            prepare(broken, tmp_path / "tokens", 2, digests=known)
 
 
 def test_a_damaged_cache_is_built_again(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +195,72 @@ def test_a_damaged_cache_is_built_again(text: Path, tmp_path: Path, monkeypatch:
     assert cached_token_files(corpus(text)) == folder and content(folder) == before
     (folder / HEADER).unlink()
     assert cached_token_files(corpus(text)) == folder and content(folder) == before
+
+
+def tokens_of(folder: Path) -> str:
+    stream = open_token_files(folder, verify_token_files(folder))
+    return ByteTokenizer().decode(stream.read(0, len(stream)))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_text_of_the_same_size_and_time_has_other_tokens(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    """Text that a program writes in place, and text that `rsync -t` copies."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    before = cached_token_files(corpus(text))
+    if not in_place:
+        (text / "07.txt").rename(tmp_path / "kept")
+        shutil.copy2(tmp_path / "kept", text / "07.txt")
+    rewrite(text / "07.txt", "document 7 says hello", "document 7 says olleh")
+    after = cached_token_files(corpus(text))
+    assert after != before and tokens_of(after) == tokens_of(before).replace("7 says hello", "7 says olleh")
+
+
+def test_text_in_the_image_of_a_disk_has_other_tokens(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an image such as squashfs, other text may have the same times and inode."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr("titan_launch.data.corpora.files.file_state", lambda path: [path.stat().st_size, 0, 0, 0])
+    before = cached_token_files(corpus(text))
+    rewrite(text / "07.txt", "hello", "olleh")
+    assert cached_token_files(corpus(text)) != before
+
+
+def test_the_same_text_elsewhere_has_the_same_tokens(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text on another host, or with other times, is read but not tokenized again."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    folder = cached_token_files(corpus(text))
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    (text / "00.txt").touch()
+    assert cached_token_files(corpus(text)) == folder
+    shutil.copytree(text, tmp_path / "host 2")
+    assert cached_token_files(corpus(tmp_path / "host 2")) == folder
+    assert times == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_a_damaged_cache_of_the_right_size_is_built_again(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    folder = cached_token_files(corpus(text))
+    before = content(folder)
+    for name in before:
+        damage(folder / name)
+        assert content(folder) != before
+        assert cached_token_files(corpus(text)) == folder and content(folder) == before, name
+
+
+def damage(file: Path) -> None:
+    """Change a byte of a file, but neither its size nor its time."""
+    times = file.stat()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def test_a_cache_that_cannot_be_written_is_one_error(

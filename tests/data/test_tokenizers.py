@@ -78,6 +78,31 @@ def test_names_of_special_tokens_in_text_are_text(trained: Path) -> None:
         assert tokens.tolist().count(tokenizer.end_of_document) == 1 and len(tokens) > 2
 
 
+def test_a_text_always_has_the_same_tokens(trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Keys that drop merges at random, cut the tokens, or pad them, have no effect."""
+    caplog.set_level("INFO")
+    content = json.loads((trained / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.5
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 99},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": END_OF_DOCUMENT,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load(tmp_path)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message == f'tokenizer: "dropout" = 0.5 of {tmp_path}/tokenizer.json is set to none'
+    documents = [text.encode() for text in texts()]
+    expected = [tokens.tolist() for tokens in load(trained).encode_documents(documents)]
+    for loaded in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        for _ in range(3):
+            assert [tokens.tolist() for tokens in loaded.encode_documents(documents)] == expected
+
+
 def test_the_digest_follows_the_tokens_and_not_the_path(trained: Path, tmp_path: Path) -> None:
     moved = tmp_path / "other.json"
     moved.write_bytes((trained / "tokenizer.json").read_bytes())

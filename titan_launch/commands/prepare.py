@@ -106,7 +106,7 @@ def _kinds_of(paths: Sequence[str]) -> list[str]:
 
 def _prepare(arguments: Namespace, config: JobConfig) -> None:
     from titan_launch.data.corpora import CORPORA
-    from titan_launch.data.prepare import usable_cores
+    from titan_launch.data.prepare import file_digests, usable_cores
     from titan_launch.data.tokenizers import build_tokenizer
 
     data, out, percent = config.data, Path(arguments.out), arguments.validation_percent
@@ -123,8 +123,10 @@ def _prepare(arguments: Namespace, config: JobConfig) -> None:
             CORPORA[data.kind](first, build_tokenizer(tokenizer), ("data",), seq_len), arguments
         )
     built, workers = build_tokenizer(tokenizer), arguments.workers or usable_cores()
-    for name, part in datas.items():
-        _write(CORPORA[data.kind](part, built, ("data",), seq_len), out / name, workers, arguments.verify)
+    corpora = {name: CORPORA[data.kind](part, built, ("data",), seq_len) for name, part in datas.items()}
+    digests = file_digests(next(iter(corpora.values())))  # both splits have the same files
+    for name, corpus in corpora.items():
+        _write(corpus, digests, out / name, workers, arguments.verify)
 
 
 def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
@@ -144,7 +146,7 @@ def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
     return config
 
 
-def _write(corpus: Corpus, folder: Path, num_workers: int, verify: bool) -> None:
+def _write(corpus: Corpus, digests: Sequence[str], folder: Path, num_workers: int, verify: bool) -> None:
     from titan_launch.data.prepare import prepare
 
     parts = corpus.parts()
@@ -153,7 +155,7 @@ def _write(corpus: Corpus, folder: Path, num_workers: int, verify: bool) -> None
     print(f"{folder}: {size}, in parts: {len(parts):,}", flush=True)
     advice = "run the same command again to continue: finished parts are kept"
     try:
-        header = prepare(corpus, folder, num_workers, progress.advance)
+        header = prepare(corpus, folder, num_workers, progress.advance, digests)
     except KeyboardInterrupt:
         progress.clear()
         raise Stopped(f"interrupted after {progress.parts:,} of {len(parts):,} parts; {advice}", INTERRUPTED) from None

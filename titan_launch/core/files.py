@@ -49,13 +49,29 @@ class RecordFile:
         self._file.close()
 
 
-def sync_folder(folder: Path) -> None:
-    """Write the entries of a folder to disk (fsync)."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def file_state(path: Path) -> list[int]:
+    """Return the size of a file, the times of the last changes of its content and of its inode in nanoseconds, and the
+    number of its inode. Raises OSError.
+
+    If two states of a path are equal, nothing was written between them: programs can set the first time, but not the
+    second.
+    """
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def sync_file(path: Path) -> None:
+    """Write the content of a file to disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the entries of a folder to disk (fsync)."""
+    sync_file(folder)
 
 
 def free_name(pattern: Path) -> Path:

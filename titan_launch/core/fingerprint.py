@@ -1,16 +1,23 @@
-"""Fingerprint of a data set. A resumed run compares fingerprints to detect changed data."""
+"""Fingerprints of data sets, and digests of files. A resumed run compares fingerprints to detect changed data."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from titan_launch.core.errors import listed
+from titan_launch.core.files import open_regular
 
 _HASHED_SAMPLES = 64
+_CHUNK = 1 << 24
+"""Bytes per read when a file is hashed."""
+
 _NAMED_FILES = 2000
 """Largest number of files whose names a fingerprint has. It has 60 to 100 bytes for each."""
 
@@ -90,6 +97,32 @@ def fingerprint_of(
     content = _digest(map(sample, _drawn_samples(num_samples, seed)))
     is_named = len(files) <= _NAMED_FILES
     return Fingerprint(seed, num_samples, len(files), states, content, named if is_named else (), tokenizer)
+
+
+def fingerprint_of_files(files: Sequence[tuple[str, Path]], sample_bytes: int) -> Fingerprint:
+    """Return the fingerprint of files with names: their sizes, and the bytes of up to 64 places that a fixed seed
+    draws. Files of up to 64 places of `sample_bytes` together are read whole. Raises OSError."""
+    sizes = [(name, path.stat().st_size) for name, path in files]
+    ends = list(accumulate(-(-size // sample_bytes) for _, size in sizes))
+
+    def sample(index: int) -> bytes:
+        file = bisect_right(ends, index)
+        with open_regular(files[file][1]) as stream:
+            stream.seek((index - (ends[file - 1] if file else 0)) * sample_bytes)
+            return stream.read(sample_bytes)
+
+    return fingerprint_of(sizes, ends[-1] if ends else 0, sample, seed=0)
+
+
+def content_digest(paths: Iterable[Path]) -> str:
+    """Return the BLAKE2b digest of 16 bytes over the content of files, one after another. Raises OSError."""
+    return _digest(chunk for path in paths for chunk in _chunks(path))
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with open_regular(path) as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
 
 
 def _printable(name: str) -> str:

@@ -1,4 +1,8 @@
-"""The cache folder of a host: data that one process prepares and all processes of the host then read."""
+"""The cache folder of a host: data that one process prepares and all processes of the host then read.
+
+Each entry is a folder with a list of its files, which has the digest and the state of each file. If a file has another
+state than when its digest was last compared, its content is compared again.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,29 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import refuse_weights_folder, remove
+from titan_launch.core.files import (
+    file_state,
+    read_regular,
+    refuse_weights_folder,
+    remove,
+    replace_text,
+    sync_file,
+    sync_folder,
+)
+from titan_launch.core.fingerprint import content_digest
 
 _log = logging.getLogger(__name__)
+
+_VERSION = 1
+"""Version of the layout of entries. Another version builds them again."""
+
+_FILES = "files.json"
+"""Name of the list of an entry's files: `{name: [digest, state]}`."""
 
 VARIABLE = "TITAN_LAUNCH_CACHE"
 """Environment variable that names the cache folder."""
@@ -28,42 +48,79 @@ def cache_folder() -> Path:
     return Path(base) / "titan_launch"
 
 
-def built_once(
-    kind: str,
-    identity: Any,
-    build: Callable[[Path], object],
-    task: str = "",
-    is_damaged: Callable[[Path], bool] = lambda folder: False,
-) -> Path:
+def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: str = "") -> Path:
     """Return the folder of the cache for `identity`, which JSON can represent. If it does not exist, `build` fills it.
 
-    Several processes may call this at once: one builds, and the others wait. The folder appears when it is complete.
-    After an interruption, `build` gets the files that it had written. A folder for which `is_damaged` returns True is
-    built again. If the folder has to be built, a log line names `task` and the folder.
+    Several processes may call this at once: one builds, and the others wait. The folder appears when it is complete and
+    on disk. After an interruption, `build` gets the files that it had written. A folder is built again if its files
+    have another content than `build` gave them. If the folder has to be built, a log line names `task` and the folder.
 
     Raises UserError if the cache cannot be written, and the errors of `build`.
     """
-    digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest()
+    digest = hashlib.blake2b(json.dumps([_VERSION, identity]).encode(), digest_size=12).hexdigest()
     folder = cache_folder() / kind / digest
-    if folder.is_dir() and not is_damaged(folder):
+    if _has_known_state(folder):
         return folder
     refuse_weights_folder(folder)
-    if task:
+    if task and not folder.is_dir():
         _log.info("%s, into %s", task, folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when this process ends
-            if folder.is_dir() and is_damaged(folder):
+            if folder.is_dir() and not (_has_known_state(folder) or _has_known_content(folder)):
                 _log.warning("the cached folder %s is damaged and will be built again", folder)
                 remove(folder)
             if not folder.is_dir():
                 partial = folder.with_suffix(".partial")
                 partial.mkdir(exist_ok=True)
                 build(partial)
+                _seal(partial)
                 partial.rename(folder)
+                sync_folder(folder.parent)
     except OSError as error:
+        if folder.is_dir() and _has_known_content(folder):
+            return folder  # of a cache that this process can only read
         reason = f"{error.filename or folder.parent}: {error.strerror}"
         remedy = f"set the environment variable {VARIABLE} to a folder on a disk with enough space"
         raise UserError(f"the cache of prepared data cannot be written ({reason}); {remedy}") from None
     return folder
+
+
+def _seal(folder: Path) -> None:
+    """Write the files of an entry to disk, and then the list of them."""
+    files = sorted(path for path in folder.iterdir() if path.name != _FILES)
+    for path in files:
+        sync_file(path)
+    replace_text(folder / _FILES, json.dumps({path.name: [content_digest([path]), file_state(path)] for path in files}))
+
+
+def _read_list(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return digest and state of each file of an entry. Raises OSError and ValueError."""
+    content = json.loads(read_regular(folder / _FILES))
+    if not isinstance(content, dict):
+        raise ValueError
+    return {name: (str(digest), list(state)) for name, (digest, state) in content.items()}
+
+
+def _has_known_state(folder: Path) -> bool:
+    """Return True if no file of an entry was written since its content was last compared. Reads no file."""
+    try:
+        return all(file_state(folder / name) == state for name, (_, state) in _read_list(folder).items())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _has_known_content(folder: Path) -> bool:
+    """Return True if the files of an entry have the content that was built, and note their states. Reads all files."""
+    _log.info("comparing the cached folder %s with its digests, because its files have new times or inodes", folder)
+    try:
+        files = _read_list(folder)
+        states = {name: file_state(folder / name) for name in files}
+        if any(content_digest([folder / name]) != digest for name, (digest, _) in files.items()):
+            return False
+    except (OSError, ValueError, TypeError):
+        return False
+    with suppress(OSError):  # a cache that this process can only read
+        replace_text(folder / _FILES, json.dumps({name: [files[name][0], states[name]] for name in files}))
+    return True

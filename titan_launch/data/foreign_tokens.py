@@ -1,4 +1,5 @@
-"""Token files of other programs: `.bin` and `.idx` of Megatron-LM, files of llm.c, and flat files as in nanoGPT.
+"""Token files of other programs: `.bin` and `.idx` of Megatron-LM, files of llm.c, one-dimensional `.npy` files of
+NumPy, and flat files as in nanoGPT.
 
 These files do not name their tokenizer. Their token ids are therefore compared with the vocabulary of `[tokenizer]`.
 Ids and ends of documents need a pass over the files, which is made once per host; the result is in the cache.
@@ -7,19 +8,31 @@ Ids and ends of documents need a pass over the files, which is made once per hos
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from titan_launch.config.sections.data import TokensData
 from titan_launch.core.errors import KeyPath, config_error
+from titan_launch.core.files import file_state
+from titan_launch.core.fingerprint import fingerprint_of_files
 from titan_launch.data.cache import built_once
-from titan_launch.data.token_files import Header, Shard, TokenFilesError, Tokens, TokenStream, map_file, token_dtype
+from titan_launch.data.token_files import (
+    CHUNK,
+    Header,
+    Shard,
+    TokenFilesError,
+    Tokens,
+    TokenStream,
+    check_ids,
+    map_file,
+    token_dtype,
+)
 from titan_launch.data.tokenizers import Tokenizer
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -32,14 +45,26 @@ _MEGATRON_DTYPES = {1: "uint8", 3: "uint16", 4: "uint32", 5: "uint64", 8: "uint1
 _LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 """Dtypes by magic number and version."""
 
+_SIGNATURES = {
+    b"\x1f\x8b\x08": "gzip",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+    b"PK\x03\x04": "zip or .npz",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"\x89HDF\r\n": "HDF5",
+}
+"""First bytes of files that are not flat numbers."""
+
 _LLMC_HEADER = 256
 """Number of int32 in the header of a file of llm.c: magic number, version, number of tokens, zeros."""
 
-_CHUNK = 1 << 24
-"""Tokens per read of the pass over a file."""
-
-_VERSION = 1
+_VERSION = 2
 """Version of the cached results."""
+
+_SAMPLE_BYTES = 1 << 20
+"""Bytes of each of the 64 places that are read to find changed files."""
+
+_SCAN = "scan.json"
 
 
 @dataclass(frozen=True)
@@ -68,34 +93,32 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
     `key`: path of the section. Raises ConfigError on a key below it, and TokenFilesError for files that cannot be read.
     """
     files = [_recognized(path, config, key) for path in _paths(config, key)]
-    stats = [file.path.stat() for file in files]
-    states = [
-        [str(file.path.resolve()), stat.st_size, stat.st_mtime_ns, file.dtype]
-        for file, stat in zip(files, stats, strict=True)
-    ]
-    size = sum(stat.st_size for stat in stats)
-    folder = built_once(
-        "foreign_tokens",
-        [_VERSION, tokenizer.end_of_document, states],
-        lambda folder: _scan(files, tokenizer.end_of_document, folder),
-        f"{'reading token files:':26} {len(files):,} files, {size / 1e6:,.1f} MB",
-    )
-    scan = json.loads((folder / "scan.json").read_text())
-    if scan["largest"] >= tokenizer.vocab_size:
-        reason = (
-            f"has the token id {scan['largest']:,}, but the vocabulary of [tokenizer] has {tokenizer.vocab_size:,} "
-            "tokens; set [tokenizer] to the tokenizer that made these files"
-        )
-        raise config_error((*key, "path"), reason, config.path, also=(("tokenizer",),))
+    folder, identity = _scanned(files, tokenizer.end_of_document)
+    scan = json.loads((folder / _SCAN).read_text())
+    for file, largest in zip(files, scan["largest"], strict=True):
+        check_ids(largest, file.path.name, tokenizer.vocab_size)
     ends = [map_file(folder / f"{index}.ends", "int64", number) for index, number in enumerate(scan["documents"])]
-    names = [(file.path.name, stat.st_size, "") for file, stat in zip(files, stats, strict=True)]
+    names = [(file.path.name, file.path.stat().st_size, "") for file in files]
     shards = [
-        Shard(str(index), file.num_tokens, len(of_file), hashlib.blake2b(repr(state).encode()).hexdigest())
-        for index, (file, of_file, state) in enumerate(zip(files, ends, states, strict=True))
+        Shard(str(index), file.num_tokens, len(of_file), digest="", largest=largest)
+        for index, (file, of_file, largest) in enumerate(zip(files, ends, scan["largest"], strict=True))
     ]
     dtype = token_dtype(tokenizer.vocab_size)
     header = Header(dtype, tokenizer.vocab_size, tokenizer.digest, False, tuple(shards), tuple(names))
-    return header, TokenStream([file.map() for file in files], ends, None, names, tokenizer.digest)
+    maps, paths = [file.map() for file in files], [file.path for file in files]
+    return header, TokenStream(maps, ends, None, names, tokenizer.digest, paths, tokenizer.vocab_size, identity)
+
+
+def check_unknown_ids(folder: Path, header: Header) -> None:
+    """Read the shards of token files whose header does not say their largest token id, once per host. Raises
+    TokenFilesError if an id is outside of the vocabulary."""
+    unknown = [shard for shard in header.shards if shard.largest is None and shard.num_tokens]
+    if not unknown:
+        return
+    files = [_File(folder / f"{shard.name}.tokens", header.dtype, 0, shard.num_tokens) for shard in unknown]
+    scan = json.loads((_scanned(files, None)[0] / _SCAN).read_text())
+    for file, largest in zip(files, scan["largest"], strict=True):
+        check_ids(largest, file.path.name, header.vocab_size)
 
 
 def _paths(config: TokensData, key: KeyPath) -> list[Path]:
@@ -113,8 +136,9 @@ def _paths(config: TokensData, key: KeyPath) -> list[Path]:
 def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
     """Return a file with its format. Raises ConfigError for a dtype that is missing or wrong."""
     index = path.with_suffix(".idx")
-    file = _megatron_file(path, index) if index.is_file() else _llmc_file(path)
+    file = _megatron_file(path, index) if index.is_file() else _llmc_file(path) or _numpy_file(path)
     if file is None:
+        _check_flat(path)
         if config.dtype is None:
             reason = (
                 f'must be "uint16" or "uint32": {path.name} has no header that says so. (A file of Megatron-LM needs '
@@ -141,14 +165,42 @@ def _whole_file(path: Path, dtype: str, start: int = 0, index: Path | None = Non
 def _llmc_file(path: Path) -> _File | None:
     """Return a file of llm.c; None if it has no such header."""
     header = np.fromfile(path, "<i4", _LLMC_HEADER)
+    if not len(header) or int(header[0]) not in {magic for magic, _ in _LLMC_FORMATS}:
+        return None
     dtype = _LLMC_FORMATS.get(tuple(map(int, header[:2])))  # type: ignore[arg-type]
     if dtype is None or len(header) < _LLMC_HEADER or header[3:].any():
-        return None
+        formats = " or ".join(f"{magic} in version {version}" for magic, version in _LLMC_FORMATS)
+        reason = f"{path.name} begins as a file of llm.c, but has no complete header of {formats}"
+        raise TokenFilesError(f"cannot be read: {reason}; copy or write it again")
     file = _whole_file(path, dtype, header.nbytes)
     if file.num_tokens != header[2]:
         found = f"has {file.num_tokens:,} tokens, but its header says {header[2]:,}"
         raise TokenFilesError(f"is damaged: {path.name} {found}; copy it again")
     return file
+
+
+def _numpy_file(path: Path) -> _File | None:
+    """Return a `.npy` file of NumPy; None if it does not begin as one."""
+    with path.open("rb") as file:
+        if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+            return None
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # NumPy raises many types for damaged headers
+        raise TokenFilesError(f"is damaged: {path.name} is not a valid .npy file ({error}); write it again") from None
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:
+        found = f"{array.dtype} of the shape {array.shape}"
+        raise TokenFilesError(f"cannot be read: {path.name} has {found}; save little-endian integers of one dimension")
+    return _whole_file(path, f"uint{8 * array.dtype.itemsize}", array.offset)
+
+
+def _check_flat(path: Path) -> None:
+    """Raise TokenFilesError for a file whose first bytes are those of another format."""
+    with path.open("rb") as file:
+        start = file.read(max(map(len, _SIGNATURES)))
+    for signature, name in _SIGNATURES.items():
+        if start.startswith(signature):
+            raise TokenFilesError(f"cannot be read: {path.name} is a {name} file, not flat numbers; convert it")
 
 
 def _megatron_file(path: Path, index: Path) -> _File:
@@ -161,21 +213,39 @@ def _megatron_file(path: Path, index: Path) -> _File:
     return _whole_file(path, dtype, index=index)
 
 
-def _scan(files: Sequence[_File], end_of_document: int, folder: Path) -> None:
-    """Write the largest token id, and the ends of the documents of each file."""
-    largest, documents = 0, []
+def _scanned(files: Sequence[_File], end_of_document: int | None) -> tuple[Path, list[Any]]:
+    """Return the folder of the cache with the result of `_scan`, and the identity of the files.
+
+    Bytes at 64 places belong to the identity, because read-only images of disks may have the same times and inodes for
+    another content.
+    """
+    paths = [path for file in files for path in (file.path, file.index) if path is not None]
+    sample = fingerprint_of_files([("", path) for path in paths], _SAMPLE_BYTES).content
+    states = [[str(path.resolve()), *file_state(path)] for path in paths]
+    identity = [_VERSION, end_of_document, [file.dtype for file in files], states, sample]
+    size = sum(file.path.stat().st_size for file in files)
+    task = f"{'reading token files:':26} {len(files):,} files, {size / 1e6:,.1f} MB"
+    return built_once("foreign_tokens", identity, lambda folder: _scan(files, end_of_document, folder), task), identity
+
+
+def _scan(files: Sequence[_File], end_of_document: int | None, folder: Path) -> None:
+    """Write the largest token id, and the ends of the documents, of each file. Without `end_of_document`, write no
+    ends."""
+    largest, documents = [], []
     for number, file in enumerate(files):
-        tokens, found = file.map(), []
-        for start in range(0, file.num_tokens, _CHUNK):
-            chunk = tokens[start : start + _CHUNK]
-            largest = max(largest, int(chunk.max()))
-            if file.index is None:
+        tokens, found = file.map(), [np.array([file.num_tokens])]
+        largest.append(0)
+        for start in range(0, file.num_tokens, CHUNK):
+            chunk = tokens[start : start + CHUNK]
+            largest[-1] = max(largest[-1], int(chunk.max()))
+            if end_of_document is not None and file.index is None:
                 found.append(np.flatnonzero(chunk == end_of_document) + start + 1)
-        last = np.array([file.num_tokens])
-        ends = np.union1d(np.concatenate(found), last) if file.index is None else _megatron_ends(file, file.index)
+        if end_of_document is None:
+            continue
+        ends = np.unique(np.concatenate(found)) if file.index is None else _megatron_ends(file, file.index)
         ends.astype("<i8").tofile(folder / f"{number}.ends")
         documents.append(len(ends))
-    (folder / "scan.json").write_text(json.dumps({"largest": largest, "documents": documents}))
+    (folder / _SCAN).write_text(json.dumps({"largest": largest, "documents": documents}))
 
 
 def _megatron_ends(file: _File, index: Path) -> npt.NDArray[np.int64]:
@@ -190,16 +260,17 @@ def _megatron_ends(file: _File, index: Path) -> npt.NDArray[np.int64]:
     for name, (kind, number) in columns.items():
         arrays[name] = np.fromfile(index, kind, number, offset=start)
         start += sizes[name]
-    ends = np.concatenate([[0], np.cumsum(arrays["lengths"], dtype=np.int64)])
-    borders = arrays["documents"]
-    is_valid = (
-        ends[-1] == file.num_tokens
-        and np.array_equal(ends[:-1] * np.dtype(file.dtype).itemsize, arrays["starts"])
-        and len(borders) > 0
-        and borders[0] == 0
-        and borders[-1] == sequences
-        and bool((np.diff(borders) >= 0).all())
-    )
-    if not is_valid:
-        raise TokenFilesError(f"is damaged: {index.name} does not describe {file.path.name}; copy both again")
-    return np.setdiff1d(ends[borders], [0])
+    lengths, borders = arrays["lengths"], arrays["documents"]
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    problem = ""
+    if sequences and lengths.min() < 1:
+        problem = f"has the length {lengths.min()} for sequence {lengths.argmin():,}"
+    elif ends[-1] != file.num_tokens:
+        problem = f"describes {ends[-1]:,} tokens, but {file.path.name} has {file.num_tokens:,}"
+    elif not np.array_equal(ends[:-1] * np.dtype(file.dtype).itemsize, arrays["starts"]):
+        problem = "has sequences that do not begin where the one before ends"
+    elif not len(borders) or borders[0] != 0 or borders[-1] != sequences or (np.diff(borders) < 0).any():
+        problem = f"has documents that do not divide its {sequences:,} sequences in order"
+    if problem:
+        raise TokenFilesError(f"is damaged: {index.name} {problem}; copy both files again")
+    return np.setdiff1d(ends[borders], [0])  # also without empty documents, which preprocess_data.py may write

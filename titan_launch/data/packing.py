@@ -74,7 +74,7 @@ class Packing:
 
 def cached_packing(stream: TokenStream, header: Header, seq_len: int) -> Packing:
     """Return the packing of token files. The first process of a host computes it, and the cache keeps it."""
-    identity = [VERSION, seq_len, header.has_pairs, [(shard.digest, shard.num_documents) for shard in header.shards]]
+    identity = [VERSION, seq_len, header.has_pairs, stream.identity]
     ends = stream.document_ends
     folder = built_once("packing", identity, lambda folder: _write(folder, pack(ends(), seq_len, header.has_pairs)))
     summary = PackingSummary(**json.loads((folder / _SUMMARY).read_text()))

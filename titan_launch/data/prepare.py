@@ -9,19 +9,19 @@ import os
 import signal
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, UserError, config_error
-from titan_launch.core.files import read_regular, refuse_weights_folder, replace_text
+from titan_launch.core.files import file_state, read_regular, refuse_weights_folder, replace_text
+from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
 from titan_launch.core.signals import signals_blocked, stop_with_parent
 from titan_launch.data.cache import built_once
 from titan_launch.data.corpora.base import Corpus, Document, File, Part, Skipped, in_split
@@ -32,7 +32,6 @@ from titan_launch.data.token_files import (
     Header,
     Shard,
     TokenFilesError,
-    open_token_files,
     read_header,
     token_dtype,
     write_header,
@@ -47,6 +46,9 @@ _BATCH = 1000
 
 _BATCH_BYTES = 1 << 20
 """Size of text that is tokenized at a time. The package tokenizers needs about 500 bytes for each token."""
+
+_SAMPLE_BYTES = 1 << 20
+"""Bytes of each of the 64 places that are read to compare text with cached digests. Up to 64 MiB, all text is read."""
 
 _LARGE_CORPUS = 1 << 26
 """Bytes of text above which a run starts processes to tokenize it. They take a second to start."""
@@ -83,21 +85,25 @@ def prepare(
     folder: Path,
     num_workers: int = 1,
     report: Callable[[Part, bool], None] = lambda part, is_new: None,
+    digests: Sequence[str] | None = None,
 ) -> Header:
     """Write the documents of a corpus, as far as its split contains them, as token files. Return the header.
 
     Processes tokenize the parts. Their number does not change the files. If an earlier call for the same corpus was
     interrupted, its finished shards are kept. If it had completed the folder, nothing is written. `report` is called
-    with each finished part, and False if an earlier call has finished it.
+    with each finished part, and False if an earlier call has finished it. `digests`: the result of `file_digests`, if
+    it is known.
 
     Raises ConfigError for documents that stop the run, UserError if the folder has other content, and OSError if it
     cannot be written.
     """
-    header = _header_of(corpus, folder)
+    digests = file_digests(corpus) if digests is None else digests
+    source = _source(corpus, digests)
+    header = _header_of(corpus, folder, source)
     if header is not None:
         return header
     parts = {f"{index:05}": part for index, part in enumerate(corpus.parts())}
-    with _claimed(corpus, folder):
+    with _claimed(corpus, folder, source):
         rest = {}
         for name, part in parts.items():
             if _record(folder, name).exists():
@@ -106,7 +112,8 @@ def prepare(
                 rest[name] = part
         for part in _finish_parts(corpus, folder, rest, num_workers):
             report(part, True)
-        header = _combined(corpus, [_read_record(folder, name) for name in parts])
+        _check_unchanged(corpus, digests)
+        header = _combined(corpus, [_read_record(folder, name) for name in parts], source)
         write_header(folder, header)
         for name in parts:
             _record(folder, name).unlink()
@@ -160,34 +167,75 @@ def training_texts(corpus: Corpus) -> Iterator[str]:
 
 
 def cached_token_files(corpus: Corpus) -> Path:
-    """Return the folder of a corpus's token files in the cache, and write it if it does not exist or is damaged."""
-
-    def is_damaged(folder: Path) -> bool:
-        try:
-            open_token_files(folder, read_header(folder))
-        except TokenFilesError:
-            return True
-        return False
-
+    """Return the folder of a corpus's token files in the cache, and write it if it does not exist or is damaged. The
+    content of the files decides which folder it is."""
+    digests = _cached_digests(corpus)
     size = sum(file.size for file in corpus.files)
     num_workers = usable_cores() if size > _LARGE_CORPUS else 1
     task = f"{'tokenizing:':26} {len(corpus.files):,} files, {size / 1e6:,.1f} MB"
-    identity = [VERSION, corpus.tokenizer.digest, _source(corpus, _where_and_when)]
-    return built_once("tokens", identity, lambda folder: prepare(corpus, folder, num_workers), task, is_damaged)
+    identity = [VERSION, corpus.tokenizer.digest, _source(corpus, digests)]
+
+    def build(folder: Path) -> None:
+        prepare(corpus, folder, num_workers, digests=digests)
+
+    return built_once("tokens", identity, build, task)
 
 
-def _source(corpus: Corpus, state: Callable[[File], list[Any]] = lambda file: []) -> str:
-    """Return a digest of the keys, the files and the identity of a corpus. `state`: further facts about a file."""
+def file_digests(corpus: Corpus) -> list[str]:
+    """Return the digest of the content of each file of a corpus. Threads read the files. Raises ConfigError."""
+
+    def digest(file: File) -> str:
+        try:
+            return content_digest([file.path])
+        except OSError as error:
+            raise corpus.unopened(file, error) from None
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return list(pool.map(digest, corpus.files))
+
+
+def _cached_digests(corpus: Corpus) -> list[str]:
+    """Return the digest of the content of each file of a corpus.
+
+    The files are read if their states, or bytes at 64 places, differ from those for which the cache has digests. Bytes
+    are compared because read-only images of disks may have the same times and inodes for another content.
+    """
+    places = [[str(file.path.resolve()), *file.state] for file in corpus.files]
+    try:
+        sample = fingerprint_of_files([("", file.path) for file in corpus.files], _SAMPLE_BYTES)
+    except OSError as error:
+        broken = next((file for file in corpus.files if str(file.path) == str(error.filename)), corpus.files[0])
+        raise corpus.unopened(broken, error) from None
+
+    def build(folder: Path) -> None:
+        (folder / "digests.json").write_text(json.dumps(file_digests(corpus)))
+
+    size = sum(file.size for file in corpus.files)
+    task = f"{'reading text:':26} {size / 1e6:,.1f} MB, to find out if the cache has its tokens"
+    folder = built_once("digests", [places, sample.content], build, task if size > _LARGE_CORPUS else "")
+    digests: list[str] = json.loads((folder / "digests.json").read_text())
+    return digests
+
+
+def _check_unchanged(corpus: Corpus, digests: Sequence[str]) -> None:
+    """Raise ConfigError if a file has another content than at the start. Only files of another state are read."""
+    for file, digest in zip(corpus.files, digests, strict=True):
+        try:
+            is_unchanged = file_state(file.path) == file.state or content_digest([file.path]) == digest
+        except OSError as error:
+            raise corpus.unopened(file, error) from None
+        if not is_unchanged:
+            raise corpus.unreadable(file, "it has changed while it was tokenized; start again when nothing writes it")
+
+
+def _source(corpus: Corpus, digests: Sequence[str]) -> str:
+    """Return a digest of the keys, the files and the identity of a corpus."""
     keys = corpus.config.model_dump(mode="json", exclude=_NOT_IN_TOKENS)
-    files = [[file.name, file.size, *state(file)] for file in corpus.files]
+    files = [[file.name, file.size, digest] for file, digest in zip(corpus.files, digests, strict=True)]
     return hashlib.blake2b(json.dumps([keys, files, *corpus.identity]).encode(), digest_size=16).hexdigest()
 
 
-def _where_and_when(file: File) -> list[Any]:
-    return [str(file.path.resolve()), file.modified_ns]
-
-
-def _header_of(corpus: Corpus, folder: Path) -> Header | None:
+def _header_of(corpus: Corpus, folder: Path, source: str) -> Header | None:
     """Return the header of a folder that an earlier call completed; None without one. Raises UserError if the folder
     has the tokens of another corpus."""
     if not (folder / HEADER).exists():
@@ -199,18 +247,18 @@ def _header_of(corpus: Corpus, folder: Path) -> Header | None:
     if header.tokenizer != corpus.tokenizer.digest:
         digests = f"(digest {header.tokenizer}, now {corpus.tokenizer.digest})"
         raise UserError(f"{folder} has tokens of another tokenizer {digests}; delete it, or name another folder")
-    if header.source != _source(corpus):
-        raise UserError(f"{folder} has tokens of other files, or of other keys; delete it, or name another folder")
+    if header.source != source:
+        raise UserError(f"{folder} has tokens of other text, or of other keys; delete it, or name another folder")
     return header
 
 
 @contextmanager
-def _claimed(corpus: Corpus, folder: Path) -> Iterator[None]:
+def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
     """Lock a folder for a corpus. Raises UserError if the folder has other files, or if another process writes it."""
     refuse_weights_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / UNFINISHED
-    identity = json.dumps([VERSION, corpus.tokenizer.digest, _source(corpus, lambda file: [file.modified_ns])])
+    identity = json.dumps([VERSION, corpus.tokenizer.digest, source])
     if not path.exists():
         if any(entry.is_file() for entry in folder.iterdir()):
             raise UserError(f"{folder} has files that are not token files; name another folder, or delete them")
@@ -292,7 +340,7 @@ def _read_record(folder: Path, name: str) -> tuple[Shard, Counts]:
     return Shard(**record["shard"]), Counts(files, Counter(record["skipped"]), record["first_skipped"])
 
 
-def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]]) -> Header:
+def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]], source: str) -> Header:
     """Return the header of all shards. A file may be in several of them."""
     files: dict[tuple[str, int], int] = {}
     for _, counts in records:
@@ -309,7 +357,7 @@ def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]]) -> Header:
         dict(sum((counts.skipped for _, counts in records), Counter[str]())),
         next((counts.first_skipped for _, counts in records if counts.first_skipped), ""),
         corpus.has_pairs,
-        _source(corpus),
+        source,
     )
 
 

@@ -12,7 +12,6 @@ The header is written last, so a folder with a header is complete. docs/referenc
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -27,8 +26,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan_launch.core.files import read_regular, replace_text
-from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.core.errors import UserError
+from titan_launch.core.files import file_state, read_regular, replace_text, sync_file
+from titan_launch.core.fingerprint import Fingerprint, content_digest, fingerprint_of
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -39,8 +39,8 @@ VERSION = 1
 SHARD_NAME = re.compile(r"[0-9A-Za-z_-]+")
 """Valid names of shards. A header must not name files outside of its folder."""
 
-_DIGEST_BYTES = 1 << 24
-"""Bytes per read when a file is hashed."""
+CHUNK = 1 << 24
+"""Numbers per read of a pass over a file."""
 
 
 class TokenFilesError(Exception):
@@ -69,6 +69,9 @@ class Shard:
     digest: str
     """BLAKE2b digest of the shard's files, one after another."""
 
+    largest: int | None = None
+    """Largest token id, 0 without tokens; None in headers of other programs and of earlier releases."""
+
 
 @dataclass(frozen=True)
 class Header:
@@ -84,7 +87,7 @@ class Header:
     has_targets: bool
     shards: tuple[Shard, ...]
     files: tuple[tuple[str, int, str], ...] = ()
-    """Name, size in bytes and CRC-32 of the tokens of each file that the documents came from."""
+    """Name and size in bytes of each file that documents came from, and a CRC-32 of their tokens and targets."""
 
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of skipped files or documents, by reason."""
@@ -94,7 +97,7 @@ class Header:
     """True if documents 2k and 2k + 1 of every shard are a pair: the chosen and the rejected answer to a prompt."""
 
     source: str = ""
-    """Digest of the keys of the corpus, and of the names and sizes of its files."""
+    """Digest of the keys of the corpus, and of the names, sizes and contents of its files."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -116,8 +119,9 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: str, has_targets: bool) -> Shard:
-    """Write the documents as one shard, and return its entry of the header. Temporary names become final at the end."""
-    num_tokens, ends = 0, []
+    """Write the documents as one shard, and return its entry of the header. Temporary names become final at the end,
+    when the content is on disk."""
+    num_tokens, largest, ends = 0, 0, []
     with ExitStack() as stack:
         tokens_file = stack.enter_context(_path(folder, name, "tokens.part").open("wb"))
         targets_file = None
@@ -125,6 +129,7 @@ def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: st
             targets_file = stack.enter_context(_path(folder, name, "targets.part").open("wb"))
         for document in documents:
             tokens_file.write(document.tokens.astype(dtype, copy=False).data)
+            largest = max(largest, int(document.tokens.max(initial=0)))
             if document.first_length is not None:
                 ends.append(num_tokens + document.first_length)
             num_tokens += len(document.tokens)
@@ -134,18 +139,15 @@ def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: st
                 targets_file.write(counts.astype(np.uint8).data)
     _path(folder, name, "ends.part").write_bytes(np.array(ends, dtype="<i8").tobytes())
     for suffix in _suffixes(has_targets):
-        _path(folder, name, f"{suffix}.part").rename(_path(folder, name, suffix))
-    return Shard(name, num_tokens, len(ends), shard_digest(folder, name, has_targets))
+        partial = _path(folder, name, f"{suffix}.part")
+        sync_file(partial)
+        partial.rename(_path(folder, name, suffix))
+    return Shard(name, num_tokens, len(ends), shard_digest(folder, name, has_targets), largest)
 
 
 def shard_digest(folder: Path, name: str, has_targets: bool) -> str:
     """Return the digest of the content of a shard's files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for suffix in _suffixes(has_targets):
-        with _path(folder, name, suffix).open("rb") as file:
-            while chunk := file.read(_DIGEST_BYTES):
-                digest.update(chunk)
-    return digest.hexdigest()
+    return content_digest(_path(folder, name, suffix) for suffix in _suffixes(has_targets))
 
 
 def write_header(folder: Path, header: Header) -> None:
@@ -171,8 +173,17 @@ def read_header(folder: Path) -> Header:
         ]
         names_are_valid = all(SHARD_NAME.fullmatch(shard.name) for shard in shards)
         counts_are_valid = all(type(number) is int and number >= 0 for number in counts)
-        if not (names_are_valid and counts_are_valid and header.dtype == token_dtype(header.vocab_size)):
+        sizes_are_valid = all(
+            shard.num_documents <= shard.num_tokens and bool(shard.num_documents) == bool(shard.num_tokens)
+            for shard in shards
+        )
+        if not (
+            names_are_valid and counts_are_valid and sizes_are_valid and header.dtype == token_dtype(header.vocab_size)
+        ):
             raise ValueError
+        for shard in shards:
+            if shard.largest is not None:
+                check_ids(shard.largest, f"{shard.name}.tokens", header.vocab_size)
     except FileNotFoundError:
         raise TokenFilesError(f"has no {HEADER}; write the folder with titan-launch prepare") from None
     except OSError as error:
@@ -180,6 +191,15 @@ def read_header(folder: Path) -> Header:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise TokenFilesError(f"has a {HEADER} that titan-launch prepare did not write; prepare it again") from None
     return header
+
+
+def check_ids(largest: int, file: str, vocab_size: int) -> None:
+    """Raise TokenFilesError if the largest token id of a file is outside of the vocabulary."""
+    if largest >= vocab_size:
+        raise TokenFilesError(
+            f"has the token id {largest:,} in {file}, but the vocabulary has {vocab_size:,} tokens (0 to "
+            f"{vocab_size - 1:,}); set [tokenizer] to the tokenizer that made these files, or make them again"
+        )
 
 
 @dataclass(frozen=True)
@@ -198,6 +218,14 @@ class TokenStream:
 
     tokenizer: str
     """Digest of the tokenizer."""
+
+    paths: Sequence[Path]
+    """For each shard, the file of its tokens."""
+
+    vocab_size: int
+
+    identity: Sequence[Any]
+    """Values that JSON can represent, and that change with the ends of documents. They name entries of the cache."""
 
     starts: Sequence[int] = field(init=False)
     """Number of tokens before each shard, and of all shards."""
@@ -226,6 +254,16 @@ class TokenStream:
         parts = [ends + start for ends, start in zip(self.ends, self.starts, strict=False)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
+    def outside_vocabulary(self, spans: Iterable[tuple[int, int]]) -> UserError:
+        """Return the error for the first token outside of the vocabulary in one of the spans `(start, stop)`."""
+        positions = (start + np.flatnonzero(self.read(start, stop) >= self.vocab_size) for start, stop in spans)
+        position = next(int(found[0]) for found in positions if len(found))
+        shard = bisect_right(self.starts, position) - 1
+        place, (found,) = position - self.starts[shard], self.read(position, position + 1)
+        vocabulary = f"the vocabulary has {self.vocab_size:,} tokens (0 to {self.vocab_size - 1:,})"
+        reason = f"token {place:,} is {found:,}, but {vocabulary}; the file is damaged: {_REMEDY}"
+        return UserError(f"{self.paths[shard]}: {reason}")
+
     def fingerprint(self, num_samples: int, sample: Callable[[int], bytes], seed: int) -> Fingerprint:
         """Return the fingerprint of the files, of the tokenizer, and of samples that are read from this stream."""
         return fingerprint_of(self.files, num_samples, sample, seed, self.tokenizer)
@@ -244,17 +282,34 @@ class TokenStream:
 
 def open_token_files(folder: Path, header: Header) -> TokenStream:
     """Map the files of a folder into memory. Raises TokenFilesError if a file is missing or does not have the size that
-    the header says."""
+    the header says, or if documents do not end one after another. Reads all ends, but no tokens."""
     shards = [shard for shard in header.shards if shard.num_tokens]
     tokens = [map_file(folder / f"{shard.name}.tokens", header.dtype, shard.num_tokens) for shard in shards]
     ends = [map_file(folder / f"{shard.name}.ends", "int64", shard.num_documents) for shard in shards]
     for shard, of_shard in zip(shards, ends, strict=True):
-        if not len(of_shard) or of_shard[-1] != shard.num_tokens:
+        if of_shard[-1] != shard.num_tokens:
             raise TokenFilesError(f"is damaged: {shard.name}.ends does not end at {shard.num_tokens:,}; {_REMEDY}")
+        if (document := first_without_tokens(of_shard)) is not None:
+            reason = f"document {document:,} of {shard.name}.ends does not end after the one before"
+            raise TokenFilesError(f"is damaged: {reason}; {_REMEDY}")
     targets = None
     if header.has_targets:
         targets = [map_file(folder / f"{shard.name}.targets", "uint8", shard.num_tokens) for shard in shards]
-    return TokenStream(tokens, ends, targets, header.files, header.tokenizer)
+    paths = [folder / f"{shard.name}.tokens" for shard in shards]
+    identity = [
+        [shard.digest, *file_state(path.with_suffix(".ends"))] for shard, path in zip(shards, paths, strict=True)
+    ]
+    return TokenStream(tokens, ends, targets, header.files, header.tokenizer, paths, header.vocab_size, identity)
+
+
+def first_without_tokens(ends: npt.NDArray[np.int64]) -> int | None:
+    """Return the index of the first document that does not end after the one before; None if there is none."""
+    for start in range(0, len(ends), CHUNK):
+        chunk = ends[start : start + CHUNK]
+        rises = np.diff(chunk, prepend=ends[start - 1] if start else 0) > 0
+        if not rises.all():
+            return start + int(rises.argmin())
+    return None
 
 
 def verify_token_files(folder: Path) -> Header:
@@ -264,9 +319,8 @@ def verify_token_files(folder: Path) -> Header:
     for shard in header.shards:
         if shard_digest(folder, shard.name, header.has_targets) != shard.digest:
             raise TokenFilesError(f"is damaged: the content of shard {shard.name} has another digest; {_REMEDY}")
-    for tokens, ends in zip(stream.shards, stream.ends, strict=True):
-        if int(tokens.max()) >= header.vocab_size or int(np.diff(ends, prepend=0).min()) < 1:
-            raise TokenFilesError("has token ids above the vocabulary, or documents without tokens; prepare it again")
+    for tokens, path in zip(stream.shards, stream.paths, strict=True):
+        check_ids(int(tokens.max()), path.name, header.vocab_size)
     return header
 
 

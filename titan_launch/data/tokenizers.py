@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from titan_launch.config.sections.tokenizer import (
 from titan_launch.core.errors import KeyPath, config_error
 from titan_launch.core.files import remove
 from titan_launch.data.token_files import Tokens, token_dtype
+
+_log = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -201,7 +204,13 @@ def _library(key: KeyPath, value: object) -> Any:
     return tokenizers
 
 
+_RANDOM = ("dropout", "alpha", "nbest_size")
+"""Keys of BPE and Unigram models that let a text have other tokens each time. `tokenizers` 0.23 reads only `dropout`
+from a file."""
+
+
 def _load(config: TokenizerConfig, content: bytes) -> Any:
+    """Return a tokenizer of the package `tokenizers` that always has the same tokens for a text, and all of them."""
     key = ("tokenizer", "path")
     library = _library(key, config.path)
     try:
@@ -209,6 +218,11 @@ def _load(config: TokenizerConfig, content: bytes) -> Any:
     except Exception as error:  # tokenizers raises plain exceptions
         reason = f"cannot be used: {error}; name a tokenizer.json of Hugging Face"
         raise config_error(key, reason, config.path) from None
+    model = tokenizer.model
+    for name in _RANDOM:
+        if getattr(model, name, None):
+            _log.info('tokenizer: "%s" = %s of %s is set to none', name, getattr(model, name), tokenizer_file(config))
+            setattr(model, name, None)
     tokenizer.encode_special_tokens = True
     tokenizer.no_padding()
     tokenizer.no_truncation()

@@ -128,6 +128,16 @@ def test_the_index_is_built_once_and_again_after_a_change(tmp_path: Path, monkey
     assert first and now and first.changed_to(now) == "it now has 13 samples (before: 12)"
 
 
+def test_shards_of_the_same_size_and_time_have_other_labels(tmp_path: Path) -> None:
+    members = {"0.png": encoded(0), "0.cls": b"0", "1.png": encoded(1), "1.cls": b"1"}
+    shard = write_shard(tmp_path / "a.tar", members)
+    times = shard.stat()
+    assert [int(label) for _, label in build(shard)] == [0, 1]
+    write_shard(shard, {**members, "0.cls": b"1", "1.cls": b"0"})
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert [int(label) for _, label in build(shard)] == [1, 0]
+
+
 def test_a_split_of_a_folder_follows_from_the_names(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "folder", 20)
     before = {split: build(root, split=split, validation_percent=30) for split in ("train", "validation")}

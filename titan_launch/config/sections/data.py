@@ -269,8 +269,9 @@ class TokensData(TokenizedData):
 
     path: str
     """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or files of another
-    program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, a flat file
-    of numbers as in nanoGPT, or a glob of these. `[tokenizer]` must be the tokenizer that made the tokens."""
+    program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, an `.npy`
+    file of NumPy, a flat file of numbers as in nanoGPT, or a glob of these. `[tokenizer]` must be the tokenizer that
+    made the tokens."""
 
     dtype: Literal["uint16", "uint32"] | None = None
     """Dtype of the numbers in a flat file. Files of all other formats say their dtype themselves."""
@@ -350,12 +351,12 @@ class ImageData(DataSource):
     transform: str | None = None
     """`package.module:factory` of a transform of your own. `factory(train=True)` (for validation data: `train=False`)
     must return a callable, for example of `torchvision.transforms.v2`. It is called after `augment` with a tensor
-    [channels, height, width], which is uint8 unless the path contains floating-point arrays. It returns such a tensor.
-    The random generators of PyTorch, Python and NumPy are seeded for each image."""
+    [channels, height, width], which is uint8, or float32 for 16-bit gray and floating-point arrays. It returns such a
+    tensor. The random generators of PyTorch, Python and NumPy are seeded for each image."""
 
     mean: float | Array[float] = 0.5
-    """Value to subtract from the pixels: one number, or an array with one number per channel. Pixels of uint8 images
-    and of the digits are first scaled to the range 0 to 1. Floating-point pixels are not scaled."""
+    """Value to subtract from the pixels: one number, or an array with one number per channel. Pixels of image files, of
+    uint8 arrays and of the digits are first scaled to the range 0 to 1. Floating-point arrays are not scaled."""
 
     std: Positive | Array[Positive] = 0.5
     """Value by which the pixels are divided after the subtraction of `mean`: one number, or an array with one number

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_launch.config.sections.data import CorpusData
-from titan_launch.core.errors import KeyPath
+from titan_launch.core.errors import ConfigError, KeyPath, config_error
 from titan_launch.data.token_files import Encoded
 from titan_launch.data.tokenizers import Tokenizer
 
@@ -24,11 +24,13 @@ class File:
     """Path relative to the folder that the job names. It does not change when the folder is moved."""
 
     path: Path
-    size: int
-    """Size in bytes."""
+    state: Sequence[int]
+    """Size, times of the last changes and inode: the result of `file_state`."""
 
-    modified_ns: int
-    """Time of the last change, in nanoseconds."""
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        return self.state[0]
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,14 @@ class Corpus(ABC):
     @abstractmethod
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
         """Yield the documents of a part, in order. Raises ConfigError for documents that stop the run."""
+
+    def unreadable(self, file: File, reason: str) -> ConfigError:
+        """Return the error for a file that cannot be read."""
+        return config_error((*self.key, "path"), f"cannot read {file.path}: {reason}")
+
+    def unopened(self, file: File, error: OSError) -> ConfigError:
+        """Return the error for a file that cannot be opened."""
+        return self.unreadable(file, f"{error.strerror or error}; correct the permissions, or name other files")
 
     def encode(self, contents: Sequence[Any]) -> list[Encoded]:
         """Return the tokens of documents."""

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 from titan_launch.config.paths import expand_paths
 from titan_launch.config.sections.data import FilesData
-from titan_launch.core.errors import ConfigError, config_error
-from titan_launch.core.files import open_regular
+from titan_launch.core.errors import config_error
+from titan_launch.core.files import file_state, open_regular
 from titan_launch.data.corpora.base import Corpus, File, Part
 
 
@@ -29,8 +29,7 @@ class FileCorpus(Corpus):
         except FileNotFoundError as error:
             reason = f'no file is found at "{error.args[0]}"'
             raise config_error((*self.key, "path"), reason, self.config.path) from None
-        stats = ((name, path, path.stat()) for name, path in found)
-        return [File(name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in stats]
+        return [File(name, path, file_state(path)) for name, path in found]
 
     def parts(self) -> list[Part]:
         """Return groups of files."""
@@ -59,12 +58,7 @@ class FileCorpus(Corpus):
         except damage as error:
             raise self.unreadable(file, f"it is damaged ({error}); compress or copy it again") from None
         except OSError as error:
-            remedy = "correct the permissions, or name other files"
-            raise self.unreadable(file, f"{error.strerror or error}; {remedy}") from None
-
-    def unreadable(self, file: File, reason: str) -> ConfigError:
-        """Return the error for a file that cannot be read."""
-        return config_error((*self.key, "path"), f"cannot read {file.path}: {reason}")
+            raise self.unopened(file, error) from None
 
     def _decompressor(self, file: File) -> tuple[Callable[[BinaryIO], Any], tuple[type[Exception], ...]]:
         """Return a function that decompresses a file, and the exceptions that it raises for damaged files."""

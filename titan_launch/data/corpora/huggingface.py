@@ -9,6 +9,7 @@ from typing import Any
 
 from titan_launch.config.sections.data import HuggingFaceData
 from titan_launch.core.errors import ConfigError, KeyPath, config_error, did_you_mean
+from titan_launch.core.files import file_state
 from titan_launch.data.corpora.base import Document, File, Part, Skipped
 from titan_launch.data.corpora.records import BATCH_ROWS, ColumnCorpus
 
@@ -23,8 +24,7 @@ class HuggingFaceCorpus(ColumnCorpus):
     def files(self) -> list[File]:
         """The Arrow files, which `datasets` maps into memory."""
         paths = [Path(file["filename"]) for file in self._dataset.cache_files]
-        stats = ((path, path.stat()) for path in paths)
-        return [File(path.name, path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+        return [File(path.name, path, file_state(path)) for path in paths]
 
     def parts(self) -> list[Part]:
         """Return ranges of rows."""

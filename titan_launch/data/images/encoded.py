@@ -20,20 +20,22 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from titan_launch.config.image_format import resized_size
 from titan_launch.config.paths import IMAGE_SUFFIXES, class_folders, tar_shards
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
-from titan_launch.core.files import open_regular
+from titan_launch.core.files import file_state, open_regular
+from titan_launch.core.fingerprint import fingerprint_of_files
 from titan_launch.data.cache import built_once
 from titan_launch.data.images.arrays import Labels, map_npz
+from titan_launch.data.images.pixel_formats import CHANNELS, PixelFormatError, decode
 
 _INDEX_VERSION = 1
+_SAMPLE_BYTES = 1 << 20
+"""Bytes of each of the 64 places in shards that are read to find changed shards."""
+
 _INDEX_FILE = "index.npz"
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's modes by number of channels."""
 
 
 @dataclass
@@ -95,7 +97,7 @@ class EncodedImages:
         arrays = map_npz(index, _ARRAYS)
         self.labels: Labels = arrays["labels"]
         self.note = os.fsdecode(arrays["note"].tobytes())
-        self._root, self._index_file, self._mode = root, index, _MODES[channels]
+        self._root, self._index_file, self._channels = root, index, channels
         self._arrays = arrays
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
@@ -140,7 +142,8 @@ class EncodedImages:
         return content
 
     def pixels(self, index: int, resize: int | None) -> Tensor:
-        """Return an image, uint8 `[channels, height, width]`. Raises UserError if Pillow cannot decode it.
+        """Return an image, upright: uint8, or float32 for 16-bit gray, `[channels, height, width]`. Raises UserError if
+        Pillow cannot decode it, or if `pixel_formats` does not have its format.
 
         `resize`: the size to which the shorter side will be scaled. A JPEG of more than four times this size is scaled
         by 1/2, 1/4 or 1/8 while it is decoded, which is much faster.
@@ -152,12 +155,13 @@ class EncodedImages:
             with Image.open(BytesIO(content)) as image:
                 if resize is not None:
                     height, width = resized_size(image.height, image.width, 2 * resize)
-                    image.draft(self._mode, (width, height))
-                pixels = np.array(image.convert(self._mode))
+                    image.draft(CHANNELS[self._channels], (width, height))
+                return decode(image, self._channels)
+        except PixelFormatError as error:
+            raise UserError(f"{self.name(index)} {error}") from None
         except Exception as error:  # Pillow raises many types for damaged images
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise UserError(f"{self.name(index)} is not a valid image ({reason}); replace or remove it") from None
-        return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
 
     def _path(self, index: int) -> Path:
         ends, file = self._arrays["name_ends"], int(self._arrays["files"][index])
@@ -175,7 +179,7 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
         reason = "contains no class folders; put the images of each class into a folder of its own"
         raise config_error(path_key, reason, path)
     folders = [
-        (str(below.relative_to(root)), below.stat().st_mtime_ns) for name in classes for below in _folders(root / name)
+        (str(below.relative_to(root)), *file_state(below)) for name in classes for below in _folders(root / name)
     ]
 
     def build(folder: Path) -> None:
@@ -202,7 +206,6 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
         raise config_error(path_key, f"no file matches {error}", path) from None
     root = Path(os.path.commonpath([shard.resolve().parent for shard in shards]))
     names = [str(shard.resolve().relative_to(root)) for shard in shards]
-    states = [os.stat(shard) for shard in shards]
 
     def build(folder: Path) -> None:
         listing = _Listing()
@@ -221,8 +224,9 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
             raise config_error(path_key, f"contains no images ({listed(names)}); write KEY.jpg and KEY.cls", path)
         listing.save(folder)
 
-    identity = [(name, state.st_size, state.st_mtime_ns) for name, state in zip(names, states, strict=True)]
-    return _open(root, [label_field, identity], build, channels, path, path_key)
+    states = [(name, *file_state(root / name)) for name in names]
+    sample = fingerprint_of_files([(name, root / name) for name in names], _SAMPLE_BYTES).content
+    return _open(root, [label_field, states, sample], build, channels, path, path_key)
 
 
 def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_key: KeyPath) -> EncodedImages:
@@ -230,7 +234,7 @@ def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_
         import PIL.Image  # noqa: F401 - optional; the error is raised before the index is built
     except ImportError:
         raise config_error(path_key, "needs Pillow, which is not installed: pip install pillow", path) from None
-    if channels not in _MODES:
+    if channels not in CHANNELS:
         reason = f"image files have 1, 3 or 4 channels, but the model takes {channels}; save arrays in an .npz file"
         raise config_error(path_key, reason, path)
 

@@ -59,7 +59,8 @@ class PackedSource:
         return inputs[0].long(), targets[0].long(), documents[0]
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
-        """Return inputs, targets and document numbers of several samples, all int32 `[len(indices), seq_len]`."""
+        """Return inputs, targets and document numbers of several samples, all int32 `[len(indices), seq_len]`. Raises
+        UserError for a token outside of the vocabulary."""
         seq_len, stream = self.packing.seq_len, self.stream
         pieces, num_pieces = self.packing.pieces_of(indices)
         starts, lengths = self.packing.starts[pieces], self.packing.lengths[pieces]
@@ -79,6 +80,10 @@ class PackedSource:
                     targets[at : at + length][~counts] = IGNORED_TARGET
                 at += length
             piece += number
+        # Unsigned, since ids from 2**31 on are negative here. A check of each piece would take a third of the time.
+        used = targets.view(np.uint32)[targets != IGNORED_TARGET]
+        if max(inputs.view(np.uint32).max(), used.max(initial=0)) >= stream.vocab_size:
+            raise stream.outside_vocabulary(zip(starts, starts + lengths + 1, strict=True))
         shape = (len(indices), seq_len)
         return tuple(map(torch.from_numpy, (inputs.reshape(shape), targets.reshape(shape), documents)))
 

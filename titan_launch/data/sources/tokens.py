@@ -13,7 +13,7 @@ from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.corpora import CORPORA
 from titan_launch.data.corpora.base import Corpus
-from titan_launch.data.foreign_tokens import open_foreign_tokens
+from titan_launch.data.foreign_tokens import check_unknown_ids, open_foreign_tokens
 from titan_launch.data.packing import cached_packing, longest_pair
 from titan_launch.data.prepare import cached_token_files
 from titan_launch.data.sources.base import Details, Sample, SourceContext
@@ -61,8 +61,13 @@ class TokenSource:
         return inputs[0].long(), targets[0].long()
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
-        """Return inputs and targets of several samples, both int32 `[len(indices), seq_len]`."""
+        """Return inputs and targets of several samples, both int32 `[len(indices), seq_len]`. Raises UserError for a
+        token outside of the vocabulary."""
         windows = np.stack([self._window(index) for index in indices])
+        if windows.max() >= self._stream.vocab_size:
+            raise self._stream.outside_vocabulary(
+                (index * self._seq_len, (index + 1) * self._seq_len + 1) for index in indices
+            )
         inputs, targets = windows[:, :-1].astype(np.int32), windows[:, 1:].astype(np.int32)
         for row, index in enumerate(indices):
             counts = self._stream.read_targets(index * self._seq_len + 1, (index + 1) * self._seq_len + 1)
@@ -117,7 +122,9 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | Pa
 
 def _open(config: CorpusData | TokensData, context: SourceContext, folder: Path, header: Header) -> TokenStream:
     try:
-        return open_token_files(folder, header)
+        stream = open_token_files(folder, header)
+        check_unknown_ids(folder, header)
+        return stream
     except TokenFilesError as error:
         raise config_error((*context.key, "path"), str(error), config.path) from None
 

@@ -20,7 +20,7 @@ from titan_launch.config.huggingface.config_json import FolderConfig, read_folde
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
-from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.core.fingerprint import Fingerprint, fingerprint_of_files
 from titan_launch.core.globs import matches
 from titan_launch.models.weights.tensor_names import (
     Piece,
@@ -99,16 +99,7 @@ class WeightsFolder:
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the files: their sizes, and bytes at places that a fixed seed draws."""
         files = sorted({tensor.file for tensor in self.tensors.values()})
-        sizes = [(file, (self.path / file).stat().st_size) for file in files]
-        samples = [(file, start) for file, size in sizes for start in range(0, size, _SAMPLE_BYTES)]
-
-        def sample(index: int) -> bytes:
-            file, start = samples[index]
-            with (self.path / file).open("rb") as stream:
-                stream.seek(start)
-                return stream.read(_SAMPLE_BYTES)
-
-        return fingerprint_of(sizes, len(samples), sample, seed=0)
+        return fingerprint_of_files([(file, self.path / file) for file in files], _SAMPLE_BYTES)
 
     def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
         """Return a part of a tensor, in the dtype of the file. Only this part is read."""

@@ -1,0 +1,98 @@
+"""Entries of the cache: they are on disk before they appear, and are used only with the content that was built."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titan_launch.data.cache import VARIABLE, built_once
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class Build:
+    """A function that writes two files, and counts its calls."""
+
+    calls = 0
+
+    def __call__(self, folder: Path) -> None:
+        self.calls += 1
+        (folder / "a").write_bytes(b"first")
+        (folder / "b").write_bytes(b"second")
+
+
+def rewritten(folder: Path) -> None:
+    (folder / "b").write_bytes(b"SECOND")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        rewritten,
+        lambda folder: (folder / "a").unlink(),
+        lambda folder: (folder / "files.json").unlink(),
+        lambda folder: (folder / "files.json").write_text("[1]"),
+        lambda folder: (folder / "files.json").write_text('{"a": ["", [5, 0, 0, 0]]}'),
+    ],
+)
+def test_a_damaged_entry_is_built_again(cache: Path, damage: Callable[[Path], object]) -> None:
+    build = Build()
+    folder = built_once("kind", 1, build)
+    damage(folder)
+    assert built_once("kind", 1, build) == folder and build.calls == 2
+    assert [(folder / name).read_bytes() for name in "ab"] == [b"first", b"second"]
+    assert built_once("kind", 1, build) == folder and build.calls == 2
+
+
+def test_a_copied_cache_is_compared_once_and_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    build = Build()
+    built_once("kind", 1, build)
+    shutil.copytree(cache, tmp_path / "copy")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "copy"))
+    for _ in range(2):
+        folder = built_once("kind", 1, build)
+        assert folder.is_relative_to(tmp_path / "copy") and build.calls == 1
+    assert [record.getMessage().partition(" the cached")[0] for record in caplog.records] == ["comparing"]
+
+
+def test_a_cache_that_can_only_be_read_is_used_if_its_content_is_right(cache: Path) -> None:
+    """A folder in the place of the lock fails for every user, as a cache without write permission does."""
+    build = Build()
+    folder = built_once("kind", 1, build)
+    folder.with_suffix(".lock").unlink()
+    folder.with_suffix(".lock").mkdir()
+    (folder / "a").touch()
+    assert built_once("kind", 1, build) == folder and build.calls == 1
+    rewritten(folder)
+    with pytest.raises(Exception, match="the cache of prepared data cannot be written"):
+        built_once("kind", 1, build)
+
+
+def test_files_are_on_disk_before_the_entry_appears(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked_rename(source: Path, target: Path) -> Path:
+        if source.suffix == ".partial":
+            assert {path.stat().st_ino for path in (source, *source.iterdir())} <= set(synced)
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", checked_rename)
+    folder = built_once("kind", 1, Build())
+    assert synced[-1] == folder.parent.stat().st_ino

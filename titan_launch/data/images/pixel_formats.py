@@ -1,0 +1,159 @@
+"""Pixels of image files. Each file format and mode of Pillow is read exactly as this module says, or refused by name.
+
+Pillow converts any mode into any other, and clips, drops or reinterprets values on the way. So an image is converted
+only if its file format, its mode and the stored layout ("raw mode") of its pixels are in the tables below.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image  # optional
+
+FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow's names of the file formats that are read. MPO is a JPEG with further pictures, of which the first counts."""
+
+CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
+"""The mode that Pillow converts to, by number of channels."""
+
+READ_AS_UINT8 = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
+"""Modes that Pillow converts to uint8: gray, palettes, colors, and CMYK by `R = (255 - C) (255 - K) / 255`."""
+
+READ_AS_FLOAT = ("I;16", "I;16B", "I;16L", "I;16N")
+"""Modes of 16-bit gray. A value v becomes the float32 nearest to v / 65535."""
+
+REFUSED = {
+    "F": "has floating-point pixels, which have no known range",
+    "I": "has signed or 32-bit integers as pixels, which have no known range",
+    "HSV": "has hue, saturation and value as channels",
+    "LAB": "has CIE L*a*b* colors",
+    "La": "has gray that is multiplied by alpha",
+    "RGBX": "has a fourth channel of unknown meaning",
+    "RGBa": "has colors that are multiplied by alpha",
+    "YCbCr": "has YCbCr colors of unknown coefficients",
+}
+"""Reasons to refuse the other modes."""
+
+_MAXIMUM = 65535
+"""Largest value of 16-bit gray."""
+
+_GRAY_16 = ("I;16", "I;16B", "I;16L", "I;16N")
+"""Raw modes of 16-bit gray. Other raw modes of one 16-bit channel have another range or order of bits."""
+
+_PNM_RANGE = 255
+"""Largest value of a PPM, PGM or PBM file that Pillow reads exactly as 8 bits."""
+
+_PHOTOMETRIC, _SAMPLE_FORMAT, _WHITE_IS_ZERO, _UNSIGNED = 262, 339, 0, 1
+"""Tags of TIFF, and values of theirs."""
+
+_ORIENTATION = 274
+"""Tag of EXIF: the change that turns the stored pixels upright."""
+
+_UPRIGHT = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""Pillow's name of the change for each orientation. Orientation 1 is upright, and other values have no meaning."""
+
+_EIGHT_BITS = "convert it to 8 bits per channel, or save arrays in an .npz file"
+
+
+class PixelFormatError(Exception):
+    """An image that is not understood. The message is a clause with a remedy: `has 3 frames; save ...`."""
+
+
+def decode(image: Image, channels: int) -> Tensor:
+    """Return an opened image, upright: uint8, or float32 from 0 to 1 for 16-bit gray, `[channels, height, width]`.
+
+    Raises PixelFormatError for an image that is not understood, and the errors of Pillow for a damaged one.
+    """
+    if problem := _problem(image):
+        raise PixelFormatError(problem)
+    is_gray_16 = _is_gray_16(image)  # unknown after `load`
+    image.load()
+    upright = _turned(image)
+    if is_gray_16:
+        gray = torch.from_numpy(np.array(upright).astype(np.float32) / np.float32(_MAXIMUM))
+        colors = gray.expand(min(channels, 3), -1, -1)
+        return colors if channels <= 3 else torch.cat([colors, torch.ones_like(gray)[None]])
+    if channels != 4 and upright.has_transparency_data:
+        upright = upright.convert("RGBA")
+        if upright.getchannel("A").getextrema() != (255, 255):
+            remedy = "draw it on a background, or train a model with 4 channels"
+            raise PixelFormatError(f"has transparent pixels, but the model takes no alpha channel; {remedy}")
+    pixels = np.array(upright.convert(CHANNELS[channels]))
+    return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
+
+
+def _problem(image: Image) -> str:
+    """Return the reason, with a remedy, why an image that is not loaded yet is not understood; "" if it is."""
+    if image.format not in FORMATS:
+        return f"is a file of the format {image.format}; convert it to PNG or JPEG"
+    if image.format != "MPO" and getattr(image, "is_animated", False):
+        return f"has {getattr(image, 'n_frames', 'several')} frames; save the frame that its class describes"
+    raw, arguments = _raw_mode(image)
+    if _is_gray_16(image):
+        if "transparency" in image.info:
+            return f"has a transparent value of 16-bit gray; {_EIGHT_BITS}"
+        if _tag(image, _PHOTOMETRIC) == _WHITE_IS_ZERO:
+            return f"has 16-bit gray in which 0 is white; {_EIGHT_BITS}"
+        return ""
+    if image.mode not in (*READ_AS_UINT8, *READ_AS_FLOAT):
+        reason = REFUSED.get(image.mode, "has pixels that are not known")
+        return f"{reason} (mode {image.mode} of Pillow); {_EIGHT_BITS}"
+    if image.mode in READ_AS_FLOAT or (image.format in ("PNG", "TIFF") and re.search(r";(12|16)", raw)):
+        return f"has more than 8 bits per channel (stored as {raw}), which Pillow would cut off; {_EIGHT_BITS}"
+    if image.format == "PPM" and arguments and arguments[0] > _PNM_RANGE:
+        return f"has pixels up to {arguments[0]:,}, which Pillow would reduce to 8 bits; {_EIGHT_BITS}"
+    if image.format == "TIFF" and "X" in raw:
+        return f"has further channels of unknown meaning (stored as {raw}); {_EIGHT_BITS}"
+    if any(sample != _UNSIGNED for sample in _tag(image, _SAMPLE_FORMAT) or ()):
+        return f"has signed pixels; {_EIGHT_BITS}"
+    if image.format in ("JPEG", "MPO") and image.mode == "CMYK" and "adobe" not in image.info:
+        return "has CMYK colors without the marker of Adobe, so they may be inverted; convert it to RGB"
+    return ""
+
+
+def _is_gray_16(image: Image) -> bool:
+    """Return True for 16-bit gray, also where Pillow stores it as 32-bit integers: gray PPM files, and PNG before
+    Pillow 10.3."""
+    if image.mode == "I" and image.format == "PPM":
+        return True
+    return image.mode in (*READ_AS_FLOAT, "I") and _raw_mode(image)[0] in _GRAY_16
+
+
+def _raw_mode(image: Any) -> tuple[str, tuple[Any, ...]]:
+    """Return the layout of the stored pixels in Pillow's terms, and further arguments of its decoder; "" if unknown."""
+    arguments = getattr(image, "tile", None) and image.tile[0][3]
+    if isinstance(arguments, str):
+        return arguments, ()
+    if isinstance(arguments, tuple) and arguments and isinstance(arguments[0], str):
+        return arguments[0], arguments[1:]
+    return "", ()
+
+
+def _tag(image: Any, number: int) -> Any:
+    """Return the value of a tag of a TIFF file; None for other formats and without the tag."""
+    return image.tag_v2.get(number) if image.format == "TIFF" else None
+
+
+def _turned(image: Image) -> Image:
+    """Return a loaded image upright. Pillow has turned TIFF files already. Without readable EXIF, nothing is turned."""
+    from PIL.Image import Transpose
+
+    try:
+        change = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # Pillow raises many types for damaged EXIF, which says nothing about the pixels
+        change = None
+    return image if change is None else image.transpose(Transpose[change])
