@@ -258,7 +258,13 @@ class Replay:
     def _loss(self, outputs: Tensor) -> Tensor:
         """Return the loss. The step point of the loss lasts until the gradient of the outputs exists."""
         self._ledger.enter(StepPoint(self._microbatch, "loss", ""))
-        return ops.cross_entropy(self._autograd, outputs) if self._loss_chunks == 1 else outputs
+        if self._loss_chunks > 1:
+            return outputs
+        logits = ops.cast(self._autograd, outputs, "float32")
+        loss = ops.cross_entropy(self._autograd, logits)
+        if not self._config.loss.z_loss:
+            return loss
+        return ops.add(self._autograd, loss, ops.z_loss(self._autograd, logits, self._num_tokens))
 
     def _call(self, path: str, compute: Compute, x: Tensor) -> Tensor:
         """Run a module as `nn.Module.__call__` does: FSDP2's hooks surround activation checkpointing, which surrounds
