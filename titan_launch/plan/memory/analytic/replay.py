@@ -195,7 +195,11 @@ class Replay:
         """Return the FSDP2 unit of each module, by path. Also store the units in FSDP2's context, in the order of the
         model's modules."""
         parameters = parameters_by_unit(self._plan.inventory, self._plan.units)
-        units = [ShardedUnit(self._context, *pair) for pair in zip(self._plan.units, parameters, strict=True)]
+        offloads = self._config.training.enable_cpu_offload
+        units = [
+            ShardedUnit(self._context, unit, own, self._layout.is_ignored(unit, offloads))
+            for unit, own in zip(self._plan.units, parameters, strict=True)
+        ]
         by_path = {path: unit for unit in units for path in unit.unit.modules}
         in_order = (by_path[m.path] for m in self._plan.inventory.modules if m.path in by_path)
         self._context.units = list(dict.fromkeys(in_order))
@@ -208,7 +212,7 @@ class Replay:
     def _weights(self) -> dict[str, Tensor]:
         """Return every parameter by its full name. Shared parameters have an entry for each name."""
         weights: dict[str, Tensor] = {}
-        unseen = {unit.unit: iter(unit.parameters) for unit in self._context.units}
+        unseen = {unit.unit: iter(unit.weights) for unit in self._context.units}
         for module in self._plan.inventory.modules:
             for info in module.parameters:
                 if info.tied_to is None:
