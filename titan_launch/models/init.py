@@ -30,7 +30,9 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
 
     With `parameters_on_host` the parameters are allocated on the host.
     """
-    before = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+    before = [
+        (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
+    ]
     model.to_empty(device="cpu" if parameters_on_host else device)
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module, name, parameter in before:  # `to_empty` gives each owner of a plain parameter a tensor of its own

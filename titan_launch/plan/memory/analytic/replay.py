@@ -41,7 +41,7 @@ from titan_launch.plan.param_groups import (
     is_undecayed,
     settings_of,
 )
-from titan_launch.plan.types import Inventory, ModelPlan, enclosing, full_name, outermost, parameters_by_unit
+from titan_launch.plan.types import Inventory, ModelPlan, full_name, outermost, parameters_by_unit
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
 
@@ -159,8 +159,7 @@ class Replay:
         self._keeps = _every_second_product if selection(config.activation_checkpoint) == "op" else None
         statistics_ranks = layout.data_parallel if config.batchnorm.statistics == "synchronized" else 0
         weight, seq_len = self._weights().__getitem__, config.training.seq_len
-        has_loss_head = plan.loss_head is not None and not enclosing(plan.loss_head, again)
-        self._loss_chunks = config.loss.chunks if has_loss_head else 1
+        self._loss_chunks = config.loss.chunks
         context = ReplayContext(
             seq_len,
             self._autograd,
