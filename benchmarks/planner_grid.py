@@ -176,9 +176,8 @@ def _add_trained(pick: random.Random, job: dict[str, Any]) -> None:
         ]
         job["training"] |= pick.choice(some)
     elif kind == "lora":
-        targets = pick.choice(
-            [["layers.*.attention.w*"], ["layers.*.attention.w*", mlp], [mlp], ["layers.0.attention.wo"]]
-        )
+        attention = "layers.*.attention.w*"
+        targets = pick.choice([[attention], [attention, mlp], [mlp], ["layers.0.attention.wo"]])
         job["lora"] = {"targets": targets, "rank": pick.choice([2, 8])}
         job["model"]["args"]["n_layers"] = pick.choice([2, 7, 8])
     if kind != "all":

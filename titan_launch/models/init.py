@@ -30,13 +30,13 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
 
     With `parameters_on_host` the parameters are allocated on the host.
     """
-    before = [
-        (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
-    ]
+    before = [(module, dict(module._parameters)) for module in model.modules()]
     model.to_empty(device="cpu" if parameters_on_host else device)
-    allocated: dict[nn.Parameter, nn.Parameter] = {}
-    for module, name, parameter in before:  # `to_empty` gives each owner of a plain parameter a tensor of its own
-        module._parameters[name] = allocated.setdefault(parameter, module._parameters[name])
+    allocated: dict[nn.Parameter, nn.Parameter | None] = {}
+    for module, parameters in before:  # `to_empty` gives each owner of a plain parameter a tensor of its own
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                module._parameters[name] = allocated.setdefault(parameter, module._parameters[name])
     if not parameters_on_host:
         return
     for module in model.modules():

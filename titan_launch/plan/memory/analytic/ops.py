@@ -412,7 +412,7 @@ def chunked_loss(
 ) -> Tensor:
     """Compute the loss in the output layer, in chunks of classes (`models.chunked_loss`): a scalar.
 
-    It saves its inputs and two fp32 numbers for each token; the z-loss needs no more. `is_capped`: logits have a soft cap.
+    It saves its inputs and two fp32 numbers for each token, also with a z-loss. `is_capped`: logits have a soft cap.
     """
     x = view(autograd, x)
     rows, dtype, new = x.numel // width_in, x.dtype, autograd.new
