@@ -62,12 +62,13 @@ def predict(model: str, ranks: int, sections: dict[str, Any]) -> tuple[int, int]
     return row["active_bytes"], row["host_bytes"]
 
 
-def table(models: Sequence[str]) -> str:
-    """Return a Markdown table with a row for each way to fine-tune and each model."""
+def table(models: Sequence[str], trained: Sequence[str]) -> str:
+    """Return a Markdown table with a row for each way to fine-tune and each model. `trained`: the names of the ways."""
     columns = [f"{ranks} GPU{'s' * (ranks > 1)}{what}" for ranks in RANKS for what in ("", ", host")]
     lines = [["model", "trained", *columns], ["---", "---", *["---:"] * len(columns)]]
     for model in models:
-        for name, sections in ways(model).items():
+        for name in trained:
+            sections = ways(model)[name]
             sizes = [size for ranks in RANKS for size in predict(model, ranks, sections)]
             lines.append([model, name, *(f"{size / GIB:.1f}" if size else "" for size in sizes)])
             print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
@@ -78,9 +79,11 @@ def main(arguments: list[str]) -> int:
     """Predict all rows and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=BLOCKS, default=list(BLOCKS))
+    names = list(ways("1B"))
+    parser.add_argument("--trained", nargs="+", choices=names, default=names, help="rows (default: all)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table between its markers in this file")
     options = parser.parse_args(arguments)
-    publish(table(options.models), "fine-tuning memory", options.write)
+    publish(table(options.models, options.trained), "fine-tuning memory", options.write)
     return 0
 
 

@@ -127,6 +127,19 @@ def test_measured_traffic_and_memory_of_a_mixture_are_the_planned_ones(tmp_path:
     assert min(measured) == pytest.approx(report[PREDICTED], rel=0.01)
 
 
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_measured_memory_of_the_z_loss_is_the_planned_one(tmp_path: Path, compute: str) -> None:
+    """Almost all of the memory is that of the logits."""
+    args = {"args": {"vocab_size": 2000, "n_layers": 1}}
+    sizes = {"seq_len": 128, "local_batch_size": 2}
+    precision = {"param_dtype": compute}
+    job = tiny_job(tmp_path, model=args, training=sizes, loss={"z_loss": 1e-4}, precision=precision)
+    run_ranks(run_job, 1, job)
+    report = read_metrics(tmp_path)[2]
+    assert report[MEASURED] == pytest.approx(report[PREDICTED], rel=0.01)
+    assert report[MEASURED] * GIB > 20 * 256 * 2000
+
+
 FINE_TUNED: dict[str, dict[str, Any]] = {
     "frozen": {
         "training": {"trainable": ["layers.1.**", "norm.*", "output.*"]},
@@ -150,14 +163,14 @@ FINE_TUNED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FINE_TUNED)
-def test_measured_memory_of_fine_tuning_is_the_planned_one(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in FINE_TUNED), ("frozen", 1), ("LoRA", 1)])
+def test_measured_memory_of_fine_tuning_is_the_planned_one(name: str, ranks: int, tmp_path: Path) -> None:
     sections = FINE_TUNED[name]
     sizes = {"seq_len": 128, "local_batch_size": 2, "global_batch_size": 8, **sections.get("training", {})}
     job = tiny_job(tmp_path, **{**sections, "training": sizes})
-    run_ranks(run_job, 2, job)
+    run_ranks(run_job, ranks, job)
     (tmp_path / "job.json").write_text(json.dumps(job))
-    command = ["plan", "--config", "job.json", "--world-size", "2", "--rows", "own", "--json"]
+    command = ["plan", "--config", "job.json", "--world-size", str(ranks), "--rows", "own", "--json"]
     status, printed, reported = run_command(command, tmp_path)
     assert status == 0, reported
     (row,) = json.loads(printed)["rows"]
