@@ -81,6 +81,11 @@ class Result:
         """Error of the predicted peak, relative to the traced one."""
         return self.predicted_bytes / self.traced_bytes - 1
 
+    @property
+    def is_wrong(self) -> bool:
+        """True if the peak differs by 1 % or more, or if collectives or their bytes differ."""
+        return abs(self.error) >= 0.01 or not self.same_traffic
+
 
 def random_job(seed: int) -> tuple[dict[str, Any], int, Kernels]:
     """Return a random job, its number of ranks, and the device family of its kernels."""
@@ -343,12 +348,21 @@ def main() -> int:
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.num_jobs)
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn"), initializer=_be_quiet) as pool:
-        found = list(pool.map(compare, seeds, chunksize=4))
+        found = [_shown(result) for result in pool.map(compare, seeds)]
     results = [result for result in found if result is not None]
-    wrong = [result for result in results if abs(result.error) >= 0.01 or not result.same_traffic]
+    wrong = [result for result in results if result.is_wrong]
     publish(summarize(results, refused=len(found) - len(results)), "planner_grid", arguments.write)
     print(*wrong, sep="\n")
     return int(bool(wrong))
+
+
+def _shown(result: Result | None) -> Result | None:
+    """Return a result, after it was shown as progress."""
+    if result is not None:
+        mark = "  <- differs" if result.is_wrong else ""
+        draws = ", ".join(result.draws)
+        print(f"{result.seed}: {result.error:+.3%}  {result.engine}, {result.kernels}, {draws}{mark}", file=sys.stderr)
+    return result
 
 
 def _be_quiet() -> None:
