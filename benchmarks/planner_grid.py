@@ -208,6 +208,7 @@ def _add_experts(pick: random.Random, job: dict[str, Any], shard: int) -> None:
         "hidden_dim": pick.choice([16, 40, 96]),
         "z_loss": pick.choice([0.0, 0.001]),
         "shared_hidden_dim": pick.choice([None, 32]),
+        **({"num_groups": 1, "top_k_groups": 1} if num_experts % 8 else {}),  # groups of one expert are refused
     }
     for rule in job["precision"]["rules"]:
         if rule["match"] == "layers.*.feed_forward.w2":
