@@ -2,29 +2,27 @@
 
     python benchmarks/fine_tuning_memory.py [--write docs/how_to/fit_into_memory.md] [--models 1B 8B 70B]
 
-Every number is a prediction of `plan` for CUDA's kernels. The analytic engine predicts jobs without adapters, in
-milliseconds. Jobs with adapters are traced, which takes seconds each.
+Every number is one that the command `plan` prints. Its analytic engine predicts jobs without adapters, in milliseconds.
+Jobs with adapters are traced, which takes seconds each.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from publishing import publish
 
+from titan_launch.commands.plan import PlanOptions, print_plan
 from titan_launch.config.job import JobConfig
-from titan_launch.models.build import build_model
-from titan_launch.plan.hardware import GIB, hardware_of
-from titan_launch.plan.job import configured_choice
-from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
-from titan_launch.plan.memory.ledger import Footprint
-from titan_launch.trace.engine import trace_engine
-from titan_launch.train.auto_mode import inspect_model
+from titan_launch.core.errors import format_key
+from titan_launch.plan.hardware import GIB
 
 SEQ_LEN, SAMPLES = 4096, 16
 RANKS = (1, 8)
@@ -46,8 +44,8 @@ def ways(model: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def predict(model: str, ranks: int, sections: dict[str, Any]) -> Footprint:
-    """Return the footprint of the rank with the highest peak."""
+def predict(model: str, ranks: int, sections: dict[str, Any]) -> tuple[int, int]:
+    """Return the active bytes and the host bytes that `plan` prints for the rank with the highest peak."""
     job: dict[str, dict[str, Any]] = {
         "model": {"name": "llama3", "flavor": model},
         "training": {"seq_len": SEQ_LEN, "local_batch_size": 1, "global_batch_size": SAMPLES},
@@ -57,22 +55,21 @@ def predict(model: str, ranks: int, sections: dict[str, Any]) -> Footprint:
     }
     for name, values in sections.items():
         job[name] = {**job.get(name, {}), **values}
-    config = JobConfig.model_validate(job)
-    layout = plan_layout(config.parallelism, config.training, ranks)
-    kernels = hardware_of(config, ranks_on_machine=8).kernels
-    inspect_model(config, build_model(config.model, SEQ_LEN))  # raises ConfigError for globs that match nothing
-    engine = trace_engine if unknown_part(config, kernels) else analytic_engine
-    return engine(config, layout, kernels)(configured_choice(config))
+    printed, options = io.StringIO(), PlanOptions(only_own=True, as_json=True)
+    with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+        print_plan(JobConfig.model_validate(job), ranks, format_key, options)
+    (row,) = json.loads(printed.getvalue())["rows"]
+    return row["active_bytes"], row["host_bytes"]
 
 
-def table(models: Sequence[str]) -> str:
-    """Return a Markdown table with a row for each way to fine-tune and each model."""
+def table(models: Sequence[str], trained: Sequence[str]) -> str:
+    """Return a Markdown table with a row for each way to fine-tune and each model. `trained`: the names of the ways."""
     columns = [f"{ranks} GPU{'s' * (ranks > 1)}{what}" for ranks in RANKS for what in ("", ", host")]
     lines = [["model", "trained", *columns], ["---", "---", *["---:"] * len(columns)]]
     for model in models:
-        for name, sections in ways(model).items():
-            footprints = [predict(model, ranks, sections) for ranks in RANKS]
-            sizes = [size for footprint in footprints for size in (footprint.peak_bytes, footprint.host_bytes)]
+        for name in trained:
+            sections = ways(model)[name]
+            sizes = [size for ranks in RANKS for size in predict(model, ranks, sections)]
             lines.append([model, name, *(f"{size / GIB:.1f}" if size else "" for size in sizes)])
             print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -82,9 +79,11 @@ def main(arguments: list[str]) -> int:
     """Predict all rows and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=BLOCKS, default=list(BLOCKS))
+    names = list(ways("1B"))
+    parser.add_argument("--trained", nargs="+", choices=names, default=names, help="rows (default: all)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table between its markers in this file")
     options = parser.parse_args(arguments)
-    publish(table(options.models), "fine-tuning memory", options.write)
+    publish(table(options.models, options.trained), "fine-tuning memory", options.write)
     return 0
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from tests.distributed import run_command, run_ranks
 from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model, samples
+from tests.sampling import rest_is_slow
 from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.checkpoint.index import read_index
@@ -509,6 +510,14 @@ def test_the_table_of_the_8b_model_is_printed_by_plan() -> None:
     older, newer = page.split("The table is that of torch 2.13.")
     shown = re.findall(r"^[> ]\*? +none +immediate .*$", newer if FREES_EARLIER else older, flags=re.MULTILINE)
     assert len(shown) == 2 and all(line in printed for line in shown)
+
+
+@pytest.mark.parametrize("trained", rest_is_slow(["last quarter of the blocks", "LoRA, rank 16"]))
+def test_the_table_of_fine_tuning_is_printed_by_plan(trained: str) -> None:
+    command = [sys.executable, "benchmarks/fine_tuning_memory.py", "--models", "1B", "8B", "--trained", trained]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[2:]
+    page = (REPO / "docs" / "how_to" / "fit_into_memory.md").read_text().splitlines()
+    assert len(rows) == 2 and set(rows) <= set(page)
 
 
 def test_predictions_are_below_published_memory() -> None:

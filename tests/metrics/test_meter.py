@@ -51,12 +51,13 @@ def train(meter: Meter, clock: Clock, *, steps: int, tokens: int = 1000, loss: f
 
 
 def report(meter: Meter, *, loss: float = 2.5, valid: int = 1000, valid_global: int = 1000) -> dict[str, float]:
-    return meter.report(
+    scalars = meter.report(
         loss_sum=torch.tensor(loss),
         items_local=torch.tensor(valid),
         items_global=torch.tensor(valid_global),
         grad_norm=torch.tensor(0.5),
     )
+    return scalars | meter.pauses()
 
 
 def test_a_window_reports_means_and_throughput_of_its_steps() -> None:
@@ -111,6 +112,37 @@ def test_paused_time_is_not_part_of_the_step_time() -> None:
     assert sum(scalars[f"time/{part}_s"] for part in (*STEP_PARTS, "other")) == 2
     assert scalars["throughput/tokens_per_second"] == 500
     assert scalars["throughput/tflops_per_device"] == 2
+
+
+def test_pauses_after_a_report_count_in_it_until_the_next_one() -> None:
+    clock = Clock()
+    meter = build(clock)
+    assert not meter.pauses() and not meter.late_pauses()
+    train(meter, clock, steps=2)
+    assert report(meter)["time/checkpoint_s"] == 0
+    with meter.paused("checkpoint"):
+        clock.advance(8)
+    train(meter, clock, steps=4)
+    scalars = report(meter)
+    assert (scalars["time/step_s"], scalars["time/checkpoint_s"]) == (2, 2)
+    assert not meter.late_pauses()
+    with meter.paused("checkpoint"):
+        clock.advance(4)
+    assert meter.late_pauses() == {"time/checkpoint_s": 3}
+    train(meter, clock, steps=4)
+    assert report(meter)["time/checkpoint_s"] == 0
+
+
+def test_communication_in_a_pause_belongs_to_the_pause() -> None:
+    clock = Clock()
+    meter = build(clock)
+    with meter.paused("validation"), meter.timeline.part("communication"):
+        clock.advance(100)
+    train(meter, clock, steps=1)
+    scalars = report(meter)
+    assert scalars["time/validation_s"] == 100
+    assert scalars["time/communication_s"] == 0.25
+    assert sum(scalars[f"time/{part}_s"] for part in (*STEP_PARTS, "other")) == scalars["time/step_s"] == 2
 
 
 def test_throughput_without_known_flops_is_not_reported() -> None:

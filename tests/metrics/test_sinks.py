@@ -89,6 +89,19 @@ def test_jsonl_is_on_disk_at_once_and_is_strict_json(tmp_path: Path) -> None:
     sink.close()
 
 
+def test_a_second_call_for_a_step_adds_to_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.write(1, {"train/loss": 2.0})
+    for seconds in (0.123456789, 3.0, 123.25):
+        sink.write(2, {"train/loss": 1.0, "time/checkpoint_s": seconds})
+        lines = read_lines(path)
+        assert lines == [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0, "time/checkpoint_s": seconds}]
+    sink.write(3, {"train/loss": 0.5})
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    sink.close()
+
+
 @pytest.mark.parametrize("torn", ["", '{"step": 7, "tra', '{"step": 7}', '{"step": 2, "train/loss": 1.0'])
 def test_a_resumed_jsonl_drops_repeated_steps_and_a_torn_line(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
@@ -74,3 +75,30 @@ def test_an_embedding_is_all_gathered_once_per_step_and_resharded(checkpointing:
 def test_an_embedding_stays_unsharded_if_every_unit_does() -> None:
     result = run_ranks(gathers_and_is_unsharded, 2, {"fsdp_reshard_after_forward": "never"}, "none")[0]
     assert result == ([PADDED], [], True)
+
+
+def managed_parameters(sections: dict[str, dict[str, Any]]) -> set[str]:
+    """Return the names of the parameters that FSDP2 manages."""
+    training = {"trainable": ["layers.1.**"], **sections.get("training", {})}
+    job = {"model": {"args": TINY_ARGS}, **sections, "training": training}
+    model = sharded_model(JobConfig.model_validate(job), 8)
+    return {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections", "is_ignored"),
+    [
+        (1, {"precision": {"frozen_storage_dtype": "bfloat16"}}, True),
+        (1, {"precision": {"param_dtype": "float32"}}, True),
+        (1, {"precision": {"param_dtype": "bfloat16"}}, False),
+        (1, {"precision": {"param_dtype": "float32"}, "training": {"enable_cpu_offload": True}}, False),
+        (2, {"precision": {"param_dtype": "float32"}, "parallelism": {"data_parallel_replicate_degree": 2}}, True),
+        (2, {"precision": {"param_dtype": "float32"}}, False),
+    ],
+)
+def test_frozen_parameters_of_one_shard_have_no_copy_if_they_are_stored_as_computed(
+    ranks: int, sections: dict[str, dict[str, Any]], is_ignored: bool
+) -> None:
+    managed = run_ranks(managed_parameters, ranks, sections)[0]
+    assert any(name.startswith("layers.1.") for name in managed)
+    assert all(name.startswith("layers.1.") for name in managed) == is_ignored

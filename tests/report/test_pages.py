@@ -63,6 +63,13 @@ def test_all_parts_of_a_step_that_a_run_reports_are_shown(tmp_path: Path) -> Non
     assert time_parts(run) == {"forward": 0.25, "backward": 0.5, "other": 0.25, "validation": 2.0}
 
 
+def test_pauses_are_means_over_all_steps(tmp_path: Path) -> None:
+    """3 s of validation in the one step of the first report, and 4 s in the nine steps of the second."""
+    reports = {1: {"time/validation_s": 3.0}, 10: {"time/validation_s": 4 / 9}}
+    run = load_run(record(tmp_path / "run", {step: {"time/step_s": 1.0, **report} for step, report in reports.items()}))
+    assert time_parts(run)["validation"] == pytest.approx(0.7)
+
+
 def test_compare_names_what_differs_and_the_figures_in_its_first_lines(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

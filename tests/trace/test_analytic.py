@@ -304,6 +304,37 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
         {"max_positions": 40},
         {"training": {"frozen": ["**.bias", "pos_embeddings.*"]}},
     ),
+    "qwen3_moe, EP 2, frozen first blocks": (
+        (1, 4),
+        2,
+        "cuda",
+        {"n_layers": 4},
+        {
+            "training": {
+                "frozen": ["tok_embeddings.*", "layers.[01].**", "layers.2.*_norm.*", "layers.2.attention.**"]
+            },
+            "parallelism": {"expert_parallel_degree": 2},
+            "activation_checkpoint": FULL,
+        },
+    ),
+    "qwen3_moe, EP 4, trained head": (
+        (1, 4),
+        2,
+        "cuda",
+        {},
+        {"training": {"trainable": ["output.*"]}, "parallelism": {"expert_parallel_degree": 4}},
+    ),
+    "alone, frozen first block": (
+        (1, 1),
+        2,
+        "cuda",
+        {"tie_embeddings": True},
+        {"training": {"frozen": ["tok_embeddings.*", "layers.0.**"]}, "precision": FROZEN},
+    ),
+    "z-loss of whole logits": ((1, 4), 2, "cuda", {}, {"loss": {"z_loss": 1e-4}}),
+    "z-loss in fp32": ((2, 2), 2, "cpu", {}, {"loss": {"z_loss": 1e-4}, "precision": {"param_dtype": "float32"}}),
+    "gemma2, z-loss": ((1, 2), 2, "cuda", WINDOW, {"loss": {"z_loss": 1e-4, "label_smoothing": 0.1}}),
+    "z-loss in chunks": ((1, 4), 2, "cuda", {}, {"loss": {"z_loss": 1e-4, "chunks": 3}}),
     "tied, frozen embedding": (
         (1, 4),
         2,
@@ -362,6 +393,18 @@ def test_a_job_that_casts_chunks_of_logits_is_traced() -> None:
         rule = {"match": module, "param_dtype": "bfloat16", "output_dtype": "float32"}
         config = JobConfig.model_validate({"loss": {"chunks": chunks}, "precision": {"rules": [rule]}})
         assert unknown_part(config, "cuda") == expected
+
+
+def test_a_job_whose_model_returns_the_logits_of_a_loss_in_chunks_is_traced() -> None:
+    for reason, sections in (
+        ("a checkpointed output layer in activation_checkpoint.modules", {"activation_checkpoint": {"mode": "full"}}),
+        ("an output layer in float8", {"float8": {"enable": True}}),
+    ):
+        (section,) = sections.values()
+        section["modules"] = ["output"]
+        for chunks, expected in ((1, None), (2, f"loss.chunks with {reason}")):
+            config = JobConfig.model_validate({"loss": {"chunks": chunks}, **sections})
+            assert unknown_part(config, "cuda") == expected
 
 
 def test_latent_attention_is_traced() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.trace.traces import a_job
+from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.models.build import build_model
 from titan_launch.plan.communication import Exchange, traffic_of_step
@@ -50,6 +51,22 @@ def test_context_parallelism_does_not_change_the_units() -> None:
     planned = traffic_of_step(plan, layout, config.gradient_accumulation)
     assert (traced.collectives, traced.all_gather_bytes) == (planned.collectives, planned.all_gather_bytes)
     assert traced.context.calls > 0 and traced.tensor == Exchange()
+
+
+@pytest.mark.parametrize(("seq_len", "balances"), [(64, True), (96, False)])
+def test_parts_of_a_sequence_are_refused_that_attention_in_fp32_does_not_support(seq_len: int, balances: bool) -> None:
+    def run(seq_len: int) -> TracedStep:
+        parallelism = {"context_parallel_degree": 2, "context_parallel_load_balance": balances}
+        config, layout, _ = a_job(
+            2, training={"seq_len": seq_len}, precision={"param_dtype": "float32"}, parallelism=parallelism
+        )
+        built = build_model(config.model, seq_len)
+        return trace_step(config, built, plan_precision(config, built), layout, "cuda")
+
+    length, whole = (16, 128) if balances else (48, 64)
+    with pytest.raises(ConfigError, match=rf"{seq_len} tokens into parts of {length}, but .* multiple of {whole}"):
+        run(seq_len)
+    assert run(whole).traffic.context.calls > 0
 
 
 @pytest.mark.parametrize("rank", (0, 2))

@@ -107,6 +107,24 @@ def _curve(folder: Path, name: str) -> list[float]:
     return [report[tag] for report in read_metrics(folder, name) for tag in ("train/loss", "train/grad_norm")]
 
 
+@pytest.mark.parametrize(("ranks", "later_ranks"), [(1, 2), (2, 1)])
+def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path, ranks: int, later_ranks: int) -> None:
+    """On one rank frozen parameters are no DTensors, because FSDP2 ignores them. Two of them are one tensor here."""
+    args = {**STATE["model"]["args"], "tie_embeddings": True}
+    sections = {"model": {"args": args}, "checkpoint": {"enable": True, "interval": 2}}
+    jobs = {
+        name: frozen_job(tmp_path, name, {**LATE_BLOCKS, "steps": 4}, **sections) for name in ("whole", "interrupted")
+    }
+    whole = run_ranks(run_job, 1, jobs["whole"])[0]
+    run_ranks(run_job_until, ranks, jobs["interrupted"], 2)
+    resumed = run_ranks(run_job, later_ranks, jobs["interrupted"])[0]
+    assert _curve(tmp_path, "interrupted") == pytest.approx(_curve(tmp_path, "whole"), rel=1e-5)
+    assert resumed.keys() == whole.keys()
+    for name, tensor in whole.items():
+        is_frozen = name.startswith(("tok_embeddings", "output", "layers.0"))
+        torch.testing.assert_close(resumed[name], tensor, rtol=0 if is_frozen else 1e-4, atol=0 if is_frozen else 1e-6)
+
+
 def unfrozen_and_resumed(folder: Path) -> list[dict[str, Tensor]]:
     """Return the states of a run with parameters that are unfrozen after step 2: whole, resumed after step 1 and after
     step 3, and continued after step 2 as a run without that key."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from tests.train.jobs import read_metrics, run_job, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.metrics.tags import STEP_PARTS
 from titan_launch.models import mixture_of_experts
 from titan_launch.models.build import build_model
 from titan_launch.models.mixture_of_experts import Choice
 from titan_launch.plan.communication import traffic_of_step
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import plan_layout
+from titan_launch.report.figures import time_parts
+from titan_launch.report.recorded_run import load_run
 from titan_launch.train import measure
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.measure import MEASURED, PREDICTED, MemoryCheck, StepMeasurements, check_profiling
@@ -123,6 +127,19 @@ def test_measured_traffic_and_memory_of_a_mixture_are_the_planned_ones(tmp_path:
     assert min(measured) == pytest.approx(report[PREDICTED], rel=0.01)
 
 
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_measured_memory_of_the_z_loss_is_the_planned_one(tmp_path: Path, compute: str) -> None:
+    """Almost all of the memory is that of the logits."""
+    args = {"args": {"vocab_size": 2000, "n_layers": 1}}
+    sizes = {"seq_len": 128, "local_batch_size": 2}
+    precision = {"param_dtype": compute}
+    job = tiny_job(tmp_path, model=args, training=sizes, loss={"z_loss": 1e-4}, precision=precision)
+    run_ranks(run_job, 1, job)
+    report = read_metrics(tmp_path)[2]
+    assert report[MEASURED] == pytest.approx(report[PREDICTED], rel=0.01)
+    assert report[MEASURED] * GIB > 20 * 256 * 2000
+
+
 FINE_TUNED: dict[str, dict[str, Any]] = {
     "frozen": {
         "training": {"trainable": ["layers.1.**", "norm.*", "output.*"]},
@@ -146,14 +163,14 @@ FINE_TUNED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FINE_TUNED)
-def test_measured_memory_of_fine_tuning_is_the_planned_one(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in FINE_TUNED), ("frozen", 1), ("LoRA", 1)])
+def test_measured_memory_of_fine_tuning_is_the_planned_one(name: str, ranks: int, tmp_path: Path) -> None:
     sections = FINE_TUNED[name]
     sizes = {"seq_len": 128, "local_batch_size": 2, "global_batch_size": 8, **sections.get("training", {})}
     job = tiny_job(tmp_path, **{**sections, "training": sizes})
-    run_ranks(run_job, 2, job)
+    run_ranks(run_job, ranks, job)
     (tmp_path / "job.json").write_text(json.dumps(job))
-    command = ["plan", "--config", "job.json", "--world-size", "2", "--rows", "own", "--json"]
+    command = ["plan", "--config", "job.json", "--world-size", str(ranks), "--rows", "own", "--json"]
     status, printed, reported = run_command(command, tmp_path)
     assert status == 0, reported
     (row,) = json.loads(printed)["rows"]
@@ -170,6 +187,27 @@ def test_measuring_changes_no_bit(tmp_path: Path) -> None:
     watched = tiny_job(tmp_path / "watched", training={"steps": 4}, comm={"count_traffic": True})
     assert_equal(run_ranks(run_job, 2, watched)[0], plain[0])
     assert MEASURED in read_metrics(tmp_path / "watched")[2]
+
+
+def test_pauses_of_a_run_are_reported_and_the_parts_of_a_step_add_up(tmp_path: Path) -> None:
+    """The run validates and saves after its last step alone."""
+    job = tiny_job(tmp_path, training={"steps": 4}, validation={**VALIDATION, "freq": 4}, checkpoint={"enable": True})
+    start = time.perf_counter()
+    run_ranks(run_job, 2, job)
+    elapsed = time.perf_counter() - start
+    reports = read_metrics(tmp_path)
+    assert [report["step"] for report in reports] == [1, 2, 3, 4]
+    for pause in ("validation", "checkpoint"):
+        spent = [report[f"time/{pause}_s"] for report in reports]
+        assert spent[:3] == [0, 0, 0]
+        assert 0 < spent[3] < elapsed
+    for report in reports:
+        parts = {name: report[f"time/{name}_s"] for name in (*STEP_PARTS, "other")}
+        assert sum(parts.values()) == pytest.approx(report["time/step_s"])
+        assert min(parts.values()) >= 0
+    shown = time_parts(load_run(tmp_path / "tiny"))
+    assert shown["validation"] == pytest.approx(reports[3]["time/validation_s"] / 4)
+    assert shown["checkpoint"] == pytest.approx(reports[3]["time/checkpoint_s"] / 4)
 
 
 def checked(config: dict[str, Any], factor: float) -> list[str]:

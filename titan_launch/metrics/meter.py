@@ -31,6 +31,7 @@ class Meter:
             scalars = meter.report(...)
         with meter.paused("validation"):
             ...
+        scalars |= meter.pauses()
 
     Only `report` and both ends of `paused` wait for the device. The first window starts when the meter is created.
     """
@@ -66,6 +67,9 @@ class Meter:
         self._targets, self._losses, self._counted = (
             torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)
         )
+        self._pauses = dict.fromkeys(PAUSES, 0.0)
+        self._told_pauses: dict[str, float] = {}
+        self._reported_steps = 0
         self.timeline.take()
         self._start_window()
 
@@ -78,10 +82,27 @@ class Meter:
         """
         self._synchronize()
         start = self._clock()
-        with self.timeline.part(part):
+        with self.timeline.whole(part):
             yield
             self._synchronize()
-        self._paused_s += self._clock() - start
+        seconds = self._clock() - start
+        self._paused_s += seconds
+        self._pauses[part] += seconds
+
+    def pauses(self) -> dict[str, float]:
+        """Return the time of the pauses that belong to the last report, in seconds per step, by tag: those since the
+        report before it was written, and those after it so far. The dict is empty before the first report."""
+        if not self._reported_steps:
+            return {}
+        self._told_pauses = dict(self._pauses)
+        return {f"time/{name}_s": seconds / self._reported_steps for name, seconds in self._pauses.items()}
+
+    def late_pauses(self) -> dict[str, float]:
+        """Return those metrics of `pauses` that have changed since its last call."""
+        before = self._told_pauses
+        changed = [f"time/{name}_s" for name, seconds in self._pauses.items() if before and seconds != before[name]]
+        told = self.pauses()
+        return {tag: told[tag] for tag in changed}
 
     def end_step(self, num_targets: Tensor, loss_sum: Tensor, is_skipped: Tensor) -> None:
         """Count a step that the host has finished. The device may still run it.
@@ -133,6 +154,8 @@ class Meter:
             del values["train/loss_max"]  # no rank had an item
         # The device has finished the window only now, so the time is read here.
         values |= self._rates(targets, self._clock() - self._window_start - self._paused_s)
+        self._pauses = {name: seconds - self._told_pauses.get(name, 0.0) for name, seconds in self._pauses.items()}
+        self._told_pauses, self._reported_steps = {}, self._steps
         self._start_window()
         return values
 
@@ -151,12 +174,10 @@ class Meter:
         return rates
 
     def _parts(self, seconds: float) -> dict[str, float]:
-        """Return the parts of a step's time, and the time of pauses, in seconds per step. `seconds`: time of all steps
-        of the window."""
+        """Return the parts of a step's time in seconds per step. `seconds`: time of all steps of the window."""
         spent = self.timeline.take()
         parts = {name: spent.get(name, 0.0) for name in STEP_PARTS}
         parts["other"] = seconds - sum(parts.values())
-        parts |= {name: spent.get(name, 0.0) for name in PAUSES}
         return {f"time/{name}_s": part / self._steps for name, part in parts.items()}
 
     @torch.no_grad()

@@ -311,14 +311,16 @@ TAGS = [
     Tag(
         "time/validation_s",
         "same",
-        "Seconds of validations since the last report, divided by the number of steps. They are not in `time/step_s`.",
+        "Seconds of validations, with that of this report, divided by the number of steps since the report before it. "
+        "They are not in `time/step_s`.",
         chart=("Speed", "where the time of a step goes"),
     ),
     Tag(
         "time/checkpoint_s",
         "same",
-        "Seconds for which training waited for checkpoints since the last report, divided by the number of steps, also "
-        "for the return to a checkpoint. They are not in `time/step_s`.",
+        "Seconds for which the run waited for checkpoints since the report before this one, divided by the number of "
+        "steps, also for the return to a checkpoint. The last report of a run includes the checkpoint after it. They "
+        "are not in `time/step_s`.",
         chart=("Speed", "where the time of a step goes"),
     ),
     Tag(

@@ -58,6 +58,9 @@ class Timeline:
         self.is_profiled = False
         """True while a profile is made, in which the blocks have names."""
 
+        self._is_whole = False
+        """True in a block whose inner parts do not count."""
+
         self.last_unit = ""
         """The path of the FSDP2 unit that was used last."""
 
@@ -82,12 +85,22 @@ class Timeline:
         finally:
             self._enter(before)
 
+    @contextmanager
+    def whole(self, name: str) -> Iterator[None]:
+        """Count the time of the block under a part, with the time of all parts inside of it."""
+        with self.part(name):
+            self._is_whole = True
+            try:
+                yield
+            finally:
+                self._is_whole = False
+
     def named(self, name: str) -> AbstractContextManager[Any]:
         """Name a block in a profile, if one is made."""
         return record_function(name) if self.is_profiled else nullcontext()
 
     def _enter(self, name: str) -> None:
-        if name != self._part:
+        if name != self._part and not self._is_whole:
             self._part = name
             self._mark()
 

@@ -25,11 +25,18 @@ from titan_launch.plan.types import full_name
 
 
 def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = False) -> None:
-    """Move a model from the meta device to `device`, in place. Its tensors are allocated, but not initialised.
+    """Move a model from the meta device to `device`, in place. Its tensors are allocated, but not initialised. Shared
+    parameters stay shared.
 
     With `parameters_on_host` the parameters are allocated on the host.
     """
+    before = [(module, dict(module._parameters)) for module in model.modules()]
     model.to_empty(device="cpu" if parameters_on_host else device)
+    allocated: dict[nn.Parameter, nn.Parameter | None] = {}
+    for module, parameters in before:  # `to_empty` gives each owner of a plain parameter a tensor of its own
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                module._parameters[name] = allocated.setdefault(parameter, module._parameters[name])
     if not parameters_on_host:
         return
     for module in model.modules():

@@ -8,9 +8,10 @@ PyTorch's implementation is imported only if sequences are divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,8 @@ def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: tor
     """Let `F.scaled_dot_product_attention` attend to the tokens of all ranks of `mesh` until the end of the block.
 
     The block must contain forward and backward, because PyTorch replaces this function and DTensor's dispatcher. Raise
-    ConfigError if PyTorch has no ring attention for the device.
+    ConfigError if PyTorch has no ring attention for the device. In the block, attention in fp32 raises ConfigError if
+    PyTorch's kernel for it does not support the number of tokens.
     """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel import _attention
@@ -116,17 +118,39 @@ def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: tor
     ring = context_parallel(mesh, buffers=[divided], buffer_seq_dims=[0], no_restore_buffers={divided})
     on_meta = F.scaled_dot_product_attention
     ring.__enter__()
+    in_ring = F.scaled_dot_product_attention
+    num_parts = 2 if parallelism.context_parallel_load_balance else 1
+
+    def attend(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if q.is_meta:
+            return on_meta(q, *args, **kwargs)
+        if q.dtype == torch.float32 and device.type != "cpu":
+            _check_num_tokens(q.shape[-2] * mesh.size(), mesh.size(), num_parts)
+        return in_ring(q, *args, **kwargs)
+
     try:
-        with replaced(F, "scaled_dot_product_attention", _by_device(F.scaled_dot_product_attention, on_meta)):
+        with replaced(F, "scaled_dot_product_attention", attend):
             yield
     finally:
         ring.__exit__(None, None, None)  # before torch 2.13, it would restore nothing if it received an exception
         options.enable_load_balance, options.rotate_method = before
 
 
-def _by_device(attention: Callable[..., Tensor], on_meta: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that calls `on_meta` for tensors on the meta device, and `attention` for other tensors."""
-    return lambda q, *args, **kwargs: (on_meta if q.is_meta else attention)(q, *args, **kwargs)
+_ALIGNMENT = 32
+"""CUDA's kernel for fp32, memory-efficient attention, pads its logarithms to a multiple of this number of tokens, and
+PyTorch's ring attention does not expect the padding (torch 2.11 to 2.15)."""
+
+
+def _check_num_tokens(seq_len: int, degree: int, num_parts: int) -> None:
+    """Raise ConfigError if attention in fp32 cannot run on parts of a sequence. `num_parts`: parts of each rank."""
+    whole, length = degree * num_parts * _ALIGNMENT, seq_len // (degree * num_parts)
+    if length % _ALIGNMENT:
+        reason = (
+            f"divides a sequence of {seq_len} tokens into parts of {length}, but attention in float32 needs parts of a "
+            f"multiple of {_ALIGNMENT} tokens; set training.seq_len to a multiple of {whole}, or compute attention in "
+            "bfloat16"
+        )
+        raise config_error(("parallelism", "context_parallel_degree"), reason, degree, also=(("training", "seq_len"),))
 
 
 def _check_device(device: torch.device, degree: int, kernels: Container[object]) -> None:

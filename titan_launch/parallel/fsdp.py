@@ -34,9 +34,16 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
     """Wrap a model in place: one `fully_shard` call per unit, in the planned order (inner first, root last).
 
     A mesh is always passed: FSDP2's default mesh would use the host's accelerator even with `job.device = "cpu"`.
-    `offloads`: sharded parameters and gradients stay in host memory, which is pinned if the mesh is on GPUs.
+    `offloads`: sharded parameters and gradients stay in host memory, which is pinned if the mesh is on GPUs. Parameters
+    of units that FSDP2 ignores (`Layout.is_ignored`) stay as they are; FSDP2 only casts inputs and outputs there.
     """
     policy = CPUOffloadPolicy(pin_memory=mesh.ranks.device_type == "cuda") if offloads else OffloadPolicy()
+    ignored = {
+        parameter
+        for module in plan.inventory.modules
+        if mesh.layout.is_ignored(plan.unit_of[module.path], offloads)
+        for parameter in model.get_submodule(module.path).parameters(recurse=False)
+    }
     for unit in plan.units:
         ranks = mesh.expert_fsdp if unit.expert_parallel > 1 else mesh.fsdp
         assert ranks is not None, "the mesh is that of the plan"
@@ -50,6 +57,7 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
             reshard_after_forward=unit.reshard_after_forward,
             offload_policy=policy,
             shard_placement_fn=_placement_of_experts(modules, mesh.layout.shards_of(unit)),
+            ignored_params=ignored or None,
         )
         if ranks.size() > 1:
             _sum_gradients(_fsdp_module(model, unit.modules[0]))

@@ -6,6 +6,7 @@ that the planned rank receives `planner.expert_load` times the mean of the ranks
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,7 +18,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.plan.communication import Exchange
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import checkpointed_modules, selection
-from titan_launch.plan.types import ModelPlan, enclosing
+from titan_launch.plan.types import ModelPlan, enclosing, is_within, parent
 
 
 def equal_parts(total: int, parts: int) -> list[int]:
@@ -68,15 +69,22 @@ class Dispatch:
     row_bytes: int
     """Bytes of a row, in the compute dtype of the experts."""
 
+    rows_take_gradients: bool
+    """True if anything in front of the layer is trained."""
+
+    results_take_gradients: bool
+    """True if the rows take gradients, or the experts are trained."""
+
     def exchange(self, ranks: int, forwards: int) -> Exchange:
         """Return the all-to-alls of a microbatch among `ranks` ranks. `forwards`: 2 if activation checkpointing repeats
         the forward.
 
         A forward sends the numbers of rows (int64), the rows, and the results back. A backward sends the gradients of
-        the results and of the rows. A rank keeps its own part.
+        the results and of the rows, if they take any. A rank keeps its own part.
         """
-        forward = [8 * self.num_experts, self.sent * self.row_bytes, self.received * self.row_bytes]
-        calls = [*forward * forwards, *forward[1:]]
+        rows, results = self.sent * self.row_bytes, self.received * self.row_bytes
+        of_results, of_rows = [rows] * self.results_take_gradients, [results] * self.rows_take_gradients
+        calls = [*[8 * self.num_experts, rows, results] * forwards, *of_results, *of_rows]
         return Exchange(len(calls), sum(round(num_bytes * Fraction(ranks - 1, ranks)) for num_bytes in calls))
 
 
@@ -97,7 +105,22 @@ def _dispatches(plan: ModelPlan, sent: int, received: int) -> Iterator[Dispatch]
         if module.has_experts and module.same_as is None:
             num_experts, _, width = next(p.shape for p in module.parameters if len(p.shape) == 3)
             row_bytes = width * DTYPE_BYTES[plan.unit_of[module.path].compute_dtype]
-            yield Dispatch(module.path, num_experts, sent, received, row_bytes)
+            rows, results = _takes_gradients(plan, parent(module.path)), _is_trained(plan, module.path)
+            yield Dispatch(module.path, num_experts, sent, received, row_bytes, rows, rows or results)
+
+
+def _takes_gradients(plan: ModelPlan, path: str) -> bool:
+    """Return True if the input of a module takes gradients: a module in front of it is trained, or a pipeline stage
+    ends there. (The modules of this package's language models run in the order of the inventory.)"""
+    modules = plan.inventory.modules
+    is_in_first = not plan.stages or enclosing(path, plan.stages[0].modules)
+    before = itertools.takewhile(lambda module: module.path != path, modules)
+    return not is_in_first or any(p.requires_grad for module in before for p in module.parameters)
+
+
+def _is_trained(plan: ModelPlan, path: str) -> bool:
+    inside = (module for module in plan.inventory.modules if is_within(module.path, path))
+    return any(p.requires_grad for module in inside for p in module.parameters)
 
 
 def exchange_of_step(
@@ -105,11 +128,13 @@ def exchange_of_step(
 ) -> Exchange:
     """Return the all-to-alls of a rank in a step with a mode of activation checkpointing.
 
-    Selective activation checkpointing per operation saves their results, so that its second forward sends nothing.
+    Selective activation checkpointing per operation saves their results, so that its second forward sends nothing. A
+    module without a backward has no second forward.
     """
     again = () if selection(checkpointing) == "op" else checkpointed_modules(plan.inventory, checkpointing)
+    repeated = [path for path in again if _takes_gradients(plan, path) or _is_trained(plan, path)]
     exchanges = (
-        dispatch.exchange(layout.expert, forwards=2 if enclosing(dispatch.path, again) else 1)
+        dispatch.exchange(layout.expert, forwards=2 if enclosing(dispatch.path, repeated) else 1)
         for dispatch in dispatches(config, plan, layout)
     )
     microbatch = sum(exchanges, start=Exchange())

@@ -74,6 +74,15 @@ class Layout:
         parallelism has divided have fewer."""
         return self.parameter_shards // unit.expert_parallel
 
+    def is_ignored(self, unit: Unit, offloads: bool) -> bool:
+        """Return True if FSDP2 ignores the parameters of a unit, so that modules read the stored parameters themselves.
+
+        These are frozen parameters on one shard that are stored in their compute dtype: FSDP2 would hold an unsharded
+        copy beside them. `offloads`: True with CPU offload, where the copies are on the device.
+        """
+        is_stored_as_computed = unit.storage_dtype == unit.compute_dtype
+        return self.parameter_shards == 1 and not unit.is_trained and is_stored_as_computed and not offloads
+
     @property
     def model_parallel(self) -> int:
         """Number of ranks that work on the same samples: the product of the context, tensor and pipeline degrees."""

@@ -58,17 +58,25 @@ def speed_unit(tag: str) -> str:
 
 
 def time_parts(run: RecordedRun) -> dict[str, float]:
-    """Return the parts of the time of a step in seconds, each the mean of the reports. What no metric measures is
-    UNMEASURED. Empty for a run without reports."""
+    """Return the parts of the time of a step in seconds, each the mean of the reports, and the pauses as the mean of
+    all steps. What no metric measures is UNMEASURED. Empty for a run without reports."""
     step = _mean(run.steady(STEP_SECONDS))
     if step is None:
         return {}
     tags = [tag for tag in run.tags if tag.startswith("time/") and tag.endswith("_s") and tag not in _NOT_PARTS]
     means = {tag.removeprefix("time/").removesuffix("_s"): _mean(run.steady(tag)) for tag in tags}
     parts = {name: mean for name, mean in means.items() if mean is not None}
-    pauses = {name: parts.pop(name) for name in PAUSES if name in parts}
+    pauses = {name: _mean_of_steps(run, f"time/{name}_s") for name in PAUSES if parts.pop(name, None) is not None}
     rest = step - sum(parts.values())
     return parts | ({UNMEASURED: rest} if rest > 0.001 * step else {}) | pauses
+
+
+def _mean_of_steps(run: RecordedRun, tag: str) -> float:
+    """Return the mean of a metric over all steps. Its value in a report is the mean since the report before it."""
+    values = run.values(tag)
+    first = [0, *(step for step, _ in values)]
+    total = sum((step - before) * value for (step, value), before in zip(values, first, strict=False))
+    return total / values[-1][0]
 
 
 def _mean(values: Sequence[float]) -> float | None:

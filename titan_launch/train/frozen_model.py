@@ -91,6 +91,7 @@ def assemble_frozen_model(config: JobConfig, mesh: Mesh, samples: SampleFormat) 
     with _errors_on(second.key):
         built = build_model(own.model, own.training.seq_len)
         plan = plan_precision(own, built)
+        plan = replace(plan, units=tuple(replace(unit, is_trained=False) for unit in plan.units))
         built.module.requires_grad_(False).eval()
         return FrozenModel(own, assemble_model(own, built, plan, mesh, samples), second.key)
 

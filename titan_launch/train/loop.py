@@ -145,7 +145,10 @@ def fit(run: Run) -> None:
             collect_garbage(run.progress.step)
     run.watchdog.enter("ending", run.progress.step, is_slow=True)
     if run.checkpoints is not None:
-        run.checkpoints.finish()
+        with run.meter.paused("checkpoint"):
+            run.checkpoints.finish()
+    if pauses := run.meter.late_pauses():
+        write(run, pauses)
     clear_progress(run)
     _log.info("%s", ending(run))
 
@@ -309,11 +312,17 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
     if due.validate:
         scalars |= validation_scalars(run)
     scalars |= perplexities(run, scalars)
+    scalars |= run.meter.pauses()
     run.measurements.end_window(step, only_training=not due.pool)
+    write(run, scalars)
+    return scalars
+
+
+def write(run: Run, scalars: Mapping[str, float]) -> None:
+    """Write metrics of the last finished step to all sinks."""
     run.held_folder.check()
     for sink in run.sinks:
-        sink.write(step, scalars)
-    return scalars
+        sink.write(run.progress.step, scalars)
 
 
 def learning_rates(run: Run, step: int) -> dict[str, float]:

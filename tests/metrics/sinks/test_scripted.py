@@ -100,6 +100,7 @@ def scripted(folder: Path, sinks: list[str], console: io.StringIO) -> None:
             measured={"memory/max_reserved_gib": memory},
         )
         del scalars["memory/max_rss_gib"]  # of the process of the test
+        scalars |= meter.pauses()
         for sink in opened:
             sink.write(step, scalars)
     for sink in opened:

@@ -19,10 +19,15 @@ METRICS_FILE = "metrics.jsonl"
 """Name of the file in the run folder."""
 
 
+_NO_LINE: tuple[int, dict[str, float | str], int] = (-1, {}, 0)
+
+
 class JsonlSink(Sink):
     """A sink that writes one JSON object per report: `{"step": 10, "train/loss": 5.25, ...}`.
 
     JSON has no NaN and no infinity, so these are written as the strings "nan", "inf" and "-inf", which `float` accepts.
+
+    A second call for a step adds to the line of the step.
 
     A resumed run deletes the lines of steps that it will run again, and an incomplete last line. A run that rolls back
     moves the lines of later steps to the end of `metrics.rolled_back.jsonl`, because those steps used other samples.
@@ -38,11 +43,24 @@ class JsonlSink(Sink):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = RecordFile(path, "ab")
+        self._last = _NO_LINE
+        """Step, content and length of the last line that this object has written."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write one line to the disk. A run that is killed afterwards does not lose the line."""
         finite = {tag: json_number(value) for tag, value in scalars.items()}
-        self._file.append(json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n")
+        last_step, before, length = self._last
+        if step != last_step:
+            before, length = {}, 0
+        content = {**before, **finite}
+        line = json.dumps({"step": step, **content}, allow_nan=False).encode().ljust(length - 1) + b"\n"
+        if length:
+            with self._path.open("r+b", buffering=0) as file:
+                file.seek(-length, os.SEEK_END)
+                file.write(line)  # one call, so that a kill leaves a whole line
+        else:
+            self._file.append(line)
+        self._last = step, content, len(line)
 
     def rewind(self, step: int) -> None:
         """Move the lines of steps after `step` to `metrics.rolled_back.jsonl`."""
@@ -51,6 +69,7 @@ class JsonlSink(Sink):
             file.seek(kept)
             rolled_back.write(file.read())
         os.truncate(self._path, kept)
+        self._last = _NO_LINE
 
     def close(self, failed: bool = False) -> None:
         """Close the file."""

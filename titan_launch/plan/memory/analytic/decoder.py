@@ -347,8 +347,9 @@ def unknown_part(config: JobConfig, args: DecoderArgs, kernels: Kernels) -> str 
     """Return the part of a job that the replay does not support; None if it supports the whole job.
 
     Activation checkpointing of a rotary embedding is not supported, because layers share this module. Attention with a
-    soft cap or sinks is not supported on a CPU, where it is many operations. Latent attention, and chunks of logits
-    that a rule casts, are not supported. Raises ConfigError for precision rules that the model does not support.
+    soft cap or sinks is not supported on a CPU, where it is many operations. Latent attention is not supported. Of a
+    loss in chunks, chunks of logits that a rule casts, and chunks of logits that the model returns, are not supported.
+    Raises ConfigError for precision rules that the model does not support.
     """
     if args.latent_attention is not None:
         return "model.args.latent_attention"
@@ -359,9 +360,16 @@ def unknown_part(config: JobConfig, args: DecoderArgs, kernels: Kernels) -> str 
         return "model.args.attention_sinks = true on a CPU"
     if args.attention_soft_cap is not None and kernels == "cpu":
         return f"model.args.attention_soft_cap = {args.attention_soft_cap} on a CPU"
-    casts = config.loss.chunks > 1 and any(rule.output_dtype is not None for rule in config.precision.rules)
-    if casts and plan_units(config, decoder_inventory(args, config.training.seq_len), False).logits_dtypes:
-        return "loss.chunks with output_dtype of the logits in precision.rules"
+    if config.loss.chunks == 1:
+        return None
+    if any(matches(glob, "output") for glob in config.activation_checkpoint.modules):
+        return "loss.chunks with a checkpointed output layer in activation_checkpoint.modules"
+    if config.float8.enable or any(rule.output_dtype is not None for rule in config.precision.rules):
+        plan = plan_units(config, decoder_inventory(args, config.training.seq_len), False)
+        if plan.loss_head is None:
+            return "loss.chunks with an output layer in float8"
+        if plan.logits_dtypes:
+            return "loss.chunks with output_dtype of the logits in precision.rules"
     return None
 
 

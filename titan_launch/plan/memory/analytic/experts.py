@@ -143,7 +143,7 @@ class AnalyticExperts:
             output = _with_loss(autograd, output, loss)
         if self.args.z_loss:
             wide = ops.cast(autograd, logits, "float32")
-            output = _with_loss(autograd, output, _z_loss(autograd, wide, num_experts))
+            output = _with_loss(autograd, output, ops.z_loss(autograd, wide, wide.numel // num_experts))
         return output
 
 
@@ -329,25 +329,6 @@ def _balance_loss(autograd: Autograd, choice: _Choice, num_experts: int, num_seq
         return _divided_by_sum(autograd, numel)(of_shares, saved)
 
     return autograd.record(Tensor(None, 1, "float32"), (scores,), backward, of_division, of_product)
-
-
-def _z_loss(autograd: Autograd, logits: Tensor, num_experts: int) -> Tensor:
-    """Return the sum of the z-losses (`z_losses`). `logits`: fp32."""
-    numel, num_tokens = logits.numel, logits.numel // num_experts
-    of_logits = autograd.save(logits)
-    sums = autograd.new(num_tokens, "float32")
-    of_sums = autograd.save(sums)
-    squares = autograd.new(num_tokens, "float32")
-    del squares
-
-    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        of_sums = autograd.new(num_tokens, "float32", _BACKWARD)
-        temporaries = [autograd.new(numel, "float32", _BACKWARD) for _ in range(2)]
-        result = autograd.new(numel, "float32", _BACKWARD)
-        del temporaries, of_sums
-        return (result,)
-
-    return autograd.record(Tensor(None, 1, "float32"), (logits,), backward, of_logits, of_sums)
 
 
 def _with_loss(autograd: Autograd, output: Tensor, loss: Tensor) -> Tensor:

@@ -87,13 +87,16 @@ class Parameter:
 class ShardedUnit:
     """A `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
 
-    def __init__(self, context: Context, unit: Unit, parameters: Sequence[TensorInfo]):
+    def __init__(self, context: Context, unit: Unit, parameters: Sequence[TensorInfo], is_ignored: bool):
+        """`is_ignored`: result of `Layout.is_ignored`."""
         self.context = context
         self.unit = unit
         self.autograd = context.autograd
         self.shards = context.layout.shards_of(unit)
-        self.parameters = [Parameter(self, info, index) for index, info in enumerate(parameters)]
-        self.padded = sum(parameter.padded for parameter in self.parameters)
+        self.weights = [Parameter(self, info, index) for index, info in enumerate(parameters)]
+        self.parameters = [] if is_ignored else self.weights
+        """The parameters that FSDP2 manages: all or none."""
+        self.padded = sum(parameter.padded for parameter in self.weights)
         self.prefetch: list[ShardedUnit] = []
         """Units to all-gather ahead in backward, instead of the default: `set_modules_to_backward_prefetch`."""
         self.forward_prefetch: list[ShardedUnit] = []

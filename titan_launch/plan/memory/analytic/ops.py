@@ -385,9 +385,26 @@ def _scale_columns(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def cross_entropy(autograd: Autograd, logits: Tensor) -> Tensor:
-    """Return the scalar loss of whole logits."""
-    wide = cast(autograd, logits, "float32")
-    return _negative_log_likelihood(autograd, saving_result(autograd, wide))
+    """Return the scalar loss of fp32 logits."""
+    return _negative_log_likelihood(autograd, saving_result(autograd, logits))
+
+
+def z_loss(autograd: Autograd, logits: Tensor, num_rows: int) -> Tensor:
+    """Return the sum of the squared log-sum-exps of fp32 logits. It saves the logits, and one number for each row."""
+    numel, of_logits = logits.numel, autograd.save(logits)
+    sums = autograd.new(num_rows, "float32")
+    of_sums = autograd.save(sums)
+    squares = autograd.new(num_rows, "float32")
+    del squares
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        of_sums = autograd.new(num_rows, "float32", _BACKWARD)
+        temporaries = [autograd.new(numel, "float32", _BACKWARD) for _ in range(2)]  # of one C++ expression
+        result = autograd.new(numel, "float32", _BACKWARD)
+        del temporaries, of_sums
+        return (result,)
+
+    return autograd.record(Tensor(None, 1, "float32"), (logits,), backward, of_logits, of_sums)
 
 
 def chunked_loss(
@@ -395,7 +412,7 @@ def chunked_loss(
 ) -> Tensor:
     """Compute the loss in the output layer, in chunks of classes (`models.chunked_loss`): a scalar.
 
-    It saves its inputs and two fp32 numbers for each token. `is_capped`: logits have a soft cap.
+    It saves its inputs and two fp32 numbers for each token, also with a z-loss. `is_capped`: logits have a soft cap.
     """
     x = view(autograd, x)
     rows, dtype, new = x.numel // width_in, x.dtype, autograd.new

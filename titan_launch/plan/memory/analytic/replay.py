@@ -41,7 +41,7 @@ from titan_launch.plan.param_groups import (
     is_undecayed,
     settings_of,
 )
-from titan_launch.plan.types import Inventory, ModelPlan, enclosing, full_name, outermost, parameters_by_unit
+from titan_launch.plan.types import Inventory, ModelPlan, full_name, outermost, parameters_by_unit
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
 
@@ -159,8 +159,7 @@ class Replay:
         self._keeps = _every_second_product if selection(config.activation_checkpoint) == "op" else None
         statistics_ranks = layout.data_parallel if config.batchnorm.statistics == "synchronized" else 0
         weight, seq_len = self._weights().__getitem__, config.training.seq_len
-        has_loss_head = plan.loss_head is not None and not enclosing(plan.loss_head, again)
-        self._loss_chunks = config.loss.chunks if has_loss_head else 1
+        self._loss_chunks = config.loss.chunks
         context = ReplayContext(
             seq_len,
             self._autograd,
@@ -195,7 +194,11 @@ class Replay:
         """Return the FSDP2 unit of each module, by path. Also store the units in FSDP2's context, in the order of the
         model's modules."""
         parameters = parameters_by_unit(self._plan.inventory, self._plan.units)
-        units = [ShardedUnit(self._context, *pair) for pair in zip(self._plan.units, parameters, strict=True)]
+        offloads = self._config.training.enable_cpu_offload
+        units = [
+            ShardedUnit(self._context, unit, own, self._layout.is_ignored(unit, offloads))
+            for unit, own in zip(self._plan.units, parameters, strict=True)
+        ]
         by_path = {path: unit for unit in units for path in unit.unit.modules}
         in_order = (by_path[m.path] for m in self._plan.inventory.modules if m.path in by_path)
         self._context.units = list(dict.fromkeys(in_order))
@@ -208,7 +211,7 @@ class Replay:
     def _weights(self) -> dict[str, Tensor]:
         """Return every parameter by its full name. Shared parameters have an entry for each name."""
         weights: dict[str, Tensor] = {}
-        unseen = {unit.unit: iter(unit.parameters) for unit in self._context.units}
+        unseen = {unit.unit: iter(unit.weights) for unit in self._context.units}
         for module in self._plan.inventory.modules:
             for info in module.parameters:
                 if info.tied_to is None:
@@ -258,7 +261,13 @@ class Replay:
     def _loss(self, outputs: Tensor) -> Tensor:
         """Return the loss. The step point of the loss lasts until the gradient of the outputs exists."""
         self._ledger.enter(StepPoint(self._microbatch, "loss", ""))
-        return ops.cross_entropy(self._autograd, outputs) if self._loss_chunks == 1 else outputs
+        if self._loss_chunks > 1:
+            return outputs
+        logits = ops.cast(self._autograd, outputs, "float32")
+        loss = ops.cross_entropy(self._autograd, logits)
+        if not self._config.loss.z_loss:
+            return loss
+        return ops.add(self._autograd, loss, ops.z_loss(self._autograd, logits, self._num_tokens))
 
     def _call(self, path: str, compute: Compute, x: Tensor) -> Tensor:
         """Run a module as `nn.Module.__call__` does: FSDP2's hooks surround activation checkpointing, which surrounds
