@@ -125,9 +125,9 @@ def arguments_of(config: Config) -> dict[str, Any]:
 
 
 def _keys(config: Config, keys_of: Mapping[str, tuple[str, ...]], arguments: Iterable[str]) -> str:
-    """Return the keys and values that some arguments come from, as part of a message."""
-    keys = dict.fromkeys(key for name in arguments for key in keys_of.get(name.partition(".")[0], ()) if key in config)
-    return f" in {', '.join(f'{key} = {as_text(config[key])}' for key in keys)}" if keys else ""
+    """Return the keys that some arguments come from, with their values, as part of a message."""
+    keys = dict.fromkeys(key for name in arguments for key in keys_of.get(name.partition(".")[0], ()))
+    return f" in {', '.join(f'{key} = {as_text(config[key])}' if key in config else f'{key} (absent)' for key in keys)}"
 
 
 def _unknown(family: Family, key: str, value: Any) -> str:

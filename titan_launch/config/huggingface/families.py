@@ -118,7 +118,7 @@ FAMILIES: dict[str, Family] = {
         "LlamaForCausalLM",
         (
             *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_6),
-            *(head_dim(None), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
+            *(head_dim(may_be_null=True), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
         ),
         fixed={},
         neutral={"pretraining_tp": 1},
@@ -126,7 +126,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, WINDOWS_OF_QWEN),
+        (*_SIZES, head_dim(), _SILU, _ROPE, _UNTIED, WINDOWS_OF_QWEN),
         fixed={"qkv_bias": True},
     ),
     "qwen3": Family(
@@ -138,7 +138,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, WINDOWS_OF_QWEN3_MOE, EXPERTS_OF_QWEN3_MOE),
+        (*_SIZES, head_dim(), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, WINDOWS_OF_QWEN3_MOE, EXPERTS_OF_QWEN3_MOE),
         fixed={"qk_norm": True},
         neutral={"decoder_sparse_step": 1},
         unused=_AUXILIARY,
@@ -147,7 +147,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(
         "mistral",
         "MistralForCausalLM",
-        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, same("sliding_window", "sliding_window", 4096)),
+        (*_SIZES, head_dim(may_be_null=True), _SILU, _ROPE, _UNTIED, same("sliding_window", "sliding_window", 4096)),
         fixed={},
     ),
     "mixtral": Family(
@@ -156,9 +156,9 @@ FAMILIES: dict[str, Family] = {
         (
             *_SIZES_OF_EXPERTS,
             _EPS_5,
-            head_dim(None),
+            head_dim(may_be_null=True),
             _SILU,
-            rope(1e6),
+            rope(1e6, yarn_needs="head_dim"),
             _UNTIED,
             same("sliding_window", "sliding_window", None),
             EXPERTS_OF_MIXTRAL,
@@ -267,7 +267,7 @@ FAMILIES: dict[str, Family] = {
         "Phi3ForCausalLM",
         (
             *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_5),
-            *(head_dim(None), _SILU, rope(kinds=("default",)), _UNTIED),
+            *(head_dim(), _SILU, rope(kinds=("default",)), _UNTIED),
             same("sliding_window", "sliding_window", None),
         ),
         fixed={},

@@ -65,11 +65,11 @@ def _lookup(config: Config, key: str, *default: Any) -> Any:
     return config.get(key, *default)
 
 
-def _size(config: Config, key: str) -> int:
-    """Return a size that others follow from."""
-    value = _lookup(config, key)
-    if type(value) is not int or value < 1:
-        raise unsupported(key, value, "a whole number above 0")
+def _size(config: Config, key: str, *default: int, smallest: int = 1) -> int:
+    """Return a whole number that other arguments follow from. Without `default` the key must be in `config.json`."""
+    value = _lookup(config, key, *default)
+    if type(value) is not int or value < smallest:
+        raise unsupported(key, value, f"a whole number of at least {smallest}")
     return value
 
 
@@ -98,7 +98,9 @@ def key_value_heads(*default: None) -> Feature:
 
     def read(config: Config) -> dict[str, Any]:
         number = _lookup(config, "num_key_value_heads", *default)
-        return {"n_kv_heads": _size(config, "num_attention_heads") if number is None else number}
+        if number is None and default:
+            number = _size(config, "num_attention_heads")
+        return {"n_kv_heads": number}
 
     return Feature(("num_key_value_heads",), read, lambda args: {"num_key_value_heads": args.n_kv_heads})
 
@@ -110,20 +112,18 @@ HEADS_OF_GPT2 = Feature(
 )
 WIDTH_OF_GPT2 = Feature(
     ("n_inner",),
-    lambda config: {
-        "hidden_dim": 4 * _size(config, "n_embd") if config.get("n_inner") is None else config["n_inner"]
-    },
+    lambda config: {"hidden_dim": 4 * _size(config, "n_embd") if config.get("n_inner") is None else config["n_inner"]},
     lambda args: {"n_inner": args.hidden_dim},
 )
 
 
-def head_dim(default: int | None) -> Feature:
+def head_dim(default: int | None = None, may_be_null: bool = False) -> Feature:
     """Return the key of the width of a head. The argument stays unset if it follows from the other sizes."""
 
     def read(config: Config) -> dict[str, Any]:
         width = config.get("head_dim", default)
-        if width is None and default is not None:
-            raise unsupported("head_dim", None, "the width of a head is a number")
+        if width is None and "head_dim" in config and not may_be_null:
+            raise unsupported("head_dim", None, "the class needs a number; remove the key")
         ratio = _size(config, "hidden_size") / _size(config, "num_attention_heads")
         return {"head_dim": None if width == ratio else width}
 
@@ -146,7 +146,7 @@ FEED_FORWARD_BIAS = Feature(
 )
 QUERY_SCALE = Feature(
     ("query_pre_attn_scalar",),
-    lambda config: {"query_scale": config.get("query_pre_attn_scalar", 256) ** -0.5},
+    lambda config: {"query_scale": _size(config, "query_pre_attn_scalar", 256) ** -0.5},
     lambda args: {"query_pre_attn_scalar": _inverse_square(args.query_scale or args.head_width**-0.5)},
 )
 
@@ -233,7 +233,9 @@ def _beside(config: Config) -> WeightsError:
     return unsupported("rope_scaling", config["rope_scaling"], f"{reason}; put all parameters into rope_parameters")
 
 
-def _one_rope(config: Config, theta: float, default: Config | None, kinds: Sequence[str]) -> dict[str, Any]:
+def _one_rope(
+    config: Config, theta: float, default: Config | None, kinds: Sequence[str], yarn_needs: str | None
+) -> dict[str, Any]:
     if default is not None and config.get("rope_parameters", default) is None:
         raise unsupported("rope_parameters", None, "transformers 5.0 reads no scaling, later releases YaRN; remove it")
     outside = {name: config[name] for name in ("partial_rotary_factor", _ORIGINAL) if name in config}
@@ -248,24 +250,34 @@ def _one_rope(config: Config, theta: float, default: Config | None, kinds: Seque
             raise unsupported(_ORIGINAL, outside[_ORIGINAL], f"{key} says {as_text(table[_ORIGINAL])}")
         if table:
             base, longest = config.get("rope_theta", theta), config.get("max_position_embeddings")
-            found.append(_read_rope({**table, **outside}, base, key, longest, kinds))
+            found.append((*_read_rope({**table, **outside}, base, key, longest, kinds), key))
     if not found:
         table = {} if default is None or "rope_parameters" in config else default
-        found.append(_read_rope(table, config.get("rope_theta", theta), "rope_parameters", None, kinds))
-    if found[0] != found[-1]:
+        found.append((*_read_rope(table, config.get("rope_theta", theta), key, None, kinds), key))
+    base, scaling, key = found[0]
+    if (base, scaling) != found[-1][:2]:
         raise _beside(config)
-    return {"rope_theta": found[0][0], "rope_scaling": found[0][1]}
+    if scaling is not None and scaling["kind"] == "yarn" and yarn_needs and config.get(yarn_needs) is None:
+        reason = f"transformers computes it for this class only with {yarn_needs}"
+        raise unsupported(f"{key}.rope_type", "yarn", reason)
+    return {"rope_theta": base, "rope_scaling": scaling}
 
 
-def rope(theta: float = 10_000.0, scaling: Config | None = None, kinds: Sequence[str] = tuple(_SCALINGS)) -> Feature:
+def rope(
+    theta: float = 10_000.0,
+    scaling: Config | None = None,
+    kinds: Sequence[str] = tuple(_SCALINGS),
+    yarn_needs: str | None = None,
+) -> Feature:
     """Return the keys of rotary embeddings that all layers share.
 
-    `theta` and `scaling`: the class's own defaults. `kinds`: RoPE types of the class.
+    `theta` and `scaling`: the class's own defaults. `kinds`: RoPE types of the class. `yarn_needs`: a key without which
+    the class cannot compute YaRN.
     """
     unscaled = None if scaling is None else {"rope_type": "default"}
     return Feature(
         (*_ROPE_KEYS, "partial_rotary_factor", _ORIGINAL),
-        partial(_one_rope, theta=theta, default=scaling, kinds=kinds),
+        partial(_one_rope, theta=theta, default=scaling, kinds=kinds, yarn_needs=yarn_needs),
         lambda args: {"rope_theta": args.rope_theta, "rope_scaling": _write_scaling(args) or unscaled},
     )
 
@@ -342,7 +354,7 @@ def _write_types(args: DecoderArgs) -> list[str]:
 
 def _windows_of_qwen(config: Config) -> dict[str, Any]:
     window = _window_of_qwen(config)["sliding_window"]
-    layers, first = range(_size(config, "num_hidden_layers")), config.get("max_window_layers", 28)
+    layers, first = range(_size(config, "num_hidden_layers")), _size(config, "max_window_layers", 28, smallest=0)
     return _window_arguments(
         config, window, [_SLIDING if window is not None and layer >= first else _FULL for layer in layers]
     )
@@ -370,9 +382,7 @@ def windows_by_pattern(default: int, default_window: int, pattern: str | None = 
             raise unsupported("sliding_window", window, "a number of tokens")
         if pattern is not None:
             every = config.get(pattern, default)
-        return _window_arguments(
-            config, window, _layer_types(_size(config, "num_hidden_layers"), window, every, None)
-        )
+        return _window_arguments(config, window, _layer_types(_size(config, "num_hidden_layers"), window, every, None))
 
     def write(args: DecoderArgs) -> dict[str, Any]:
         window = args.sliding_window
@@ -483,9 +493,8 @@ EXPERTS_OF_GPT_OSS = Feature(
 
 
 def _read_experts_of_deepseek(config: Config) -> dict[str, Any]:
-    width, num_shared = config.get("moe_intermediate_size", 2048), config.get("n_shared_experts", 1)
-    if not num_shared:
-        raise unsupported("n_shared_experts", num_shared, "at least 1")
+    width, num_shared = _size(config, "moe_intermediate_size", 2048), _size(config, "n_shared_experts", 1)
+    _size(config, "num_nextn_predict_layers", 1, smallest=0)  # modules for further tokens, which are not loaded
     return {
         "experts": {
             "num_experts": config.get("n_routed_experts", 256),
@@ -527,7 +536,7 @@ EXPERTS_OF_DEEPSEEK = Feature(
     (
         *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
         *("first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
-        "num_nextn_predict_layers",  # modules that predict further tokens, which are not loaded
+        "num_nextn_predict_layers",
     ),
     _read_experts_of_deepseek,
     _write_experts_of_deepseek,
@@ -547,7 +556,7 @@ def _read_latent_attention(config: Config) -> dict[str, Any]:
     rotated = latent["qk_rope_head_dim"]
     for key, width in (("head_dim", rotated), ("qk_head_dim", latent["qk_nope_head_dim"] + rotated)):
         if not is_equal(config.get(key, width), width):
-            raise unsupported(key, config[key], f"it follows from other keys, and is {width}")
+            raise unsupported(key, config[key], f"{width} by qk_nope_head_dim and qk_rope_head_dim")
     return {"latent_attention": latent}
 
 
