@@ -121,13 +121,15 @@ FAMILIES: dict[str, Family] = {
             *(head_dim(may_be_null=True), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
         ),
         fixed={},
-        neutral={"pretraining_tp": 1},
+        neutral={"pretraining_tp": 1, "rope_interleaved": False},
+        unused={"is_llama_config": "a mark of the SmolLM files"},
     ),
     "qwen2": Family(
         "qwen2",
         "Qwen2ForCausalLM",
         (*_SIZES, head_dim(), _SILU, _ROPE, _UNTIED, WINDOWS_OF_QWEN),
         fixed={"qkv_bias": True},
+        neutral={"use_mrope": False},
     ),
     "qwen3": Family(
         "qwen3",
@@ -228,7 +230,10 @@ FAMILIES: dict[str, Family] = {
             "reorder_and_upcast_attn": False,
         },
         unused={
-            "n_ctx": "earlier releases recorded n_positions in it, too",
+            **dict.fromkeys(
+                ("n_ctx", "n_special", "predict_special_tokens", "output_past", "_num_labels"),
+                "releases before 4.0 wrote it, and the class does not read it",
+            ),
             **dict.fromkeys(_SUMMARY, "classes with another head read it"),
         },
         aliases={
@@ -324,7 +329,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     for reason, keys in {
         "the program that wrote the file records itself": (
             *("architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash"),
-            *("finetuning_task", "unsloth_fixed", "unsloth_version"),
+            *("finetuning_task", "unsloth_fixed", "unsloth_version", "transformers.js_config"),
         ),
         "code in the folder is never run": ("auto_map",),
         "precision.param_dtype decides": ("torch_dtype", "dtype"),
@@ -332,6 +337,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         "a note says that the padding token is trained": ("pad_token_id",),
         "all parameters come from the files": ("initializer_range",),
         "the job decides the length of sequences": ("max_position_embeddings",),
+        "the job decides about activation checkpointing": ("gradient_checkpointing",),
         "all kernels compute the same": (
             *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "experts_implementation"),
             "_experts_implementation",
@@ -342,6 +348,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         "tokenizers and generation read it": (
             *("bos_token_id", "eos_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
             *("tokenizer_class", "prefix", "task_specific_params", "use_cache", "cache_implementation"),
+            *("max_sequence_length", "model_max_length"),
             *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams"),
             *("num_beam_groups", "num_return_sequences", "diversity_penalty", "early_stopping", "length_penalty"),
             *("repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),

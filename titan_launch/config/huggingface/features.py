@@ -330,7 +330,7 @@ def _window_arguments(config: Config, window: Any, rule: Sequence[str]) -> dict[
     """Return the arguments for the attentions in `layer_types`, or in `rule` without this key."""
     types = rule if config.get("layer_types") is None else config["layer_types"]
     if not isinstance(types, list) or len(types) != len(rule) or {*types} - {_FULL, _SLIDING}:
-        raise unsupported("layer_types", types, f"a list of {len(rule)} times {_FULL} or {_SLIDING}")
+        raise unsupported("layer_types", types, f"num_hidden_layers = {len(rule)} times {_FULL} or {_SLIDING}")
     if _SLIDING not in types:
         return {"sliding_window": None}
     if window is None:

@@ -5,11 +5,12 @@ Nothing is unpickled. Names in the index cannot lead out of the folder. The meta
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 """Supported dtypes of parameters, by their names in the files."""
 
 _INTEGERS = {"I64": "int64"}  # the counters of BatchNorm
-_SAMPLE_BYTES = 4096
+_SAMPLE_BYTES, _CHUNK_BYTES = 4096, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,23 @@ class WeightsFolder:
                 return stream.read(_SAMPLE_BYTES)
 
         return fingerprint_of(sizes, len(samples), sample, seed=0)
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Return True if two tensors have the same shape, dtype and bytes. All bytes are read."""
+        a, b = self.tensors[one], self.tensors[other]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return False
+        return all(x == y for x, y in zip_longest(self._chunks(one), self._chunks(other)))
+
+    def _chunks(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of a tensor. The library has checked the header."""
+        with (self.path / self.tensors[name].file).open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            start, stop = json.loads(stream.read(length))[name]["data_offsets"]
+            stream.seek(8 + length + start)
+            while chunk := stream.read(min(_CHUNK_BYTES, stop - start)):
+                start += len(chunk)
+                yield chunk
 
     def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
         """Return a part of a tensor, in the dtype of the file. Only this part is read."""
@@ -254,7 +272,8 @@ def find_weights(
     `names_in_files`: the model's own names for the tensors in its files, for a class of `transformers`. `folder`: the
     result of `open_weights`, if the files have already been read.
 
-    Raises ConfigError, with all missing, unexpected and misshapen tensors at once. Reads no values, and needs no torch.
+    Raises ConfigError, with all missing, unexpected and misshapen tensors at once. Needs no torch, and reads no values
+    but those of an output layer beside the embedding that it is tied to.
     """
     folder = open_weights(config) if folder is None else folder
     excluded, own = config.exclude_from_weights, dict(_own_tensors(inventory))
@@ -269,6 +288,15 @@ def find_weights(
     pieces = pieces_of(folder.config.model_type, shapes, width, folder.tensors)
     pieces |= {own_name: Piece(name) for name, own_name in own_names.items() if own_name in shapes}
     shared = {tensor for name, piece in pieces.items() if own[name].tied_to is not None for tensor in piece.tensors}
+    untied = [
+        f"{tensor} (tied to {source})"
+        for name, piece in pieces.items()
+        if (first := own[name].tied_to) in pieces
+        for tensor, source in zip(piece.tensors, pieces[first].tensors, strict=True)
+        if {tensor, source} <= folder.tensors.keys()
+        and not any(matches(glob, each) for glob in excluded for each in (name, tensor))
+        and not folder.are_equal(tensor, source)
+    ]
     buffers = {full_name(module.path, buffer.name) for module in inventory.modules for buffer in module.buffers}
     optional = {name for name in buffers if not is_selection_bias(name)}
     pieces = {
@@ -290,6 +318,7 @@ def find_weights(
     problems = {
         "missing": [name for name in used if name not in folder.tensors],
         "unexpected": [name for name in unexpected if not any(matches(glob, name) for glob in excluded)],
+        "with other values than the tensor it is tied to; set tie_word_embeddings = false in config.json": untied,
         "of another shape": [
             f"{name} {list(folder.tensors[name].shape)}, not {list(expected[name])}"
             for name in used
