@@ -286,8 +286,8 @@ class Judge:
             (weights / "config.json").write_text(json.dumps(case.config))
             try:
                 model, _ = read_model(weights)
-            except ConfigError as error:
-                return "wrong", f"its own tensors are refused: {str(error)[:300]}"
+            except ConfigError:  # names the tensors that are not those of the model
+                return "refused", ""
             with torch.no_grad():
                 self._ours[key] = model(tokens)
         difference = float((self._ours[key] - theirs).abs().max())
@@ -381,9 +381,9 @@ def main() -> int:
     results, failures = {}, []
     for model_type in options.family or FAMILIES:
         results[model_type], wrong = count(model_type, options.every)
-        failures += [f"{model_type}: {line}" for line in wrong]
+        print(f"{model_type}: {dict(results[model_type])}", *wrong, sep="\n  ", flush=True)
+        failures += wrong
     publish(table(results), f"mutations {release()}", options.write)
-    print("\n".join(failures))
     return 1 if failures else 0
 
 

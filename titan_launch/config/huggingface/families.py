@@ -306,7 +306,7 @@ REFUSED = {
     "deepseek-ai/DeepSeek-V3, and remove this key",
     "compression_config": "compressed weights are not supported; name the folder of the original weights",
 }
-NEUTRAL = {
+NEUTRAL: dict[str, Any] = {
     "is_causal": True,
     "is_decoder": False,
     "is_encoder_decoder": False,

@@ -252,7 +252,7 @@ def _one_rope(
             base, longest = config.get("rope_theta", theta), config.get("max_position_embeddings")
             found.append((*_read_rope({**table, **outside}, base, key, longest, kinds), key))
     if not found:
-        table = {} if default is None or "rope_parameters" in config else default
+        table = {} if default is None or "rope_parameters" in config else dict(default)
         found.append((*_read_rope(table, config.get("rope_theta", theta), key, None, kinds), key))
     base, scaling, key = found[0]
     if (base, scaling) != found[-1][:2]:
@@ -295,8 +295,8 @@ def _two_ropes(config: Config) -> dict[str, Any]:
     longest, ropes = config.get("max_position_embeddings"), {}
     if config.get("rope_parameters") is None:
         tables = {name: {"rope_type": "default"} for name in (_FULL, _SLIDING)}
-    elif unknown := {*tables} ^ {_FULL, _SLIDING}:
-        raise unsupported("rope_parameters", tables, f"not a table of {_FULL} and {_SLIDING}: {', '.join(unknown)}")
+    if tables.keys() != {_FULL, _SLIDING} or None in tables.values():
+        raise unsupported("rope_parameters", tables, f"a table with the tables {_FULL} and {_SLIDING}")
     for name, table, base in (
         (_FULL, {**_rope_table(tables, _FULL), **old}, config.get("rope_theta", 1e6)),
         (_SLIDING, _rope_table(tables, _SLIDING), config.get("rope_local_base_freq", 10_000.0)),
@@ -304,7 +304,7 @@ def _two_ropes(config: Config) -> dict[str, Any]:
         key = "rope_scaling" if name == _FULL and old else f"rope_parameters.{name}"
         if not is_equal(table.get("truncate", True), True):
             raise unsupported(f"{key}.truncate", table["truncate"], "transformers does not read it here")
-        ropes[name] = _read_rope(table, base, key, longest, _SCALINGS if name == _FULL else ("default",))
+        ropes[name] = _read_rope(table, base, key, longest, tuple(_SCALINGS) if name == _FULL else ("default",))
     if old and config.get("rope_parameters") is not None:
         alone = _two_ropes({key: value for key, value in config.items() if key != "rope_scaling"})
         if (alone["rope_theta"], alone["rope_scaling"]) != ropes[_FULL]:
