@@ -91,7 +91,7 @@ _SILU = activation("hidden_act", "silu")
 _ROPE, _ATTENTION_BIAS = rope(), attention_bias()
 _GEMMA = (
     *_SIZES,
-    head_dim(256),
+    head_dim(256, must_divide=True),
     activation("hidden_activation", "gelu_pytorch_tanh"),
     _ATTENTION_BIAS,
     QUERY_SCALE,
@@ -118,7 +118,7 @@ FAMILIES: dict[str, Family] = {
         "LlamaForCausalLM",
         (
             *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_6),
-            *(head_dim(may_be_null=True), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
+            *(head_dim(may_be_null=True, must_divide=True), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
         ),
         fixed={},
         neutral={"pretraining_tp": 1, "rope_interleaved": False},

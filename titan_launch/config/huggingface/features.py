@@ -48,8 +48,8 @@ def as_text(value: Any) -> str:
 
 
 def is_equal(value: Any, other: Any) -> bool:
-    """Return True for equal values of JSON. `true` is not 1."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+    """Return True for equal values of JSON. `true` is not 1, and 1.0 is no whole number, but 1 is a number."""
+    return value == other and (type(value) is type(other) or (type(value), type(other)) == (int, float))
 
 
 def same(key: str, argument: str, *default: Any) -> Feature:
@@ -117,14 +117,20 @@ WIDTH_OF_GPT2 = Feature(
 )
 
 
-def head_dim(default: int | None = None, may_be_null: bool = False) -> Feature:
-    """Return the key of the width of a head. The argument stays unset if it follows from the other sizes."""
+def head_dim(default: int | None = None, may_be_null: bool = False, must_divide: bool = False) -> Feature:
+    """Return the key of the width of a head. The argument stays unset if it follows from the other sizes.
+
+    `must_divide`: the class refuses a `hidden_size` that is no multiple of the number of heads, whatever the width is.
+    """
 
     def read(config: Config) -> dict[str, Any]:
         width = config.get("head_dim", default)
-        if width is None and "head_dim" in config and not may_be_null:
-            raise unsupported("head_dim", None, "the class needs a number; remove the key")
-        ratio = _size(config, "hidden_size") / _size(config, "num_attention_heads")
+        if "head_dim" in config and not (type(width) is int or (width is None and may_be_null)):
+            raise unsupported("head_dim", width, "the class needs a whole number; remove the key")
+        dim, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        if must_divide and dim % heads:
+            raise unsupported("hidden_size", dim, f"the class needs a multiple of num_attention_heads = {heads}")
+        ratio = dim / heads
         return {"head_dim": None if width == ratio else width}
 
     return Feature(("head_dim",), read, lambda args: {"head_dim": args.head_width})
@@ -421,9 +427,9 @@ def _experts(args: DecoderArgs) -> ExpertArgs:
 
 
 def _read_experts_of_qwen3(config: Config) -> dict[str, Any]:
-    dense = config.get("mlp_only_layers") or []
-    if list(dense) != list(range(len(dense))):
-        raise unsupported("mlp_only_layers", list(dense), "layers without experts must be the first ones")
+    dense = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise unsupported("mlp_only_layers", dense, "layers without experts must be the first ones")
     return {
         "experts": {
             "num_experts": _lookup(config, "num_local_experts"),
