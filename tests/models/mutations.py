@@ -197,7 +197,7 @@ def foreign_keys() -> tuple[str, ...]:
     files = [*root.glob("*.py"), *(root / "integrations").glob("*.py")]
     for model_type in types:
         config_class = CONFIG_MAPPING[model_type]
-        keys |= {*config_class().to_dict(), *config_class.attribute_map, *FAMILIES["llama"].known_keys}
+        keys |= {*config_class().to_dict(), *config_class.attribute_map}
         files.append(root / Path(config_class.__module__.replace(".", "/").removeprefix("transformers/") + ".py"))
     for family in FAMILIES.values():
         keys |= family.known_keys

@@ -204,6 +204,8 @@ def _read_rope(
     """
     rope = dict(rope)
     theta = rope.pop("rope_theta", theta)
+    if theta is None:
+        raise unsupported(f"{key}.rope_theta", None, "a number above 1")
     names = [rope.pop(name) for name in ("rope_type", "type") if name in rope]
     kind = names[0] if names else "default"
     if names[1:] not in ([], [kind]):
@@ -487,7 +489,10 @@ EXPERTS_OF_MIXTRAL = Feature(
 
 def _read_experts_of_gpt_oss(config: Config) -> dict[str, Any]:
     found = _read_experts_of_mixtral({"num_experts_per_tok": 4, **config})
-    own = {"router_bias": True, "expert_bias": True, "gate_limit": config.get("swiglu_limit", 7.0)}
+    limit = config.get("swiglu_limit", 7.0)
+    if limit is None:
+        raise unsupported("swiglu_limit", None, "a number above 0")
+    own = {"router_bias": True, "expert_bias": True, "gate_limit": limit}
     return {**found, "experts": {**found["experts"], **own}}
 
 
