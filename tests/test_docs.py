@@ -373,7 +373,12 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
             check_script(script, arguments)
         case ["tensorboard", "--logdir", "outputs"]:
             pass
-        case ["python", "-m", "tests.parallel.matrix" | "tests.models.parity" as module, *arguments]:
+        case [
+            "python",
+            "-m",
+            "tests.parallel.matrix" | "tests.models.parity" | "tests.models.mutations" as module,
+            *arguments,
+        ]:
             check_benchmark(f"-m {module}", arguments, capsys)
         case ["source", ".venv/bin/activate"]:
             assert 'install_packages "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()

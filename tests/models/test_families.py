@@ -170,12 +170,12 @@ def twin_of(family: str) -> nn.Module:
     """Return the class of `transformers` with random weights, large enough to bend every function."""
     transformers = pytest.importorskip("transformers")
     twin, kv_heads = TWINS[family], TWINS[family].args.get("n_kv_heads", SHAPE["n_kv_heads"])
+    hidden = SHAPE["hidden_dim"]
     sizes = {
         "hidden_size": SHAPE["dim"],
         "num_hidden_layers": SHAPE["n_layers"],
         "num_attention_heads": SHAPE["n_heads"],
-        "num_key_value_heads": kv_heads,
-        "n_inner" if family == "gpt2" else "intermediate_size": SHAPE["hidden_dim"],
+        **({"n_inner": hidden} if family == "gpt2" else {"intermediate_size": hidden, "num_key_value_heads": kv_heads}),
         "vocab_size": SHAPE["vocab_size"],
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }

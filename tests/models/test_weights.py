@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.parity import CASES, VOCABULARY, parity, random_model, read_model, same_tensors, samples, tensors_of
+from tests.models.published_configs import PUBLISHED_FILES
 from titan_launch.cli import main
 from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
@@ -66,223 +67,36 @@ def test_published_sizes_are_expressed_as_transformers_reads_them(model_type: st
         assert config_of(name, resolve_args(name, ALL_IN_ARGS, arguments_of(read)), "bfloat16", 4096) == config
 
 
-def sizes(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, vocabulary: int) -> dict[str, Any]:
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    return {**dict(zip(names, (dim, layers, heads, kv_heads, hidden), strict=True)), "vocab_size": vocabulary}
-
-
-LLAMA_3_1 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
+PUBLISHED = {
+    ("llama3", "8B"): PUBLISHED_FILES["meta-llama/Llama-3.1-8B"],
+    ("qwen2", "0.5B"): PUBLISHED_FILES["Qwen/Qwen2.5-0.5B"],
+    ("qwen3", "0.6B"): PUBLISHED_FILES["Qwen/Qwen3-0.6B"],
+    ("qwen3_moe", "30B-A3B"): PUBLISHED_FILES["Qwen/Qwen3-30B-A3B"],
+    ("mixtral", "8x7B"): PUBLISHED_FILES["mistralai/Mixtral-8x7B-v0.1"],
+    ("gpt_oss", "20B"): PUBLISHED_FILES["openai/gpt-oss-20b"],
+    ("mistral", "7B"): PUBLISHED_FILES["mistralai/Mistral-7B-v0.1"],
+    ("gemma2", "2B"): PUBLISHED_FILES["google/gemma-2-2b"],
+    ("gemma3", "1B"): PUBLISHED_FILES["google/gemma-3-1b-pt"],
+    ("gpt2", "124M"): PUBLISHED_FILES["openai-community/gpt2"],
+    ("phi3", "mini-4k"): PUBLISHED_FILES["microsoft/Phi-3-mini-4k-instruct"],
+    ("deepseek_v3", "671B-A37B"): PUBLISHED_FILES["deepseek-ai/DeepSeek-V3"],
+    ("deepseek_v3", "16B-A3B"): PUBLISHED_FILES["moonshotai/Moonlight-16B-A3B"],
 }
-GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6}
-
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "attention_bias": False,
-    "aux_loss_alpha": 0.001,
-    "ep_size": 1,
-    "hidden_act": "silu",
-    "kv_lora_rank": 512,
-    "moe_layer_freq": 1,
-    "norm_topk_prob": True,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "scoring_func": "sigmoid",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-}
-
-PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
-    ("llama3", "8B"): {
-        **sizes(4096, 32, 32, 8, 14336, 128256),
-        "model_type": "llama",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": LLAMA_3_1,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-        "tie_word_embeddings": False,
-    },
-    ("qwen2", "0.5B"): {
-        **sizes(896, 24, 14, 2, 4864, 151936),
-        "model_type": "qwen2",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-        "max_window_layers": 24,
-        "sliding_window": 32768,
-        "use_sliding_window": False,
-    },
-    ("qwen3", "0.6B"): {
-        **sizes(1024, 28, 16, 8, 3072, 151936),
-        "model_type": "qwen3",
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "rope_scaling": None,
-        "max_window_layers": 28,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "tie_word_embeddings": True,
-    },
-    ("qwen3_moe", "30B-A3B"): {
-        **sizes(2048, 48, 32, 4, 6144, 151936),
-        "model_type": "qwen3_moe",
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "rope_scaling": None,
-        "max_window_layers": 48,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
-    },
-    ("mixtral", "8x7B"): {
-        **sizes(4096, 32, 32, 8, 14336, 32000),
-        "model_type": "mixtral",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 8,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.02,
-    },
-    ("gpt_oss", "20B"): {
-        **sizes(2880, 24, 64, 8, 2880, 201088),
-        "model_type": "gpt_oss",
-        "head_dim": 64,
-        "attention_bias": True,
-        "experts_per_token": 4,
-        "initial_context_length": 4096,
-        "layer_types": 12 * ["sliding_attention", "full_attention"],
-        "num_experts_per_tok": 4,
-        "num_local_experts": 32,
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-    },
-    ("mistral", "7B"): {
-        **sizes(4096, 32, 32, 8, 14336, 32000),
-        "model_type": "mistral",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-    },
-    ("gemma2", "2B"): {
-        **sizes(2304, 26, 8, 4, 9216, 256000),
-        "model_type": "gemma2",
-        **GEMMA,
-        "hidden_act": "gelu_pytorch_tanh",
-        "rope_theta": 10000.0,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 4096,
-    },
-    ("gemma3", "1B"): {
-        **sizes(1152, 26, 4, 1, 6912, 262144),
-        "model_type": "gemma3_text",
-        **GEMMA,
-        "rope_theta": 1000000,
-        "rope_local_base_freq": 10000,
-        "rope_scaling": None,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-    },
-    ("gpt2", "124M"): {
-        "model_type": "gpt2",
-        "n_embd": 768,
-        "n_head": 12,
-        "n_layer": 12,
-        "n_positions": 1024,
-        "n_ctx": 1024,
-        "vocab_size": 50257,
-        "layer_norm_epsilon": 1e-5,
-        "activation_function": "gelu_new",
-        "attn_pdrop": 0.1,
-    },
-    ("phi3", "mini-4k"): {
-        **sizes(3072, 32, 32, 32, 8192, 32064),
-        "model_type": "phi3",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "sliding_window": 2047,
-        "original_max_position_embeddings": 4096,
-        "attention_bias": False,
-    },
-    ("deepseek_v3", "671B-A37B"): {
-        **sizes(7168, 61, 128, 128, 18432, 129280),
-        **DEEPSEEK,
-        "first_k_dense_replace": 3,
-        "moe_intermediate_size": 2048,
-        "n_group": 8,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "num_nextn_predict_layers": 1,
-        "q_lora_rank": 1536,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-    },
-    ("deepseek_v3", "16B-A3B"): {
-        **sizes(2048, 27, 16, 16, 11264, 163840),
-        **DEEPSEEK,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 1408,
-        "n_group": 1,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "num_nextn_predict_layers": 0,
-        "q_lora_rank": None,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 50000.0,
-        "routed_scaling_factor": 2.446,
-        "topk_group": 1,
-    },
-}
-"""The keys of published `config.json` files that decide the computation, by model and flavor."""
+"""Published files by model and flavor."""
 
 
 NOTES = {
-    "gpt2": ("dropout is not applied: attn_pdrop = 0.1",),
-    "phi3": ("keys of config.json that Phi3ForCausalLM does not have are not used: attention_bias",),
+    "gpt2": "dropout is not applied: resid_pdrop = 0.1, embd_pdrop = 0.1, attn_pdrop = 0.1",
+    **{
+        name: f"pad_token_id = {token}: the embedding of this token is trained like any other; "
+        f"{model_class} of transformers gives it no gradient from inputs"
+        for name, token, model_class in (
+            ("gemma2", 0, "Gemma2ForCausalLM"),
+            ("gemma3", 0, "Gemma3ForCausalLM"),
+            ("gpt_oss", 199999, "GptOssForCausalLM"),
+            ("phi3", 32000, "Phi3ForCausalLM"),
+        )
+    },
 }
 
 
@@ -291,7 +105,7 @@ def test_a_published_config_is_the_flavor(name: str, flavor: str, tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name, flavor]))
     found = read_folder_config(tmp_path)
     assert found.name == name and differences(name, resolve_args(name, flavor, {}), found) == []
-    assert found.notes == NOTES.get(name, ())
+    assert found.notes == ((NOTES[name],) if name in NOTES else ())
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,10 @@ class DecoderArgs(ModelArgs):
     """Interval of the layers without a sliding window. With N, these are the layers N, 2 N and so on, counted from 1.
     Unset: all layers have the window."""
 
+    full_attention_layers: list[Positive] | None = None
+    """Layers without a sliding window, counted from 1, if they are not every N-th layer. Unset: `full_attention_every`
+    decides."""
+
     attention_sinks: bool = False
     """Add a learned logit for each head to the denominator of the softmax, so that a token may attend to nothing
     (GPT-OSS; attention sinks, arXiv:2309.17453)."""
@@ -265,8 +269,9 @@ class DecoderArgs(ModelArgs):
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer, counted from 0; None if it attends to all earlier tokens."""
-        every = self.full_attention_every
-        return None if every is not None and (layer + 1) % every == 0 else self.sliding_window
+        every, full = self.full_attention_every, self.full_attention_layers or ()
+        is_full = layer + 1 in full or (every is not None and (layer + 1) % every == 0)
+        return None if is_full else self.sliding_window
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, counted from 0, has a mixture of experts in place of the feed-forward layer."""
@@ -299,6 +304,11 @@ class DecoderArgs(ModelArgs):
         if self.qk_norm and self.norm == "batchnorm":
             reason = 'qk_norm normalizes the heads of one token, which norm = "batchnorm" cannot; set qk_norm = false'
             yield ("qk_norm", "norm"), reason
+        if self.full_attention_every is not None and self.full_attention_layers is not None:
+            reason = "full_attention_layers and full_attention_every both name the layers without a window; remove one"
+            yield ("full_attention_layers", "full_attention_every"), reason
+        if beyond := [layer for layer in self.full_attention_layers or () if layer > n_layers]:
+            yield ("full_attention_layers", "n_layers"), f"layer {beyond[0]} is beyond n_layers ({n_layers})"
         for table in ("rope_scaling", "latent_attention", "experts"):
             section: RopeScaling | LatentAttentionArgs | ExpertArgs | None = getattr(self, table)
             for names, reason in () if section is None else section.problems():
@@ -330,7 +340,7 @@ class DecoderArgs(ModelArgs):
     def unused(self) -> Iterator[tuple[str, str]]:
         """Yield arguments that other arguments leave without effect."""
         rope = ("rope_theta", "rope_scaling", "local_rope_theta")
-        of_windows = ("full_attention_every", "local_rope_theta")
+        of_windows = ("full_attention_every", "full_attention_layers", "local_rope_theta")
         for names, reason, has_no_effect in (
             (rope, 'with positions = "learned"', self.positions == "learned"),
             (("max_positions",), 'with positions = "rope"', self.positions == "rope"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,16 @@ from pydantic import ValidationError
 from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
 from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.families import DROPOUT, FAMILIES, REFUSED, WITHOUT_EFFECT, Family
-from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, CONFIG_FILE, Config, WeightsError, unsupported
+from titan_launch.config.huggingface.families import DROPOUT, FAMILIES, NEUTRAL, REFUSED, Family
+from titan_launch.config.huggingface.features import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    Config,
+    WeightsError,
+    as_text,
+    is_equal,
+    unsupported,
+)
 from titan_launch.core.errors import did_you_mean, format_key, leaves
 from titan_launch.core.files import read_regular
 
@@ -35,7 +43,7 @@ class FolderConfig:
     """The whole `config.json`."""
 
     notes: tuple[str, ...] = ()
-    """Sentences for the log about keys that have no effect here."""
+    """Sentences for the log about keys that `transformers` honours and this package does not."""
 
 
 def read_folder_config(folder: str | Path) -> FolderConfig:
@@ -96,31 +104,76 @@ def arguments_of(config: Config) -> dict[str, Any]:
     Raises WeightsError with all keys that are not supported.
     """
     family = FAMILIES[config["model_type"]]
-    problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key)]
-    for key, value in family.neutral.items():
-        if config.get(key, value) not in (value, None):
+    problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key) is not None]
+    problems += [_unknown(family, key, config[key]) for key in config if key not in family.known_keys]
+    config, repeated = _without_aliases(family, config)
+    problems += repeated
+    for key, value in {**NEUTRAL, **family.neutral}.items():
+        if not is_equal(config.get(key, value), value):
             problems.append(str(unsupported(key, config[key], f"supported: {json.dumps(value)}")))
     given: dict[str, Any] = dict(family.fixed)
+    keys_of: dict[str, tuple[str, ...]] = {}
     for feature in family.features:
         try:
-            given |= feature.read(config)
+            found = feature.read(config)
         except WeightsError as error:
             problems.append(str(error))
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-            problems.append(f"{CONFIG_FILE}: {', '.join(feature.keys)}: a value is missing or has the wrong type")
+            values = ", ".join(f"{key} = {as_text(config[key])}" for key in feature.keys if key in config)
+            problems.append(f"{CONFIG_FILE} has {values}: a value is missing or has the wrong type")
+        else:
+            given |= found
+            keys_of |= dict.fromkeys(found, feature.keys)
     if problems:
         raise WeightsError("; ".join(dict.fromkeys(problems)))
     try:
         args = ARCHITECTURES[family.name].args.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        value = json.dumps(first["input"], default=str)
-        reason = f"the model's argument {format_key(first['loc'])} would be {value}: {first['msg']}"
-        raise WeightsError(f"{CONFIG_FILE} has an impossible value: {reason}") from None
-    if impossible := [reason for _, reason in args.problems()]:
-        raise WeightsError(f"{CONFIG_FILE} has an impossible value: {impossible[0]}")
+        keys = _keys(config, keys_of, [str(first["loc"][0])])
+        reason = f"the model's argument {format_key(first['loc'])} would be {as_text(first['input'])}: {first['msg']}"
+        raise WeightsError(f"{CONFIG_FILE} has an impossible value{keys}: {reason}") from None
+    _check_padding(family, config)
+    for names, reason in args.problems():
+        raise WeightsError(f"{CONFIG_FILE} has an impossible value{_keys(config, keys_of, names)}: {reason}")
     without_effect = {name for name, _ in args.unused()}
     return args.model_dump(mode="json", exclude_defaults=True, exclude=without_effect)
+
+
+def _keys(config: Config, keys_of: Mapping[str, tuple[str, ...]], arguments: Iterable[str]) -> str:
+    """Return the keys that some arguments come from, with their values, as part of a message."""
+    keys = dict.fromkeys(key for name in arguments for key in keys_of.get(name.partition(".")[0], ()))
+    return f" in {', '.join(f'{key} = {as_text(config[key])}' if key in config else f'{key} (absent)' for key in keys)}"
+
+
+def _unknown(family: Family, key: str, value: Any) -> str:
+    """Return the problem of a key that the class is not known to have."""
+    hint = did_you_mean(key, family.known_keys)
+    reason = f"no key that {family.model_class} is known to read{hint}; remove it if it is without effect"
+    return f"{CONFIG_FILE} has {key} = {as_text(value)}, {reason}"
+
+
+def _without_aliases(family: Family, config: Config) -> tuple[dict[str, Any], list[str]]:
+    """Return a `config.json` in which other names of keys are replaced, and the problems of keys with two values."""
+    table, problems = dict(config), []
+    for alias, key in family.aliases.items():
+        if alias not in table:
+            continue
+        value = table.pop(alias)
+        if not is_equal(table.setdefault(key, value), value):
+            problems.append(str(unsupported(alias, value, f"{key} = {as_text(table[key])} is the same key")))
+    return table, problems
+
+
+def _padding(family: Family, config: Config) -> int | None:
+    """Return the token without a gradient from its row in the embedding in `transformers`; None if there is none."""
+    return config.get("pad_token_id", family.pad_token) if family.pads else None
+
+
+def _check_padding(family: Family, config: Config) -> None:
+    token, size = _padding(family, config), config["vocab_size"]
+    if token is not None and not (type(token) is int and -size <= token < size):
+        raise unsupported("pad_token_id", token, f"a token of the vocabulary of {size}, or null")
 
 
 def config_of(
@@ -142,6 +195,7 @@ def config_of(
         if scaling is not None and scaling.kind in ("llama3", "yarn"):
             longest = int(scaling.factor * scaling.original_max_position)
             kept["max_position_embeddings"] = max(max_positions, longest)
+    kept, _ = _without_aliases(family, kept)
     for key in (*(key for feature in family.features for key in feature.keys), "dtype", "torch_dtype"):
         kept.pop(key, None)
     written = {"architectures": [family.model_class], "model_type": model_type, "torch_dtype": dtype}
@@ -196,10 +250,7 @@ def _notes(family: Family, config: Config) -> list[str]:
     notes = []
     if dropout := [f"{key} = {config[key]}" for key in DROPOUT if config.get(key)]:
         notes.append(f"dropout is not applied: {', '.join(dropout)}")
-    known = {*WITHOUT_EFFECT, *DROPOUT, *family.neutral, *REFUSED}
-    known |= {key for feature in family.features for key in feature.keys}
-    if unknown := [key for key in config if key not in known]:
-        notes.append(
-            f"keys of {CONFIG_FILE} that {family.model_class} does not have are not used: {', '.join(unknown)}"
-        )
+    if (token := _padding(family, config)) is not None:
+        reason = f"pad_token_id = {token}: the embedding of this token is trained like any other"
+        notes.append(f"{reason}; {family.model_class} of transformers gives it no gradient from inputs")
     return notes

@@ -7,7 +7,7 @@ A value that is not supported is an error that names the key.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from titan_launch.config.huggingface.features import (
@@ -17,15 +17,10 @@ from titan_launch.config.huggingface.features import (
     EXPERTS_OF_QWEN3_MOE,
     FEED_FORWARD_BIAS,
     HEADS_OF_GPT2,
-    KEY_VALUE_HEADS,
     LATENT_ATTENTION,
-    POSITIONS_OF_GPT2,
     QUERY_SCALE,
     ROPES_OF_GEMMA3,
     WIDTH_OF_GPT2,
-    WINDOWS_OF_GEMMA2,
-    WINDOWS_OF_GEMMA3,
-    WINDOWS_OF_GPT_OSS,
     WINDOWS_OF_QWEN,
     WINDOWS_OF_QWEN3_MOE,
     YARN_OF_GPT_OSS,
@@ -33,8 +28,10 @@ from titan_launch.config.huggingface.features import (
     activation,
     attention_bias,
     head_dim,
+    key_value_heads,
     rope,
     same,
+    windows_by_pattern,
 )
 
 
@@ -52,95 +49,141 @@ class Family:
     fixed: Mapping[str, Any]
     """Arguments that the class does not let its `config.json` choose."""
 
-    neutral: Mapping[str, Any]
-    """Keys with the only value that is supported, which is also their default."""
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    """Keys with the only value that is supported, beside those of `NEUTRAL`. It is also the class's default."""
+
+    unused: Mapping[str, str] = field(default_factory=dict)
+    """Keys that change neither the logits nor the training of this class, beside those of `WITHOUT_EFFECT`, with the
+    reason."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of keys, as in the class's `attribute_map`."""
+
+    pad_token: int | None = None
+    """The class's default of `pad_token_id`."""
+
+    pads: bool = True
+    """True if the class gives the row of `pad_token_id` in the embedding no gradient."""
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """All keys whose meaning is known."""
+        of_features = (key for feature in self.features for key in feature.keys)
+        tables = (self.neutral, self.unused, self.aliases, NEUTRAL, WITHOUT_EFFECT, REFUSED)
+        return frozenset((*of_features, *(key for table in tables for key in table)))
 
 
-_SIZES_OF_EXPERTS = (
+_SIZES_WITHOUT_HEADS = (
     same("hidden_size", "dim"),
     same("num_hidden_layers", "n_layers"),
     same("num_attention_heads", "n_heads"),
-    KEY_VALUE_HEADS,
     same("vocab_size", "vocab_size"),
 )
-_SIZES = (*_SIZES_OF_EXPERTS, same("intermediate_size", "hidden_dim"), same("rms_norm_eps", "norm_eps", 1e-6))
+_SIZES_OF_EXPERTS = (*_SIZES_WITHOUT_HEADS, key_value_heads())
+_WIDTH, _EPS_6, _EPS_5 = (
+    same("intermediate_size", "hidden_dim"),
+    same("rms_norm_eps", "norm_eps", 1e-6),
+    same("rms_norm_eps", "norm_eps", 1e-5),
+)
+_SIZES = (*_SIZES_OF_EXPERTS, _WIDTH, _EPS_6)
 _UNTIED, _TIED = (same("tie_word_embeddings", "tie_embeddings", tied) for tied in (False, True))
 _SILU = activation("hidden_act", "silu")
 _ROPE, _ATTENTION_BIAS = rope(), attention_bias()
 _GEMMA = (
     *_SIZES,
-    head_dim(256),
+    head_dim(256, must_divide=True),
     activation("hidden_activation", "gelu_pytorch_tanh"),
     _ATTENTION_BIAS,
     QUERY_SCALE,
     _TIED,
 )
 _FIXED_OF_GEMMA = {"gated": True, "norm_unit_offset": True, "post_norms": True, "scale_embeddings": True}
+_AUXILIARY = dict.fromkeys(
+    ("router_aux_loss_coef", "output_router_logits", "aux_loss_alpha", "seq_aux"),
+    "auxiliary losses of experts are arguments of the job",
+)
+_EXPERTS = {"num_experts": "num_local_experts"}
+_UNUSED_BY_GEMMA = {
+    "hidden_act": "the class reads hidden_activation",
+    "sliding_window_size": "the class reads sliding_window",
+}
+_SUMMARY = (
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
+    "summary_use_proj",
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "llama3",
         "LlamaForCausalLM",
-        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
+        (
+            *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_6),
+            *(head_dim(may_be_null=True, must_divide=True), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
+        ),
         fixed={},
-        neutral={"pretraining_tp": 1},
+        neutral={"pretraining_tp": 1, "rope_interleaved": False},
+        unused={"is_llama_config": "a mark of the SmolLM files"},
     ),
     "qwen2": Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, WINDOWS_OF_QWEN),
+        (*_SIZES, head_dim(), _SILU, _ROPE, _UNTIED, WINDOWS_OF_QWEN),
         fixed={"qkv_bias": True},
-        neutral={},
+        neutral={"use_mrope": False},
     ),
     "qwen3": Family(
         "qwen3",
         "Qwen3ForCausalLM",
         (*_SIZES, head_dim(128), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, WINDOWS_OF_QWEN),
         fixed={"qk_norm": True},
-        neutral={},
     ),
     "qwen3_moe": Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, WINDOWS_OF_QWEN3_MOE, EXPERTS_OF_QWEN3_MOE),
+        (*_SIZES, head_dim(), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, WINDOWS_OF_QWEN3_MOE, EXPERTS_OF_QWEN3_MOE),
         fixed={"qk_norm": True},
         neutral={"decoder_sparse_step": 1},
+        unused=_AUXILIARY,
+        aliases=_EXPERTS,
     ),
     "mistral": Family(
         "mistral",
         "MistralForCausalLM",
-        (*_SIZES, head_dim(None), _SILU, _ROPE, _UNTIED, same("sliding_window", "sliding_window", 4096)),
+        (*_SIZES, head_dim(may_be_null=True), _SILU, _ROPE, _UNTIED, same("sliding_window", "sliding_window", 4096)),
         fixed={},
-        neutral={"layer_types": None},
     ),
     "mixtral": Family(
         "mixtral",
         "MixtralForCausalLM",
         (
             *_SIZES_OF_EXPERTS,
-            same("rms_norm_eps", "norm_eps", 1e-5),
-            head_dim(None),
+            _EPS_5,
+            head_dim(may_be_null=True),
             _SILU,
-            rope(1e6),
+            rope(1e6, yarn_needs="head_dim"),
             _UNTIED,
             same("sliding_window", "sliding_window", None),
             EXPERTS_OF_MIXTRAL,
         ),
         fixed={},
         neutral={"router_jitter_noise": 0.0},
+        unused=_AUXILIARY,
+        aliases=_EXPERTS,
     ),
     "gemma2": Family(
         "gemma2",
         "Gemma2ForCausalLM",
         (
             *_GEMMA,
-            _ROPE,
-            WINDOWS_OF_GEMMA2,
-            same("attn_logit_softcapping", "attention_soft_cap", 50.0),
             same("final_logit_softcapping", "logits_soft_cap", 30.0),
+            _ROPE,
+            windows_by_pattern(2, 4096),
+            same("attn_logit_softcapping", "attention_soft_cap", 50.0),
         ),
         fixed=_FIXED_OF_GEMMA,
         neutral={"use_bidirectional_attention": None},
+        unused=_UNUSED_BY_GEMMA,
+        pad_token=0,
     ),
     "gemma3_text": Family(
         "gemma3",
@@ -148,12 +191,16 @@ FAMILIES: dict[str, Family] = {
         (
             *_GEMMA,
             ROPES_OF_GEMMA3,
-            WINDOWS_OF_GEMMA3,
-            same("attn_logit_softcapping", "attention_soft_cap", None),
+            windows_by_pattern(6, 4096, pattern="sliding_window_pattern"),
             same("final_logit_softcapping", "logits_soft_cap", None),
         ),
         fixed={**_FIXED_OF_GEMMA, "qk_norm": True},
-        neutral={"use_bidirectional_attention": False},
+        neutral={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+        unused={
+            **_UNUSED_BY_GEMMA,
+            "_sliding_window_pattern": "the class writes it beside layer_types, and reads sliding_window_pattern",
+        },
+        pad_token=0,
     ),
     "gpt2": Family(
         "gpt2",
@@ -164,7 +211,7 @@ FAMILIES: dict[str, Family] = {
             HEADS_OF_GPT2,
             WIDTH_OF_GPT2,
             same("vocab_size", "vocab_size"),
-            POSITIONS_OF_GPT2,
+            same("n_positions", "max_positions", 1024),
             same("layer_norm_epsilon", "norm_eps", 1e-5),
             activation("activation_function", "gelu_new"),
             _TIED,
@@ -181,39 +228,57 @@ FAMILIES: dict[str, Family] = {
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
             "reorder_and_upcast_attn": False,
-            "add_cross_attention": False,
         },
+        unused={
+            **dict.fromkeys(
+                ("n_ctx", "n_special", "predict_special_tokens", "output_past", "_num_labels"),
+                "releases before 4.0 wrote it, and the class does not read it",
+            ),
+            **dict.fromkeys(_SUMMARY, "classes with another head read it"),
+        },
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        pads=False,
     ),
     "gpt_oss": Family(
         "gpt_oss",
         "GptOssForCausalLM",
         (
             *_SIZES_OF_EXPERTS,
-            same("rms_norm_eps", "norm_eps", 1e-5),
+            _EPS_5,
             head_dim(64),
             rope(150_000.0, YARN_OF_GPT_OSS),
             _UNTIED,
             attention_bias(True),
-            WINDOWS_OF_GPT_OSS,
+            windows_by_pattern(2, 128),
             EXPERTS_OF_GPT_OSS,
         ),
         fixed={"attention_sinks": True},
         neutral={"swiglu_alpha": 1.702},
+        unused={
+            **_AUXILIARY,
+            "hidden_act": "the class has one activation",
+            "initial_context_length": "rope_scaling has its own length",
+            "experts_per_token": "the class reads num_experts_per_tok",
+        },
+        aliases=_EXPERTS,
     ),
     "phi3": Family(
         "phi3",
         "Phi3ForCausalLM",
         (
-            *(feature for feature in _SIZES if feature.keys != ("rms_norm_eps",)),
-            same("rms_norm_eps", "norm_eps", 1e-5),
-            head_dim(None),
-            _SILU,
-            _ROPE,
-            _UNTIED,
+            *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_5),
+            *(head_dim(), _SILU, rope(kinds=("default",)), _UNTIED),
             same("sliding_window", "sliding_window", None),
         ),
         fixed={},
-        neutral={},
+        neutral={"attention_bias": False},
+        unused={"ignore_keys_at_rope_validation": "it only silences a warning of transformers"},
+        pad_token=32000,
     ),
     "deepseek_v3": Family(
         "deepseek_v3",
@@ -228,6 +293,8 @@ FAMILIES: dict[str, Family] = {
             "topk_method": "noaux_tc",
             "pretraining_tp": 1,
         },
+        unused={**_AUXILIARY, "ep_size": "the job decides how experts are divided"},
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     ),
 }
 """The classes of `transformers` that this package's models compute, by their `model_type`."""
@@ -239,16 +306,57 @@ REFUSED = {
     "deepseek-ai/DeepSeek-V3, and remove this key",
     "compression_config": "compressed weights are not supported; name the folder of the original weights",
 }
-DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-WITHOUT_EFFECT = {
-    *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "auto_map"),
-    *("initializer_range", "use_cache", "cache_implementation", "max_position_embeddings", "n_ctx", "max_length"),
-    *("original_max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"),
-    *("return_dict", "output_attentions", "output_hidden_states", "task_specific_params", "hidden_act"),
-    *("id2label", "label2id", "num_labels", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder"),
-    *("output_router_logits", "router_aux_loss_coef", "initial_context_length"),
-    *("aux_loss_alpha", "seq_aux", "ep_size"),
-    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+NEUTRAL: dict[str, Any] = {
+    "is_causal": True,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "chunk_size_feed_forward": 0,
+    "pruned_heads": {},
+    "tie_encoder_decoder": False,
+    "tf_legacy_loss": False,
+    "torchscript": False,
+    "use_bfloat16": False,
 }
-"""Keys that change neither the logits nor the training of a language model. (The auxiliary losses of experts are
-arguments of the job.)"""
+"""Keys of every class with the only value that is supported. Releases before 5.0 write most of them."""
+
+DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+"""Rates of dropout. This package applies none, and a note says so."""
+
+WITHOUT_EFFECT: dict[str, str] = {
+    key: reason
+    for reason, keys in {
+        "the program that wrote the file records itself": (
+            *("architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash"),
+            *("finetuning_task", "unsloth_fixed", "unsloth_version", "transformers.js_config"),
+        ),
+        "code in the folder is never run": ("auto_map",),
+        "precision.param_dtype decides": ("torch_dtype", "dtype"),
+        "a note says that dropout is not applied": DROPOUT,
+        "a note says that the padding token is trained": ("pad_token_id",),
+        "all parameters come from the files": ("initializer_range",),
+        "the job decides the length of sequences": ("max_position_embeddings",),
+        "the job decides about activation checkpointing": ("gradient_checkpointing",),
+        "all kernels compute the same": (
+            *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "experts_implementation"),
+            "_experts_implementation",
+        ),
+        "it chooses the outputs that a call returns": (
+            *("return_dict", "output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
+        ),
+        "tokenizers and generation read it": (
+            *("bos_token_id", "eos_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
+            *("tokenizer_class", "prefix", "task_specific_params", "use_cache", "cache_implementation"),
+            *("max_sequence_length", "model_max_length"),
+            *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams"),
+            *("num_beam_groups", "num_return_sequences", "diversity_penalty", "early_stopping", "length_penalty"),
+            *("repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+            *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "suppress_tokens"),
+            *("begin_suppress_tokens", "exponential_decay_length_penalty"),
+        ),
+        "classifiers read it": ("id2label", "label2id", "num_labels", "problem_type"),
+    }.items()
+    for key in keys
+}
+"""Keys that change neither the logits nor the training of a language model, with the reason."""

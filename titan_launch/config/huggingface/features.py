@@ -36,6 +36,22 @@ class Feature:
     """Function from all arguments to values of `keys`."""
 
 
+def unsupported(key: str, value: Any, reason: str) -> WeightsError:
+    """Return the error for a value of `config.json` that no model of this package computes."""
+    return WeightsError(f"{CONFIG_FILE} has {key} = {as_text(value)}, which is not supported ({reason})")
+
+
+def as_text(value: Any) -> str:
+    """Return a value of `config.json` as JSON. A long one is cut."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_equal(value: Any, other: Any) -> bool:
+    """Return True for equal values of JSON. `true` is not 1, and 1.0 is no whole number, but 1 is a number."""
+    return value == other and (type(value) is type(other) or (type(value), type(other)) == (int, float))
+
+
 def same(key: str, argument: str, *default: Any) -> Feature:
     """Return a key that only has another name. Without `default` the key must be in `config.json`."""
     return Feature(
@@ -49,7 +65,15 @@ def _lookup(config: Config, key: str, *default: Any) -> Any:
     return config.get(key, *default)
 
 
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+def _size(config: Config, key: str, *default: int, smallest: int = 1) -> int:
+    """Return a whole number that other arguments follow from. Without `default` the key must be in `config.json`."""
+    value = _lookup(config, key, *default)
+    if type(value) is not int or value < smallest:
+        raise unsupported(key, value, f"a whole number of at least {smallest}")
+    return value
+
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def activation(key: str, default: str) -> Feature:
@@ -69,37 +93,44 @@ def activation(key: str, default: str) -> Feature:
     return Feature((key,), read, write)
 
 
-def _read_key_value_heads(config: Config) -> dict[str, Any]:
-    number = config.get("num_key_value_heads")
-    return {"n_kv_heads": _lookup(config, "num_attention_heads") if number is None else number}
+def key_value_heads(*default: None) -> Feature:
+    """Return the key of the number of key and value heads. Without `default` the key must be in `config.json`."""
+
+    def read(config: Config) -> dict[str, Any]:
+        number = _lookup(config, "num_key_value_heads", *default)
+        if number is None and default:
+            number = _size(config, "num_attention_heads")
+        return {"n_kv_heads": number}
+
+    return Feature(("num_key_value_heads",), read, lambda args: {"num_key_value_heads": args.n_kv_heads})
 
 
-KEY_VALUE_HEADS = Feature(
-    ("num_key_value_heads",), _read_key_value_heads, lambda args: {"num_key_value_heads": args.n_kv_heads}
-)
 HEADS_OF_GPT2 = Feature(
     ("n_head",),
-    lambda config: dict.fromkeys(("n_heads", "n_kv_heads"), _lookup(config, "n_head")),
+    lambda config: dict.fromkeys(("n_heads", "n_kv_heads"), _size(config, "n_head")),
     lambda args: {"n_head": args.n_heads},
-)
-POSITIONS_OF_GPT2 = Feature(
-    ("n_positions", "max_position_embeddings"),
-    lambda config: {"max_positions": config.get("n_positions", 1024)},
-    lambda args: {"n_positions": args.max_positions},
 )
 WIDTH_OF_GPT2 = Feature(
     ("n_inner",),
-    lambda config: {"hidden_dim": config.get("n_inner") or 4 * _lookup(config, "n_embd")},
+    lambda config: {"hidden_dim": 4 * _size(config, "n_embd") if config.get("n_inner") is None else config["n_inner"]},
     lambda args: {"n_inner": args.hidden_dim},
 )
 
 
-def head_dim(default: int | None) -> Feature:
-    """Return the key of the width of a head. The argument stays unset if it follows from the other sizes."""
+def head_dim(default: int | None = None, may_be_null: bool = False, must_divide: bool = False) -> Feature:
+    """Return the key of the width of a head. The argument stays unset if it follows from the other sizes.
+
+    `must_divide`: the class refuses a `hidden_size` that is no multiple of the number of heads, whatever the width is.
+    """
 
     def read(config: Config) -> dict[str, Any]:
         width = config.get("head_dim", default)
-        ratio = _lookup(config, "hidden_size") / _lookup(config, "num_attention_heads")
+        if "head_dim" in config and not (type(width) is int or (width is None and may_be_null)):
+            raise unsupported("head_dim", width, "the class needs a whole number; remove the key")
+        dim, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        if must_divide and dim % heads:
+            raise unsupported("hidden_size", dim, f"the class needs a multiple of num_attention_heads = {heads}")
+        ratio = dim / heads
         return {"head_dim": None if width == ratio else width}
 
     return Feature(("head_dim",), read, lambda args: {"head_dim": args.head_width})
@@ -109,19 +140,19 @@ def attention_bias(default: bool = False) -> Feature:
     """Return the key of the biases of queries, keys, values, and of the output of attention."""
 
     def read(config: Config) -> dict[str, Any]:
-        return dict.fromkeys(("qkv_bias", "attention_output_bias"), bool(config.get("attention_bias", default)))
+        return dict.fromkeys(("qkv_bias", "attention_output_bias"), config.get("attention_bias", default))
 
     return Feature(("attention_bias",), read, lambda args: {"attention_bias": args.qkv_bias})
 
 
 FEED_FORWARD_BIAS = Feature(
     ("mlp_bias",),
-    lambda config: {"feed_forward_bias": bool(config.get("mlp_bias"))},
+    lambda config: {"feed_forward_bias": config.get("mlp_bias", False)},
     lambda args: {"mlp_bias": args.feed_forward_bias},
 )
 QUERY_SCALE = Feature(
     ("query_pre_attn_scalar",),
-    lambda config: {"query_scale": config.get("query_pre_attn_scalar", 256) ** -0.5},
+    lambda config: {"query_scale": _size(config, "query_pre_attn_scalar", 256) ** -0.5},
     lambda args: {"query_pre_attn_scalar": _inverse_square(args.query_scale or args.head_width**-0.5)},
 )
 
@@ -141,7 +172,8 @@ _LLAMA3 = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_max_position",
 }
-_YARN_OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+_YARN_NULLABLE = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_YARN_OPTIONAL = (*_YARN_NULLABLE, "truncate")
 _YARN = {
     "factor": "factor",
     "original_max_position_embeddings": "original_max_position",
@@ -150,27 +182,49 @@ _YARN = {
 _SCALINGS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3, "yarn": _YARN}
 """Keys of each supported RoPE type, with the fields of `rope_scaling` of this package."""
 
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
-def _read_rope(rope: Config | None, theta: float, key: str) -> tuple[float, dict[str, Any] | None]:
-    """Return the base and the scaling of a table of RoPE parameters. `theta`: base if the table does not name it."""
-    rope = dict(rope or {})
+
+def _rope_table(config: Config, key: str) -> dict[str, Any]:
+    """Return a table of RoPE parameters; empty if the key is absent or null."""
+    table = config.get(key)
+    if not isinstance(table, dict | None):
+        raise unsupported(key, table, "a table of RoPE parameters, or null")
+    return dict(table or {})
+
+
+def _read_rope(
+    rope: Config, theta: Any, key: str, longest: Any, kinds: Sequence[str] = tuple(_SCALINGS)
+) -> tuple[Any, dict[str, Any] | None]:
+    """Return the base and the scaling of a table of RoPE parameters.
+
+    `theta`: base if the table does not name it. `longest`: `max_position_embeddings`, which is the length of
+    pre-training if the table does not name it. `kinds`: RoPE types of the class.
+    """
+    rope = dict(rope)
     theta = rope.pop("rope_theta", theta)
+    if theta is None:
+        raise unsupported(f"{key}.rope_theta", None, "a number above 1")
     names = [rope.pop(name) for name in ("rope_type", "type") if name in rope]
     kind = names[0] if names else "default"
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise unsupported(f"{key}.partial_rotary_factor", "other than 1", "all channels of a head are rotated")
-    if kind not in _SCALINGS:
-        raise unsupported(f"{key}.rope_type", kind, f"supported: {', '.join(_SCALINGS)}")
+    if names[1:] not in ([], [kind]):
+        raise unsupported(f"{key}.type", names[1], f"rope_type is {as_text(kind)}; remove the key type")
+    if not is_equal(factor := rope.pop("partial_rotary_factor", 1.0), 1.0):
+        raise unsupported(f"{key}.partial_rotary_factor", factor, "all channels of a head are rotated")
+    if kind not in kinds:
+        raise unsupported(f"{key}.rope_type", kind, f"supported: {', '.join(kinds)}")
     known = _SCALINGS[kind]
-    if unknown := [name for name in rope if name not in (*known, "original_max_position_embeddings")]:
+    if unknown := [name for name in rope if name not in (*known, _ORIGINAL)]:
         raise unsupported(f"{key}.{unknown[0]}", rope[unknown[0]], f"not a parameter of the RoPE type {kind}")
-    rope = {name: value for name, value in rope.items() if value is not None}
+    if _ORIGINAL in known and _ORIGINAL not in rope and longest is not None:
+        rope[_ORIGINAL] = longest
     if missing := [name for name in known if name not in (*rope, *_YARN_OPTIONAL)]:
         raise WeightsError(f"{CONFIG_FILE}: {key} of the type {kind} has no {', '.join(missing)}")
-    return theta, {
-        "kind": kind,
-        **{own: rope[name] for name, own in known.items() if name in rope},
-    } if known else None
+    if nulls := [name for name in known if name in rope and rope[name] is None and name not in _YARN_NULLABLE]:
+        raise unsupported(f"{key}.{nulls[0]}", None, f"the RoPE type {kind} needs a value")
+    given = {own: rope[name] for name, own in known.items() if rope.get(name) is not None}
+    return theta, {"kind": kind, **given} if known else None
 
 
 def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
@@ -181,20 +235,57 @@ def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
 
 
-def _one_rope(config: Config, theta: float, default: Config) -> dict[str, Any]:
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    outside = ("partial_rotary_factor", "original_max_position_embeddings")  # keys beside the table that go first
-    rope = {**(config.get(key) or default), **{name: config[name] for name in outside if name in config}}
-    theta, scaling = _read_rope(rope, config.get("rope_theta", theta), key)
-    return {"rope_theta": theta, "rope_scaling": scaling}
+def _beside(config: Config) -> WeightsError:
+    """Return the error for two tables of RoPE parameters that say different things."""
+    reason = "rope_parameters says something else, and transformers would ignore a part of it, such as its rope_theta"
+    return unsupported("rope_scaling", config["rope_scaling"], f"{reason}; put all parameters into rope_parameters")
 
 
-def rope(theta: float = 10_000.0, scaling: Config | None = None) -> Feature:
-    """Return the keys of rotary embeddings that all layers share. `theta` and `scaling`: the class's own defaults."""
+def _one_rope(
+    config: Config, theta: float, default: Config | None, kinds: Sequence[str], yarn_needs: str | None
+) -> dict[str, Any]:
+    if default is not None and config.get("rope_parameters", default) is None:
+        raise unsupported("rope_parameters", None, "transformers 5.0 reads no scaling, later releases YaRN; remove it")
+    outside = {name: config[name] for name in ("partial_rotary_factor", _ORIGINAL) if name in config}
+    if not is_equal(factor := outside.pop("partial_rotary_factor", 1.0), 1.0):
+        raise unsupported("partial_rotary_factor", factor, "all channels of a head are rotated")
+    if _ORIGINAL in outside and type(outside[_ORIGINAL]) is not int:
+        raise unsupported(_ORIGINAL, outside[_ORIGINAL], "a number of tokens")
+    found = []
+    for key in ("rope_scaling", "rope_parameters"):  # the order of precedence in transformers
+        table = _rope_table(config, key)
+        if {_ORIGINAL} <= outside.keys() & table.keys() and outside[_ORIGINAL] != table[_ORIGINAL]:
+            raise unsupported(_ORIGINAL, outside[_ORIGINAL], f"{key} says {as_text(table[_ORIGINAL])}")
+        if table:
+            base, longest = config.get("rope_theta", theta), config.get("max_position_embeddings")
+            found.append((*_read_rope({**table, **outside}, base, key, longest, kinds), key))
+    if not found:
+        table = {} if default is None or "rope_parameters" in config else dict(default)
+        found.append((*_read_rope(table, config.get("rope_theta", theta), key, None, kinds), key))
+    base, scaling, key = found[0]
+    if (base, scaling) != found[-1][:2]:
+        raise _beside(config)
+    if scaling is not None and scaling["kind"] == "yarn" and yarn_needs and config.get(yarn_needs) is None:
+        reason = f"transformers computes it for this class only with {yarn_needs}"
+        raise unsupported(f"{key}.rope_type", "yarn", reason)
+    return {"rope_theta": base, "rope_scaling": scaling}
+
+
+def rope(
+    theta: float = 10_000.0,
+    scaling: Config | None = None,
+    kinds: Sequence[str] = tuple(_SCALINGS),
+    yarn_needs: str | None = None,
+) -> Feature:
+    """Return the keys of rotary embeddings that all layers share.
+
+    `theta` and `scaling`: the class's own defaults. `kinds`: RoPE types of the class. `yarn_needs`: a key without which
+    the class cannot compute YaRN.
+    """
     unscaled = None if scaling is None else {"rope_type": "default"}
     return Feature(
-        ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
-        partial(_one_rope, theta=theta, default=scaling or {}),
+        (*_ROPE_KEYS, "partial_rotary_factor", _ORIGINAL),
+        partial(_one_rope, theta=theta, default=scaling, kinds=kinds, yarn_needs=yarn_needs),
         lambda args: {"rope_theta": args.rope_theta, "rope_scaling": _write_scaling(args) or unscaled},
     )
 
@@ -208,17 +299,30 @@ YARN_OF_GPT_OSS = {
 
 
 def _two_ropes(config: Config) -> dict[str, Any]:
-    ropes = config.get("rope_parameters") or {_FULL: config.get("rope_scaling")}
-    theta, scaling = _read_rope(ropes.get(_FULL), config.get("rope_theta", 1e6), f"rope_parameters.{_FULL}")
-    base = config.get("rope_local_base_freq", 10_000.0)
-    local, local_scaling = _read_rope(ropes.get(_SLIDING), base, f"rope_parameters.{_SLIDING}")
-    if local_scaling is not None:
-        raise unsupported(f"rope_parameters.{_SLIDING}.rope_type", local_scaling["kind"], "supported: default")
-    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
+    tables, old = _rope_table(config, "rope_parameters"), _rope_table(config, "rope_scaling")
+    longest, ropes = config.get("max_position_embeddings"), {}
+    if config.get("rope_parameters") is None:
+        tables = {name: {"rope_type": "default"} for name in (_FULL, _SLIDING)}
+    if tables.keys() != {_FULL, _SLIDING} or None in tables.values():
+        raise unsupported("rope_parameters", tables, f"a table with the tables {_FULL} and {_SLIDING}")
+    for name, table, base in (
+        (_FULL, {**_rope_table(tables, _FULL), **old}, config.get("rope_theta", 1e6)),
+        (_SLIDING, _rope_table(tables, _SLIDING), config.get("rope_local_base_freq", 10_000.0)),
+    ):
+        key = "rope_scaling" if name == _FULL and old else f"rope_parameters.{name}"
+        if not is_equal(table.get("truncate", True), True):
+            raise unsupported(f"{key}.truncate", table["truncate"], "transformers does not read it here")
+        ropes[name] = _read_rope(table, base, key, longest, tuple(_SCALINGS) if name == _FULL else ("default",))
+    if old and config.get("rope_parameters") is not None:
+        alone = _two_ropes({key: value for key, value in config.items() if key != "rope_scaling"})
+        if (alone["rope_theta"], alone["rope_scaling"]) != ropes[_FULL]:
+            raise _beside(config)
+    theta, scaling = ropes[_FULL]
+    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": ropes[_SLIDING][0]}
 
 
 ROPES_OF_GEMMA3 = Feature(
-    ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
+    (*_ROPE_KEYS, "rope_local_base_freq"),
     _two_ropes,
     lambda args: {
         "rope_theta": args.rope_theta,
@@ -230,40 +334,71 @@ ROPES_OF_GEMMA3 = Feature(
 # Sliding windows. `layer_types` names the attention of each layer; without it each class has a rule of its own.
 
 
-def _window_arguments(window: int | None, types: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments for layers with the attentions `types`; the full ones must be every N-th layer."""
-    if window is None or _SLIDING not in types:
-        return {"sliding_window": None, "full_attention_every": None}
-    every = types.index(_FULL) + 1 if _FULL in types else None
-    if list(types) != _layer_types(len(types), window, every):
-        raise unsupported("layer_types", list(types), "full attention must be in every N-th layer, or in none")
-    return {"sliding_window": window, "full_attention_every": every}
+def _window_arguments(config: Config, window: Any, rule: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments for the attentions in `layer_types`, or in `rule` without this key."""
+    types = rule if config.get("layer_types") is None else config["layer_types"]
+    if not isinstance(types, list) or len(types) != len(rule) or {*types} - {_FULL, _SLIDING}:
+        raise unsupported("layer_types", types, f"num_hidden_layers = {len(rule)} times {_FULL} or {_SLIDING}")
+    if _SLIDING not in types:
+        return {"sliding_window": None}
+    if window is None:
+        raise unsupported("sliding_window", None, f"layer_types has {_SLIDING}, which needs a window")
+    full = [layer + 1 for layer, kind in enumerate(types) if kind == _FULL]
+    if not full or list(types) == _layer_types(len(types), window, full[0], None):
+        return {"sliding_window": window, "full_attention_every": full[0] if full else None}
+    return {"sliding_window": window, "full_attention_layers": full}
 
 
-def _layer_types(n_layers: int, window: int | None, every: int | None) -> list[str]:
-    is_full = [window is None or (every and (layer + 1) % every == 0) for layer in range(n_layers)]
-    return [_FULL if full else _SLIDING for full in is_full]
+def _layer_types(n_layers: int, window: int | None, every: int | None, full: Sequence[int] | None) -> list[str]:
+    is_full = [
+        window is None or (every and layer % every == 0) or layer in (full or ()) for layer in range(1, n_layers + 1)
+    ]
+    return [_FULL if layer else _SLIDING for layer in is_full]
 
 
 def _write_types(args: DecoderArgs) -> list[str]:
-    return _layer_types(args.n_layers, args.sliding_window, args.full_attention_every)
+    return _layer_types(args.n_layers, args.sliding_window, args.full_attention_every, args.full_attention_layers)
 
 
 def _windows_of_qwen(config: Config) -> dict[str, Any]:
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    layers, first = range(_lookup(config, "num_hidden_layers")), config.get("max_window_layers", 28)
-    types = config.get("layer_types") or [_SLIDING if window and layer >= first else _FULL for layer in layers]
-    return _window_arguments(window, types)
+    window = _window_of_qwen(config)["sliding_window"]
+    layers, first = range(_size(config, "num_hidden_layers")), _size(config, "max_window_layers", 28, smallest=0)
+    return _window_arguments(
+        config, window, [_SLIDING if window is not None and layer >= first else _FULL for layer in layers]
+    )
 
 
-def _windows_by_pattern(default: int, default_window: int = 4096) -> Callable[[Config], dict[str, Any]]:
+def _window_of_qwen(config: Config) -> dict[str, Any]:
+    is_used = config.get("use_sliding_window", False)
+    if not isinstance(is_used, bool):
+        raise unsupported("use_sliding_window", is_used, "true or false")
+    window = config.get("sliding_window", 4096)
+    if type(window) not in (int, type(None)):
+        raise unsupported("sliding_window", window, "a number of tokens, or null")
+    return {"sliding_window": window if is_used else None}
+
+
+def windows_by_pattern(default: int, default_window: int, pattern: str | None = None) -> Feature:
+    """Return the keys of windows in all layers but every N-th, unless `layer_types` says otherwise.
+
+    `default`: the class's own N. `pattern`: the key of another N, which `layer_types` overrides.
+    """
+
     def read(config: Config) -> dict[str, Any]:
-        every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", default))
-        window, layers = config.get("sliding_window", default_window), _lookup(config, "num_hidden_layers")
-        rule = _layer_types(layers, window, every)
-        return _window_arguments(window, config.get("layer_types") or rule)
+        window, every = config.get("sliding_window", default_window), default
+        if type(window) is not int:  # these classes make a mask with a window whether or not a layer has one
+            raise unsupported("sliding_window", window, "a number of tokens")
+        if pattern is not None:
+            every = config.get(pattern, default)
+        return _window_arguments(config, window, _layer_types(_size(config, "num_hidden_layers"), window, every, None))
 
-    return read
+    def write(args: DecoderArgs) -> dict[str, Any]:
+        window = args.sliding_window
+        every = 1 if window is None else args.full_attention_every or args.n_layers + 1
+        patterns = {} if pattern is None or args.full_attention_layers else {pattern: every}
+        return {"sliding_window": window or default_window, "layer_types": _write_types(args), **patterns}
+
+    return Feature(("sliding_window", "layer_types", *([] if pattern is None else [pattern])), read, write)
 
 
 WINDOWS_OF_QWEN = Feature(
@@ -278,28 +413,10 @@ WINDOWS_OF_QWEN = Feature(
 )
 WINDOWS_OF_QWEN3_MOE = Feature(
     ("use_sliding_window", "sliding_window", "max_window_layers"),
-    lambda config: {"sliding_window": config.get("sliding_window", 4096) if config.get("use_sliding_window") else None},
+    _window_of_qwen,
     lambda args: {"use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window},
 )
 """All layers have the window, whatever `max_window_layers` is."""
-
-WINDOWS_OF_GEMMA2 = Feature(
-    ("sliding_window", "layer_types"),
-    _windows_by_pattern(2),
-    lambda args: {"sliding_window": args.sliding_window, "layer_types": _write_types(args)},
-)
-WINDOWS_OF_GPT_OSS = Feature(
-    WINDOWS_OF_GEMMA2.keys, _windows_by_pattern(2, default_window=128), WINDOWS_OF_GEMMA2.write
-)
-WINDOWS_OF_GEMMA3 = Feature(
-    ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
-    _windows_by_pattern(6),
-    lambda args: {
-        "sliding_window": args.sliding_window,
-        "sliding_window_pattern": args.full_attention_every or args.n_layers + 1,
-        "layer_types": _write_types(args),
-    },
-)
 
 
 # Mixtures of experts. The auxiliary losses are no part of the model that a folder holds: the job sets them.
@@ -311,18 +428,13 @@ def _experts(args: DecoderArgs) -> ExpertArgs:
     return args.experts
 
 
-def _num_experts(config: Config) -> int:
-    """Return the number of experts: transformers 5 writes `num_local_experts` for all classes."""
-    return config["num_experts"] if "num_experts" in config else _lookup(config, "num_local_experts")
-
-
 def _read_experts_of_qwen3(config: Config) -> dict[str, Any]:
-    dense = config.get("mlp_only_layers") or []
-    if list(dense) != list(range(len(dense))):
-        raise unsupported("mlp_only_layers", list(dense), "layers without experts must be the first ones")
+    dense = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise unsupported("mlp_only_layers", dense, "layers without experts must be the first ones")
     return {
         "experts": {
-            "num_experts": _num_experts(config),
+            "num_experts": _lookup(config, "num_local_experts"),
             "top_k": config.get("num_experts_per_tok", 8),
             "hidden_dim": _lookup(config, "moe_intermediate_size"),
             "normalize": config.get("norm_topk_prob", False),
@@ -343,14 +455,7 @@ def _write_experts_of_qwen3(args: DecoderArgs) -> dict[str, Any]:
 
 
 EXPERTS_OF_QWEN3_MOE = Feature(
-    (
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "mlp_only_layers",
-    ),
+    ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"),
     _read_experts_of_qwen3,
     _write_experts_of_qwen3,
 )
@@ -358,7 +463,11 @@ EXPERTS_OF_QWEN3_MOE = Feature(
 
 def _read_experts_of_mixtral(config: Config) -> dict[str, Any]:
     width = _lookup(config, "intermediate_size")
-    experts = {"num_experts": _num_experts(config), "top_k": config.get("num_experts_per_tok", 2), "hidden_dim": width}
+    experts = {
+        "num_experts": _lookup(config, "num_local_experts"),
+        "top_k": config.get("num_experts_per_tok", 2),
+        "hidden_dim": width,
+    }
     return {"hidden_dim": width, "experts": experts}
 
 
@@ -372,7 +481,7 @@ def _write_experts_of_mixtral(args: DecoderArgs) -> dict[str, Any]:
 
 
 EXPERTS_OF_MIXTRAL = Feature(
-    ("num_local_experts", "num_experts", "num_experts_per_tok", "intermediate_size"),
+    ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     _read_experts_of_mixtral,
     _write_experts_of_mixtral,
 )
@@ -380,24 +489,26 @@ EXPERTS_OF_MIXTRAL = Feature(
 
 def _read_experts_of_gpt_oss(config: Config) -> dict[str, Any]:
     found = _read_experts_of_mixtral({"num_experts_per_tok": 4, **config})
-    own = {"router_bias": True, "expert_bias": True, "gate_limit": config.get("swiglu_limit", 7.0)}
+    limit = config.get("swiglu_limit", 7.0)
+    if limit is None:
+        raise unsupported("swiglu_limit", None, "a number above 0")
+    own = {"router_bias": True, "expert_bias": True, "gate_limit": limit}
     return {**found, "experts": {**found["experts"], **own}}
 
 
 EXPERTS_OF_GPT_OSS = Feature(
-    (*EXPERTS_OF_MIXTRAL.keys, "swiglu_limit", "experts_per_token"),
+    (*EXPERTS_OF_MIXTRAL.keys, "swiglu_limit"),
     _read_experts_of_gpt_oss,
     lambda args: {**_write_experts_of_mixtral(args), "swiglu_limit": _experts(args).gate_limit},
 )
 
 
 def _read_experts_of_deepseek(config: Config) -> dict[str, Any]:
-    width, num_shared = config.get("moe_intermediate_size", 2048), config.get("n_shared_experts", 1)
-    if not num_shared:
-        raise unsupported("n_shared_experts", num_shared, "at least 1")
+    width, num_shared = _size(config, "moe_intermediate_size", 2048), _size(config, "n_shared_experts", 1)
+    _size(config, "num_nextn_predict_layers", 1, smallest=0)  # modules for further tokens, which are not loaded
     return {
         "experts": {
-            "num_experts": config.get("n_routed_experts", config.get("num_local_experts", 256)),
+            "num_experts": config.get("n_routed_experts", 256),
             "top_k": config.get("num_experts_per_tok", 8),
             "hidden_dim": width,
             "shared_hidden_dim": num_shared * width,
@@ -434,9 +545,9 @@ def _write_experts_of_deepseek(args: DecoderArgs) -> dict[str, Any]:
 
 EXPERTS_OF_DEEPSEEK = Feature(
     (
-        *("n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+        *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
         *("first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
-        *("num_nextn_predict_layers", "num_mtp_layers"),  # modules that predict further tokens, which are not loaded
+        "num_nextn_predict_layers",
     ),
     _read_experts_of_deepseek,
     _write_experts_of_deepseek,
@@ -451,14 +562,13 @@ def _write_latent_attention(args: DecoderArgs) -> dict[str, Any]:
     return {key: getattr(args.latent_attention, key) for key in _LATENT}
 
 
-LATENT_ATTENTION = Feature(
-    (*_LATENT, "qk_head_dim", "head_dim"),
-    lambda config: {"latent_attention": {key: config.get(key, default) for key, default in _LATENT.items()}},
-    _write_latent_attention,
-)
-"""(`qk_head_dim` and `head_dim` follow from the others.)"""
+def _read_latent_attention(config: Config) -> dict[str, Any]:
+    latent = {key: config.get(key, default) for key, default in _LATENT.items()}
+    rotated = latent["qk_rope_head_dim"]
+    for key, width in (("head_dim", rotated), ("qk_head_dim", latent["qk_nope_head_dim"] + rotated)):
+        if not is_equal(config.get(key, width), width):
+            raise unsupported(key, config[key], f"{width} by qk_nope_head_dim and qk_rope_head_dim")
+    return {"latent_attention": latent}
 
 
-def unsupported(key: str, value: Any, reason: str) -> WeightsError:
-    """Return the error for a value of `config.json` that no model of this package computes."""
-    return WeightsError(f"{CONFIG_FILE} has {key} = {json.dumps(value)}, which is not supported ({reason})")
+LATENT_ATTENTION = Feature((*_LATENT, "qk_head_dim", "head_dim"), _read_latent_attention, _write_latent_attention)
