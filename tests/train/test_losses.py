@@ -194,6 +194,23 @@ def check_all_divisions(
     return metrics
 
 
+def test_cross_entropy_with_its_options_trains_as_a_plain_loop(tmp_path: Path) -> None:
+    job = job_of(tmp_path, {"z_loss": 0.02, "label_smoothing": 0.1})
+    of_steps: list[list[float]] = []
+
+    def mean_loss_of(model: nn.Module, samples: list[tuple[Tensor, ...]]) -> Tensor:
+        inputs, targets = map(torch.stack, zip(*samples, strict=True))
+        logits = model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+        z_loss = 0.02 * logits.logsumexp(-1).square().mean()
+        of_steps.append([loss.item(), z_loss.item()])
+        return loss + z_loss
+
+    expected, _ = train_plainly(job, TINY_ARGS, mean_loss_of)
+    metrics = check_all_divisions(job, tmp_path, expected, [loss for loss, _ in of_steps])
+    assert [row["train/z_loss"] for row in metrics] == pytest.approx([z_loss for _, z_loss in of_steps], rel=1e-5)
+
+
 @pytest.mark.parametrize(("loss", "num_items"), [(focal_loss, BATCH * 16), (sequence_loss, BATCH)])
 def test_a_function_of_the_user_trains_as_a_plain_loop(
     tmp_path: Path, loss: Callable[[Tensor, Tensor], Tensor], num_items: int

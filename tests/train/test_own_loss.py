@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import starmap
+from itertools import product, starmap
 from typing import Any
 
 import pytest
@@ -71,10 +71,15 @@ CASES: dict[str, tuple[str, Callable[..., nn.Module], dict[str, str]]] = {
 }
 
 
-def train_with_own_loss() -> dict[str, tuple[dict[str, Tensor], list[float], dict[str, float]]]:
-    """Train every case on this rank. Return full parameters, gradient norms and the metrics of validation."""
+MODES = {"immediate": 1, "deferred": 1, "deferred_all_reduce": 2}
+"""The number of replicas, by gradient accumulation mode."""
+
+
+def train_with_own_loss() -> dict[tuple[str, str], tuple[dict[str, Tensor], list[float], dict[str, float]]]:
+    """Train every case in every mode on this rank. Return full parameters, gradient norms and the metrics of
+    validation."""
     ranks, results = this_rank(), {}
-    for name, (reduction, factory, args) in CASES.items():
+    for (name, (reduction, factory, args)), (mode, replicas) in product(CASES.items(), MODES.items()):
         config = JobConfig.model_validate(
             {
                 "model": {"name": f"{__name__}:{factory.__name__}", "args": args, "loss": reduction},
@@ -85,6 +90,8 @@ def train_with_own_loss() -> dict[str, tuple[dict[str, Tensor], list[float], dic
                     "seed": SEED,
                 },
                 "precision": {"param_dtype": "float32"},
+                "gradient_accumulation": {"mode": mode},
+                "parallelism": {"data_parallel_replicate_degree": replicas},
                 "optimizer": {"name": "SGD", "lr": 0.5, "weight_decay": 0.0},
             }
         )
@@ -109,7 +116,7 @@ def train_with_own_loss() -> dict[str, tuple[dict[str, Tensor], list[float], dic
             microbatches = list(starmap(Batch, zip(*rounds, strict=True)))
             norms.append(step(microbatches).grad_norm.item())
         metrics = validate(model, [("", batch) for batch in microbatches], CPU, loss)
-        results[name] = full_state(model), norms, metrics
+        results[name, mode] = full_state(model), norms, metrics
     return results
 
 
@@ -131,12 +138,13 @@ def test_the_gradient_is_that_of_one_big_batch() -> None:
     pytest.importorskip("transformers")
     first, second = run_ranks(train_with_own_loss, 2)
     for name, (_, factory, args) in CASES.items():
-        parameters, norms, metrics = first[name]
         expected, expected_norms = train_plainly(factory, args)
-        assert relative_error(parameters, expected) < 1e-6, name
-        assert norms == pytest.approx(expected_norms, rel=1e-6), name
-        assert metrics["validation/loss"] == second[name][2]["validation/loss"] < 8, name
-        assert (metrics["validation/accuracy"] >= 0) == (name != "alone"), name
+        for mode in MODES:
+            parameters, norms, metrics = first[name, mode]
+            assert relative_error(parameters, expected) < 1e-6, (name, mode)
+            assert norms == pytest.approx(expected_norms, rel=1e-6), (name, mode)
+            assert metrics["validation/loss"] == second[name, mode][2]["validation/loss"] < 8, (name, mode)
+            assert (metrics["validation/accuracy"] >= 0) == (name != "alone"), (name, mode)
 
 
 def test_a_loss_that_shifts_the_labels_again_is_refused() -> None:
