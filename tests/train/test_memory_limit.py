@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 LIMIT_KIB = 1_280_000
@@ -48,11 +49,19 @@ enable_tensorboard = false
 """
 
 
-def memory_of_libraries(environment: dict[str, str]) -> int:
+def environment() -> dict[str, str]:
+    """Return the environment of a limited process. With this threshold, freed memory is returned to the system at once,
+    so that the limit is exact. Threads need memory of their own."""
+    path = os.pathsep.join(sys.path)
+    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+@cache
+def memory_of_libraries() -> int:
     """Return the data segment of a process that has imported the launcher, in KiB: the memory that `ulimit -d`
     limits."""
     code = "import titan_launch.train.main; print(open('/proc/self/status').read())"
-    status = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    status = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     (kib,) = re.findall(r"^VmData:\s+(\d+) kB$", status.stdout, re.MULTILINE)
     return int(kib)
 
@@ -60,17 +69,13 @@ def memory_of_libraries(environment: dict[str, str]) -> int:
 def launch(folder: Path, *overrides: str) -> tuple[int, str]:
     """Train the job with a limit of memory. Return the exit status and the output."""
     (folder / "job.toml").write_text(JOB)
-    # With this threshold, freed memory is returned to the system at once, so that the limit is exact. Threads need
-    # memory of their own.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    limit = LIMIT_KIB + memory_of_libraries(environment)
+    limit = LIMIT_KIB + memory_of_libraries()
     command = f"ulimit -d {limit}; exec {sys.executable} -m titan_launch launch --nproc-per-node 1 --config job.toml"
     overrides = ("--checkpoint.load=none", *overrides)
     done = subprocess.run(
         ["bash", "-c", f'{command} "$@"', "bash", *overrides],
         cwd=folder,
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=200,
