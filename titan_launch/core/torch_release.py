@@ -50,6 +50,9 @@ FREES_EARLIER = torch_release() >= (2, 15)
 """True if FSDP2 frees the previous all-gather buffer before the next copy-out, and gradients before their reduction.
 Before torch 2.15 local variables kept one buffer and the gradients of one unit alive longer."""
 
+FREES_WITHOUT_GRADIENTS = torch_release() >= (2, 12)
+"""True if FSDP2 also frees the reduce-scatter input of the unit before when a unit has no gradients to reduce."""
+
 SKIPS_DIVISION_BY_ONE = torch_release() >= (2, 15)
 """True if FSDP2 skips the division of gradients by 1 if there is one shard. Earlier releases divide, which costs a
 copy."""

@@ -13,7 +13,12 @@ from contextlib import contextmanager
 from enum import Enum, auto
 
 from titan_launch.config.sections.base import DTYPE_BYTES
-from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD, FREES_EARLIER, SKIPS_DIVISION_BY_ONE
+from titan_launch.core.torch_release import (
+    ACCUMULATES_IN_GRAD,
+    FREES_EARLIER,
+    FREES_WITHOUT_GRADIENTS,
+    SKIPS_DIVISION_BY_ONE,
+)
 from titan_launch.plan.communication import padded_numel
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.autograd import Autograd
@@ -323,7 +328,8 @@ class ShardedUnit:
         unsharded.clear()
         if self.reshard_after_backward:
             self.reshard()
-        del self.context.reduce_scatter_inputs[:1]
+        if gradients or FREES_WITHOUT_GRADIENTS:
+            del self.context.reduce_scatter_inputs[:1]
         if gradients:
             self._all_reduce_input = None
             self._reduce(
