@@ -23,6 +23,7 @@ from tests.distributed import run_ranks
 from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.core.torch_release import SPLITS_BACKWARD_OF_EXPERTS
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, report, train_one_step
 
@@ -117,7 +118,11 @@ DIVISIONS = (
     _of_experts("replicas x EP", 4, **EP2, **REPLICAS),
     _of_experts("EP 2 x TP", 4, **EP2, **TP),
     _of_experts("EP 4 over FSDP x CP", 4, **EP4, **CP),
-    _of_experts("EP 2 x PP, ZBVZeroBubble", 4, **EP2, **PP, pipeline_parallel_schedule="ZBVZeroBubble"),
+    *(
+        [_of_experts("EP 2 x PP, ZBVZeroBubble", 4, **EP2, **PP, pipeline_parallel_schedule="ZBVZeroBubble")]
+        if SPLITS_BACKWARD_OF_EXPERTS
+        else []
+    ),
 )
 """The verified divisions. A degree that is not named is 1, and FSDP2 shards over the remaining ranks."""
 

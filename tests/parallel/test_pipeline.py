@@ -14,7 +14,10 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules import parallelism as rules
 from titan_launch.core.errors import ConfigError, RunError
+from titan_launch.core.patches import replaced
+from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.distributed.torch_private import parameter_groups
 from titan_launch.models.build import build_model
 from titan_launch.models.stages import cut
@@ -275,3 +278,12 @@ def test_pipeline_stages_share_the_tensors_of_the_model() -> None:
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert [first[0].weight, last[2].weight] == expected
     assert_equal({"": last(middle(first(x)))}, {"": alone})
+
+
+def test_the_backward_of_experts_is_split_from_torch_2_13_on() -> None:
+    parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}
+    config = JobConfig.model_validate({"model": {"name": "qwen3_moe"}, "parallelism": parallelism})
+    assert (not list(rules.split_backward_supports_experts(config))) == CAN_SHARE_UNITS
+    with replaced(rules, "SPLITS_BACKWARD_OF_EXPERTS", False):
+        (problem,) = rules.split_backward_supports_experts(config)
+    assert problem.key == ("parallelism", "pipeline_parallel_schedule") and "needs torch 2.13" in problem.reason

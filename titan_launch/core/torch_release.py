@@ -40,6 +40,12 @@ CAN_SHARE_UNITS = torch_release() >= (2, 13)
 the inputs of the first module that ran, and the outputs of the last. If one module did not run, FSDP2 miscounted the
 modules that had run."""
 
+SPLITS_BACKWARD_OF_EXPERTS = torch_release() >= (2, 13)
+"""True if pipeline schedules can split the backward of a mixture of experts.
+
+PyTorch 2.11 frees the nodes of autograd functions in Python before it computes the gradients of weights. Torch 2.12 was
+not tried."""
+
 ACCUMULATES_IN_GRAD = torch_release() >= (2, 15)
 """True if autograd accumulates an unsharded parameter's gradients in the reduce dtype (`Tensor.grad_dtype`).
 

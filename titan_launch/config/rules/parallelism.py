@@ -12,6 +12,7 @@ from titan_launch.config.rules.data import keys_of_packed_documents
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import KeyPath, Problem, format_key, nearest_multiples
+from titan_launch.core.torch_release import SPLITS_BACKWARD_OF_EXPERTS
 
 _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
@@ -428,6 +429,18 @@ def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_SCHEDULE, reason, parallelism.pipeline_parallel_schedule, also=(("compile", "enable"),))
 
 
+def split_backward_supports_experts(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the schedule splits backward, the model has experts, and the installed PyTorch cannot split
+    their backward."""
+    parallelism, args = config.parallelism, known_args(config.model)
+    schedule = parallelism.pipeline_parallel_schedule
+    if SPLITS_BACKWARD_OF_EXPERTS or parallelism.pipeline_parallel_degree == 1 or args is None:
+        return
+    if schedule in SPLIT_BACKWARD_SCHEDULES and args.num_experts() is not None:
+        reason = 'splits the backward of experts, which needs torch 2.13 or later; set "Interleaved1F1B" or "1F1B"'
+        yield Problem(_SCHEDULE, reason, schedule, also=_MODEL)
+
+
 SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_checkpoints_whole_modules)
 """Rules for gradient accumulation and activation checkpointing with schedules that split backward."""
 
@@ -438,5 +451,6 @@ PIPELINE_RULES = (
     layers_suffice_for_the_stages,
     microbatches_suit_the_schedule,
     split_backward_is_not_compiled,
+    split_backward_supports_experts,
 )
 """Other rules for pipelines."""
