@@ -1,6 +1,6 @@
 """The `config.json` of published models, typed by hand from https://huggingface.co/REPOSITORY/blob/main/config.json.
 
-Keys of quantized weights are left out: the weights are converted first.
+The test changes no keys of quantized weights: such weights are converted first.
 """
 
 from __future__ import annotations
