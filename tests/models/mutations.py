@@ -39,46 +39,46 @@ DELETED = "deleted"
 TOLERANCE = 1e-5
 
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-_LLAMA3 = {
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-_LINEAR = {"rope_type": "linear", "factor": 2.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 _ROPES: tuple[Any, ...] = (
     {},
     {"rope_type": "default"},
     {"rope_theta": 100.0},
     {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
-    _LINEAR,
+    LINEAR,
     {"type": "linear", "factor": 2.0},
-    {**_LINEAR, "type": "linear", "rope_theta": 100.0},
-    {**_LINEAR, "type": "default"},
-    _LLAMA3,
-    {**_LLAMA3, "rope_theta": 100.0, "original_max_position_embeddings": None},
-    _YARN,
+    {**LINEAR, "type": "linear", "rope_theta": 100.0},
+    {**LINEAR, "type": "default"},
+    LLAMA3,
+    {**LLAMA3, "rope_theta": 100.0, "original_max_position_embeddings": None},
+    YARN,
     {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     {"rope_type": "yarn", "factor": 4.0},
-    {**_YARN, "rope_theta": 100.0, "truncate": False, "beta_fast": 8.0, "beta_slow": 2.0},
-    {**_YARN, "truncate": None, "beta_fast": None, "attention_factor": None},
-    {**_YARN, "attention_factor": 0.7},
-    {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.3},
-    {**_YARN, "mscale": 0.7},
-    {**_YARN, "mscale_all_dim": 0.3},
-    {**_YARN, "mscale": 0, "mscale_all_dim": 0},
+    {**YARN, "rope_theta": 100.0, "truncate": False, "beta_fast": 8.0, "beta_slow": 2.0},
+    {**YARN, "truncate": None, "beta_fast": None, "attention_factor": None},
+    {**YARN, "attention_factor": 0.7},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3},
+    {**YARN, "mscale": 0.7},
+    {**YARN, "mscale_all_dim": 0.3},
+    {**YARN, "mscale": 0, "mscale_all_dim": 0},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0},
-    {"full_attention": _LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}},
-    {"full_attention": _YARN, "sliding_attention": {"rope_type": "default"}},
-    {"full_attention": {**_YARN, "truncate": False}, "sliding_attention": {"rope_type": "default"}},
-    {"full_attention": {"rope_type": "default"}, "sliding_attention": _LINEAR},
-    {"full_attention": _LINEAR},
+    {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}},
+    {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}},
+    {"full_attention": {**YARN, "truncate": False}, "sliding_attention": {"rope_type": "default"}},
+    {"full_attention": {"rope_type": "default"}, "sliding_attention": LINEAR},
+    {"full_attention": LINEAR},
     {"full_attention": None, "sliding_attention": None},
 )
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": _ACTIVATIONS,
@@ -126,11 +126,11 @@ OLDER_ERRORS = {
 
 def _layer_types(number: int) -> list[list[str]]:
     """Return lists of kinds of attention for a model of `number` layers, also of wrong lengths and kinds."""
-    full, sliding = [_FULL] * number, [_SLIDING] * number
-    odd = [(_FULL, _SLIDING)[layer % 2] for layer in range(number)]
-    even = [(_SLIDING, _FULL)[layer % 2] for layer in range(number)]
-    ends = [_FULL, *sliding[2:], _FULL]
-    return [full, sliding, odd, even, ends, full[1:], [*even, _FULL], ["chunked_attention", *full[1:]], ["attention"]]
+    full, sliding = [FULL] * number, [SLIDING] * number
+    odd = [(FULL, SLIDING)[layer % 2] for layer in range(number)]
+    even = [(SLIDING, FULL)[layer % 2] for layer in range(number)]
+    ends = [FULL, *sliding[2:], FULL]
+    return [full, sliding, odd, even, ends, full[1:], [*even, FULL], ["chunked_attention", *full[1:]], ["attention"]]
 
 
 def _changed(value: Any) -> Iterator[Any]:
@@ -180,7 +180,7 @@ def bases(model_type: str) -> dict[str, dict[str, Any]]:
             short.pop(key, None)
         found[case] = {**short, "vocab_size": VOCABULARY}
         rope = short.get("rope_parameters")
-        if rope and _FULL not in rope:
+        if rope and FULL not in rope:
             older = {key: value for key, value in found[case].items() if key != "rope_parameters"}
             theta = {"rope_theta": rope["rope_theta"]}
             table = {key: value for key, value in rope.items() if key != "rope_theta"}

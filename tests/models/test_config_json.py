@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.models.mutations import Case, Judge, bases, count
+from tests.models.mutations import FULL, LINEAR, LLAMA3, SLIDING, YARN, Case, Judge, bases, count
 from tests.models.parity import CASES, VOCABULARY, random_model, read_model, round_trip, samples, tensors_of
 from tests.models.published_configs import PUBLISHED_FILES
 from titan_launch.config.huggingface.config_json import arguments_of, read_folder_config
@@ -39,31 +39,20 @@ def test_a_changed_file_is_refused_by_name_or_computes_what_transformers_compute
 
 
 EQUAL = "equal"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-_LINEAR = {"rope_type": "linear", "factor": 2.0}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-
 NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope_scaling beside rope_parameters": (
         "Qwen 2.5",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": _YARN},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN},
         "rope_scaling = .*rope_parameters says something else.*put all parameters into rope_parameters",
     ),
     "the same rope_scaling beside rope_parameters": (
         "Qwen 2.5",
-        {"rope_parameters": {**_YARN, "rope_theta": 1e4}, "rope_scaling": _YARN},
+        {"rope_parameters": {**YARN, "rope_theta": 1e4}, "rope_scaling": YARN},
         EQUAL,
     ),
     "rope_scaling beside the rope_parameters of Gemma 3": (
         "Gemma 3",
-        {"rope_scaling": {**_LINEAR, "factor": 4.0}},
+        {"rope_scaling": {**LINEAR, "factor": 4.0}},
         "rope_scaling = .*says something else",
     ),
     **{
@@ -125,12 +114,12 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
             {"rope_parameters": {**table, "rope_theta": 1e4}},
             f'rope_parameters.rope_type = "{table["rope_type"]}".*supported: default',
         )
-        for table in (_LINEAR, _LLAMA3, _YARN)
+        for table in (LINEAR, LLAMA3, YARN)
     },
     "swish": ("Llama 2", {"hidden_act": "swish"}, EQUAL),
     "windows in odd layers": (
         "Gemma 2",
-        {"num_hidden_layers": 4, "layer_types": [_FULL, _SLIDING, _FULL, _SLIDING]},
+        {"num_hidden_layers": 4, "layer_types": [FULL, SLIDING, FULL, SLIDING]},
         EQUAL,
     ),
     "windows after the first layers": (
@@ -143,16 +132,16 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}, "max_position_embeddings": 16},
         EQUAL,
     ),
-    "a null for truncate": ("Llama 2", {"rope_parameters": {**_YARN, "truncate": None}}, "truncate = null"),
+    "a null for truncate": ("Llama 2", {"rope_parameters": {**YARN, "truncate": None}}, "truncate = null"),
     "two lengths of pre-training": (
         "Llama, YaRN",
         {"original_max_position_embeddings": 8},
         "original_max_position_embeddings = 8.*rope_parameters says 16",
     ),
-    "a list of other length": ("Gemma 2", {"layer_types": [_FULL]}, "layer_types = .*num_hidden_layers = 2 times"),
+    "a list of other length": ("Gemma 2", {"layer_types": [FULL]}, "layer_types = .*num_hidden_layers = 2 times"),
     "no window for a layer that has one": (
         "Qwen 2.5",
-        {"layer_types": [_FULL, _SLIDING]},
+        {"layer_types": [FULL, SLIDING]},
         "sliding_window = null.*layer_types has sliding_attention",
     ),
     "no window where the class needs one": ("Gemma 2", {"sliding_window": None}, "sliding_window = null"),
@@ -251,7 +240,7 @@ def test_an_export_without_windows_runs_in_transformers(case: str, tmp_path: Pat
     from transformers import AutoModelForCausalLM
 
     number = CASES[case][1]["num_hidden_layers"]
-    theirs, (tokens, _) = random_model(case, tmp_path / "hf", layer_types=[_FULL] * number), samples()
+    theirs, (tokens, _) = random_model(case, tmp_path / "hf", layer_types=[FULL] * number), samples()
     exported = round_trip(tmp_path / "hf", tmp_path)
     again = AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager").eval()
     torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-5)
