@@ -12,6 +12,8 @@ from typing import BinaryIO, Literal
 
 from titan_launch.core.errors import UserError
 
+MIB = 1 << 20
+
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file atomically. Readers see the old text or the new text, even if the writer is killed."""
@@ -98,10 +100,15 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError, also for other kinds of file."""
+def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
+    """Return the content of a regular file. Raises OSError, also for other kinds of file, and for a file of more than
+    `most_bytes`."""
     with open_regular(path) as file:
-        return file.read()
+        content = file.read(-1 if most_bytes is None else most_bytes + 1)
+    if most_bytes is not None and len(content) > most_bytes:
+        reason = f"larger than {most_bytes / MIB:,.4g} MiB, the limit of such a file"
+        raise OSError(errno.EFBIG, reason, str(path))
+    return content
 
 
 def weights_folder_around(path: Path) -> Path | None:

@@ -1,0 +1,132 @@
+"""The reader of all JSON, also from files that somebody else wrote: strict, bounded, and with one kind of error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from json.decoder import JSONDecodeError
+from math import isinf
+from pathlib import Path
+from typing import Any
+
+from titan_launch.core.files import MIB, read_regular
+
+MOST_BYTES = 16 * MIB
+"""Default limit of a file."""
+
+MOST_VALUES = 2_000_000
+"""Default limit of the values in a text. Each takes about 100 bytes of memory."""
+
+MOST_DEPTH = 64
+"""Limit of nested arrays and objects. Code that walks through a value may be recursive."""
+
+MOST_DIGITS = 300
+"""Limit of the digits of a number. Any shorter whole number is within the range of float64."""
+
+
+class JsonError(ValueError):
+    """A text that is not JSON, or that is outside of the limits. The message can follow `not valid JSON: `."""
+
+    def __init__(self, reason: str, line: int = 0):
+        """`line`: line of the error, or 0."""
+        super().__init__(reason)
+        self.line = line
+
+
+def read_json(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Any:
+    """Return the value in a JSON file. Raises OSError and JsonError."""
+    return parse_json(read_regular(path, most_bytes), most_values)
+
+
+def parse_json(content: bytes | str, most_values: int = MOST_VALUES) -> Any:
+    """Return the value in a JSON text.
+
+    Raises JsonError for a text that is not JSON, for two equal keys in an object, for numbers that float64 cannot have,
+    for half of a surrogate pair, and for a text outside of the limits.
+    """
+    text = _decoded(content)
+    if text.count(",") + text.count("[") + text.count("{") > most_values:
+        raise JsonError(f"more than {most_values:,} values")
+    value = _parsed(_STRICT, text)
+    _check_depth(value)
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise JsonError("a string with half of a surrogate pair") from None
+    return value
+
+
+def parse_record(line: bytes) -> Any:
+    """Return the value in a line of a data set. Raises JsonError.
+
+    NaN, infinities and halves of surrogate pairs are allowed: a record may have fields that nothing reads.
+    """
+    value = _parsed(_OF_DATA, _decoded(line))
+    if line.count(b"[") + line.count(b"{") > MOST_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _decoded(content: bytes | str) -> str:
+    try:
+        return content if isinstance(content, str) else content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        assert isinstance(content, bytes)
+        line = content.count(b"\n", 0, error.start) + 1
+        raise JsonError(f"not UTF-8 text (byte 0x{content[error.start]:02x})", line) from None
+
+
+def _parsed(decoder: json.JSONDecoder, text: str) -> Any:
+    try:
+        return decoder.decode(text)
+    except JSONDecodeError as error:
+        raise JsonError(f"{error.msg} at line {error.lineno}, column {error.colno}", error.lineno) from None
+    except RecursionError:
+        raise JsonError(_TOO_DEEP) from None
+
+
+_TOO_DEEP = f"more than {MOST_DEPTH} nested arrays and objects"
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [item for container in level for item in _items(container) if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise JsonError(_TOO_DEEP)
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container if isinstance(container, list) else ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise JsonError(f"the key {json.dumps(twice)} stands twice in an object")
+    return found
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise JsonError(f"a number of more than {MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _real(digits: str) -> float:
+    value = float(digits)
+    if isinf(value):
+        raise JsonError(f"the number {digits[:20]}, which is beyond float64")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise JsonError(f"{name}, which JSON does not have")
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole, parse_float=_real, parse_constant=_constant)
+_OF_DATA = json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole, parse_float=_real)

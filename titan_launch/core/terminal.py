@@ -1,0 +1,60 @@
+"""The door of the terminal: all text that commands print passes through here.
+
+Names and texts from files may have control characters, which a terminal obeys: they can move its cursor, erase lines
+and change its title. They are written as escapes, such as `\\x1b`.
+"""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from typing import TextIO
+
+_LINES = ("\n", "\t")
+
+_OVERRIDES = range(0x202A, 0x202F), range(0x2066, 0x206A)
+"""Characters that change the direction of the text after them."""
+
+
+class _Escapes(dict[int, str | int]):
+    """A table for `str.translate` that learns each character when it is first seen."""
+
+    def __init__(self, kept: tuple[str, ...]):
+        super().__init__({ord(character): character for character in kept})
+
+    def __missing__(self, code: int) -> str | int:
+        is_shown = unicodedata.category(chr(code)) not in ("Cc", "Cs", "Zl", "Zp")
+        is_shown &= not any(code in overrides for overrides in _OVERRIDES)
+        found = code if is_shown else chr(code).encode("unicode_escape", "surrogatepass").decode()
+        if code < 0x3000:  # so that a long text of many characters does not fill the memory
+            self[code] = found
+        return found
+
+
+_KEEPING_LINES, _KEEPING_NOTHING = _Escapes(_LINES), _Escapes(())
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes in place of control characters. Line ends and tabs stay."""
+    return text if _is_plain(text) else text.translate(_KEEPING_LINES)
+
+
+def one_line(text: str) -> str:
+    """Return a name, or another value in a message, with escapes in place of control characters, also line ends."""
+    return text if text.isprintable() else text.translate(_KEEPING_NOTHING)
+
+
+def as_message(text: str) -> str:
+    """Return an error or a log message. Each line after its first begins with white space, so that no part of it looks
+    like a message of its own."""
+    first, *others = printable(text).split("\n")
+    return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in others)])
+
+
+def say(text: str = "", file: TextIO | None = None, end: str = "\n") -> None:
+    """Print a text, and flush it. `file`: standard output by default."""
+    print(printable(text), file=sys.stdout if file is None else file, end=end, flush=True)
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.replace("\n", "").replace("\t", "").isprintable()
