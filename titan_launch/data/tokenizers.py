@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,17 +16,26 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_launch.config.sections.tokenizer import (
+    SETTINGS_FILE,
     TOKENIZER_FILE,
     TokenizerConfig,
     read_tokenizer_json,
     special_token,
     tokenizer_file,
+    unusable,
+    vocabulary_size,
 )
 from titan_launch.core.errors import KeyPath, config_error
-from titan_launch.core.files import remove
+from titan_launch.core.files import MIB, remove
+from titan_launch.core.limited_process import CallError, LimitedObject, Limits
+from titan_launch.core.terminal import one_line
+from titan_launch.data.loaded_tokenizer import Facts, LoadedTokenizer
 from titan_launch.data.token_files import Tokens, token_dtype
 
 _log = logging.getLogger(__name__)
+
+Offsets = npt.NDArray[np.int64]
+"""The first character of each token, and the end of its characters: (tokens, 2)."""
 
 
 class Tokenizer(Protocol):
@@ -58,7 +70,7 @@ class Tokenizer(Protocol):
     def special_tokens(self) -> Sequence[str]:
         """Names of the special tokens."""
 
-    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_chat(self, text: str) -> tuple[list[int], Offsets]:
         """Return the tokens of a text that a chat template has written, and for each token its first character and the
         end of its characters. Names of special tokens become these tokens."""
 
@@ -87,10 +99,10 @@ class ByteTokenizer:
         data = b"".join(bytes([token]) if token < self.end_of_document else end for token in map(int, tokens))
         return data.decode("utf-8", errors="replace")
 
-    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_chat(self, text: str) -> tuple[list[int], Offsets]:
         """Return the bytes of a text, and the character of each byte."""
         offsets = [(index, index + 1) for index, character in enumerate(text) for _ in character.encode()]
-        return self.encode(text), offsets
+        return self.encode(text), np.array(offsets, np.int64).reshape(-1, 2)
 
     def _encode(self, data: bytes) -> npt.NDArray[np.uint16]:
         tokens = np.empty(len(data) + 1, dtype=np.uint16)
@@ -99,16 +111,28 @@ class ByteTokenizer:
         return tokens
 
 
+_LIMITS = Limits(memory_per_byte=600, answer=64 * MIB, answer_per_byte=40)
+"""Limits of a tokenizer. The package tokenizers needs up to 500 bytes of memory for each token. The first answer names
+all special tokens."""
+
+
 class HuggingFaceTokenizer:
-    """A tokenizer that a `tokenizer.json` describes, run by the package `tokenizers`."""
+    """A tokenizer that a `tokenizer.json` describes, run by the package `tokenizers` in a helper process with limits:
+    the rules in the file can double a text again and again, or search it for ever."""
 
     def __init__(self, config: TokenizerConfig):
         """Load the file. Raises ConfigError on `tokenizer.path`, or on the key of a special token that it lacks."""
         self._config = config
         end_of_document = special_token(config)  # also checks the token that begins a document
         content = read_tokenizer_json(config)
-        self._tokenizer = _load(config, content)
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._loaded = _load(config, content)
+        facts: Facts = self._call("facts")
+        for name, value in facts.changed.items():
+            _log.info('tokenizer: "%s" = %s of %s is set to none', name, value, tokenizer_file(config))
+        self.vocab_size, self.special_tokens = facts.vocab_size, facts.special_tokens
+        if self.vocab_size > vocabulary_size(config):
+            reason = f"has ids up to {self.vocab_size - 1:,}, but its text names {vocabulary_size(config):,} tokens"
+            raise unusable(config, reason)
         self._dtype = token_dtype(self.vocab_size)
         self._begin = [] if config.begin_of_document is None else [self.token(config.begin_of_document)]
         self.end_of_document = self.token(end_of_document)
@@ -117,7 +141,7 @@ class HuggingFaceTokenizer:
         self.digest = digest.hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Load the file again in another process. A pickle of the package's tokenizer would lose its options."""
+        """Load the file again in another process."""
         return HuggingFaceTokenizer, (self._config,)
 
     @property
@@ -125,39 +149,47 @@ class HuggingFaceTokenizer:
         """Folder of the `tokenizer.json`."""
         return tokenizer_file(self._config).parent
 
-    @property
-    def special_tokens(self) -> list[str]:
-        """Names of the special tokens."""
-        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
-
-    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_chat(self, text: str) -> tuple[list[int], Offsets]:
         """Return the tokens of a text that a chat template has written, and for each token its first character and the
         end of its characters. Names of special tokens become these tokens."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        finally:
-            self._tokenizer.encode_special_tokens = True
-        return list(encoding.ids), list(encoding.offsets)
+        ids, offsets = self._call("encode_chat", text)
+        return _ids(ids).tolist(), _ids(offsets).astype(np.int64).reshape(-1, 2)
 
     def token(self, name: str) -> int:
         """Return the id of the token `name`, which `special_token` has checked."""
-        return int(self._tokenizer.token_to_id(name))
+        found: int | None = self._call("token_to_id", name)
+        if found is None:
+            raise unusable(self._config, f'has a token "{one_line(name)}" that the package tokenizers does not find')
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`, without tokens around it. Names of special tokens in it are plain text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return _ids(self._call("encode", text)).tolist()
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
         """Return the tokens of each UTF-8 document, including the tokens that begin and end it."""
-        texts = [document.decode() for document in documents]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        end = [self.end_of_document]
-        return [np.array([*self._begin, *encoding.ids, *end], dtype=self._dtype) for encoding in encodings]
+        content, lengths = self._call("encode_documents", documents)
+        ids, begin = _ids(content), len(self._begin)
+        found, start = [], 0
+        for length in lengths:
+            tokens = np.empty(begin + length + 1, dtype=self._dtype)
+            tokens[:begin], tokens[-1] = self._begin, self.end_of_document
+            tokens[begin:-1] = ids[start : start + length]
+            found.append(tokens)
+            start += length
+        return found
 
     def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
         """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: do not drop special tokens."""
-        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not keep_special))
+        ids = [int(token) for token in tokens]
+        return str(self._call("decode", ids, keep_special))
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return _call(self._config, self._loaded, method, *arguments)
+
+
+def _ids(content: bytes) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(content, np.uint32)
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -189,7 +221,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
     partial.mkdir(parents=True)
     (partial / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
-    (partial / "tokenizer_config.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+    (partial / SETTINGS_FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
     partial.rename(folder)
     return int(tokenizer.get_vocab_size())
 
@@ -204,37 +236,27 @@ def _library(key: KeyPath, value: object) -> Any:
     return tokenizers
 
 
-_RANDOM = ("dropout", "alpha", "nbest_size")
-"""Keys of BPE and Unigram models that let a text have other tokens each time. `tokenizers` 0.23 reads only `dropout`
-from a file."""
-
-
-def _load(config: TokenizerConfig, content: bytes) -> Any:
-    """Return a tokenizer of the package `tokenizers` that always has the same tokens for a text, and all of them."""
+def _load(config: TokenizerConfig, content: bytes) -> LimitedObject:
+    """Return a `LoadedTokenizer`. Its first call loads it."""
     key = ("tokenizer", "path")
-    library = _library(key, config.path)
+    if "tokenizers" not in sys.modules and find_spec("tokenizers") is None:
+        _library(key, config.path)  # raises
+    return LimitedObject(_LIMITS, LoadedTokenizer, content)
+
+
+def _call(config: TokenizerConfig, loaded: LimitedObject, method: str, *arguments: Any) -> Any:
+    """Return the result of a method of a `LoadedTokenizer`. Raises ConfigError on `tokenizer.path`."""
     try:
-        tokenizer = library.Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises plain exceptions
-        reason = f"cannot be used: {error}; name a tokenizer.json of Hugging Face"
-        raise config_error(key, reason, config.path) from None
-    model = tokenizer.model
-    for name in _RANDOM:
-        if getattr(model, name, None):
-            _log.info('tokenizer: "%s" = %s of %s is set to none', name, getattr(model, name), tokenizer_file(config))
-            setattr(model, name, None)
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
+        return loaded.call(method, *arguments)
+    except CallError as error:
+        raise unusable(config, f"cannot be used: {error}; name a {TOKENIZER_FILE} of Hugging Face") from None
 
 
 def tokenizer_beside(folder: Path) -> TokenizerConfig | None:
     """Return the configuration of the tokenizer in a Hugging Face folder, with the token that it puts before a text;
     None if the folder has none. Raises ConfigError."""
-    if not (folder / TOKENIZER_FILE).is_file():
+    if not os.path.isfile(folder / TOKENIZER_FILE):
         return None
     config = TokenizerConfig(kind="huggingface", path=str(folder))
-    encoding = _load(config, read_tokenizer_json(config)).encode("a")
-    begin = encoding.tokens[0] if encoding.special_tokens_mask[0] else None
+    begin = _call(config, _load(config, read_tokenizer_json(config)), "begin")
     return config.model_copy(update={"begin_of_document": begin})

@@ -166,8 +166,7 @@ def first_chat(source: SampleSource) -> Chat:
 def shown(tokenizer: Tokenizer, chat: Chat) -> list[str]:
     """Return the text of each group of consecutive targets, with special tokens."""
     groups = groupby(chat.targets, key=lambda index: index - chat.targets.index(index))
-    decode = tokenizer._tokenizer.decode  # type: ignore[attr-defined]
-    return [decode([chat.tokens[index] for index in group], skip_special_tokens=False) for _, group in groups]
+    return [tokenizer.decode([chat.tokens[index] for index in group], keep_special=True) for _, group in groups]
 
 
 def messages(*contents: str, system: str = "") -> list[dict[str, str]]:
@@ -262,7 +261,7 @@ def test_templates_are_found_by_name_and_in_each_file(folders: dict[str, Path], 
     tokens = TokensData(kind="tokens", path=str(tmp_path / "tokens"), packing="documents")
     assert shown(load(folder), first_chat(build_source(tokens, load(folder), SEQ_LEN))) == CASES["blocks"][3]
     (folder / "chat_template.jinja").write_text("{# a comment #}" + QWEN)
-    (folder / "tokenizer_config.json").write_text("[]")
+    (folder / "tokenizer_config.json").write_text("{}")
     assert chat(folder) == expected
     (tmp_path / "own.jinja").write_text(QWEN)
     for template in ("chatml", str(tmp_path / "own.jinja")):

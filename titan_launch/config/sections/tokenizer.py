@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from titan_launch.config.sections.base import Section
-from titan_launch.core.errors import config_error, did_you_mean
-from titan_launch.core.files import read_regular
+from titan_launch.core.errors import ConfigError, KeyPath, config_error, did_you_mean
+from titan_launch.core.files import MIB, file_state, read_regular
+from titan_launch.core.terminal import one_line
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 
 BYTES_VOCABULARY = 257
 """Vocabulary size of the tokenizer `bytes`."""
@@ -39,19 +42,35 @@ class TokenizerConfig(Section):
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
+MOST_BYTES = 64 * MIB
+"""Limit of a `tokenizer.json`. The largest ones that are published have 35 MB."""
+
+_MOST_VALUES = 6_000_000
+"""Limit of the values in a `tokenizer.json`. Those with 260,000 tokens and 580,000 merges have 2,500,000."""
+
+_UNUSED_IDS = 100_000
+"""Ids that may be unused, besides one for each token. The largest id decides the number of rows of embeddings."""
+
+
 def tokenizer_file(config: TokenizerConfig) -> Path:
     """Return the path of the `tokenizer.json` that `path` names."""
     path = Path(config.path or "")
-    return path / TOKENIZER_FILE if path.is_dir() else path
+    return path / TOKENIZER_FILE if os.path.isdir(path) else path
+
+
+def unusable(config: TokenizerConfig, reason: str) -> ConfigError:
+    """Return the error for a `tokenizer.json` that cannot be used."""
+    return config_error(("tokenizer", "path"), reason, config.path)
 
 
 def read_tokenizer_json(config: TokenizerConfig) -> bytes:
     """Return the content of the `tokenizer.json`. Raises ConfigError on `tokenizer.path`."""
     try:
-        return read_regular(tokenizer_file(config))
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror}; name a {TOKENIZER_FILE}, or a folder that contains one"
-        raise config_error(("tokenizer", "path"), reason, config.path) from None
+        return read_regular(tokenizer_file(config), MOST_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        reason = f"cannot be read: {reason}; name a {TOKENIZER_FILE}, or a folder that contains one"
+        raise unusable(config, reason) from None
 
 
 def vocabulary_size(config: TokenizerConfig) -> int:
@@ -67,49 +86,112 @@ def special_token(config: TokenizerConfig) -> str:
         name = getattr(config, key)
         if name is not None and name not in tokens:
             special = (token for token in tokens if token[:1] in ("<", "["))
-            reason = f"is not a token of {tokenizer_file(config)}{did_you_mean(name, special)}"
+            similar = did_you_mean(name, islice(special, _MOST_COMPARED))
+            reason = f"is not a token of {tokenizer_file(config)}{one_line(similar)}"
             raise config_error(("tokenizer", key), reason, name)
     if config.end_of_document is not None:
         return config.end_of_document
-    for name in (_named_beside(tokenizer_file(config)), *_USUAL_ENDS):
+    for name in (_named_beside(config), *_USUAL_ENDS):
         if name in tokens:
             return name
     reason = f"must name the token that ends a document: {tokenizer_file(config)} has none of {', '.join(_USUAL_ENDS)}"
     raise config_error(("tokenizer", "end_of_document"), reason)
 
 
+_MOST_COMPARED = 10_000
+"""Names that are compared with a misspelt one, which takes up to a second."""
+
+
 def _tokens(config: TokenizerConfig) -> dict[str, int]:
+    """Return the id of each token."""
     file = tokenizer_file(config)
     try:
-        return _parse(file, file.stat().st_mtime_ns)
+        return _parse(file, tuple(file_state(file)))
     except OSError:
         read_tokenizer_json(config)  # raises
         raise
-    except (ValueError, KeyError, TypeError, AttributeError):
-        reason = f"is not a {TOKENIZER_FILE} of Hugging Face; name such a file, or a folder that contains one"
-        raise config_error(("tokenizer", "path"), reason, config.path) from None
+    except ValueError as error:
+        reason = f"is not a {TOKENIZER_FILE} of Hugging Face: {error}; name such a file, or a folder that contains one"
+        raise unusable(config, reason) from None
 
 
 @lru_cache(maxsize=4)
-def _parse(file: Path, changed: int) -> dict[str, int]:
-    import json  # imported here, as below: most job files do not need it
-
-    content = json.loads(read_regular(file))
-    vocabulary: Any = content["model"]["vocab"]
-    if isinstance(vocabulary, list):  # Unigram: [token, score] by id
-        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
-    tokens = {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or ()}}
-    if not tokens:
-        raise ValueError
-    return {str(name): int(index) for name, index in tokens.items()}
-
-
-def _named_beside(file: Path) -> str:
-    """Return the end-of-sequence token that the `tokenizer_config.json` beside the file names; "" without one."""
-    import json
+def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
+    """Return the id of each token, as the package `tokenizers` finds it. Raises OSError, and ValueError for content of
+    another form. `state`: state of the file."""
+    from titan_launch.core.json_files import parse_json  # imported here: most job files do not need it
 
     try:
-        name = json.loads(read_regular(file.with_name("tokenizer_config.json"))).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return ""
-    return str(name.get("content", "") if isinstance(name, dict) else name or "")
+        content = parse_json(read_regular(file, MOST_BYTES), _MOST_VALUES)
+    except ValueError as error:
+        raise ValueError(f"it is not valid JSON: {error}") from None
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict):
+        raise ValueError('it has no object "model"')
+    tokens = _vocabulary(model.get("vocab"))
+    added = content.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise ValueError('"added_tokens" is not an array')
+    size, last = len(tokens), -1
+    for index, token in enumerate(added):
+        name = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(name, str) or not _is_id(token.get("id")):
+            raise ValueError(f'"added_tokens.{index}" is not an object with a string "content" and a whole number "id"')
+        if name:  # the package gives a new token the next id, whatever its "id" says
+            last = max(last, tokens.setdefault(name, max(size, last + 1)))
+    if not tokens:
+        raise ValueError('"model.vocab" has no tokens')
+    return tokens
+
+
+def _vocabulary(found: Any) -> dict[str, int]:
+    """Return the id of each token of a model. Raises ValueError."""
+    if isinstance(found, list):  # Unigram: [token, score] by id
+        for index, pair in enumerate(found):
+            if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise ValueError(f'"model.vocab.{index}" is not a pair of a token and its score')
+        return {token: index for index, (token, _) in enumerate(found)}
+    if not isinstance(found, dict):
+        raise ValueError('"model.vocab" is neither an object nor an array')
+    largest = 2 * len(found) + _UNUSED_IDS
+    for name, number in found.items():
+        if not _is_id(number) or number > largest:
+            limit = f"whole numbers up to {largest:,}: two for each token, and {_UNUSED_IDS:,}"
+            place = f'the id of "{one_line(name[:40])}" in "model.vocab"'
+            raise ValueError(f"{place} is {number!r:.40}, but ids are {limit}")
+    return dict(found)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _named_beside(config: TokenizerConfig) -> str:
+    """Return the end-of-sequence token that the `tokenizer_config.json` beside the file names; "" without one."""
+    path = tokenizer_file(config).with_name(SETTINGS_FILE)
+    name = read_settings(path, ("tokenizer", "path"), config.path).get("eos_token")
+    name = name.get("content", "") if isinstance(name, dict) else name or ""
+    if not isinstance(name, str):
+        reason = f'"eos_token" of {path} is neither a string nor an object with a string "content"'
+        raise unusable(config, f"{reason}; correct this key, or remove it")
+    return name
+
+
+def read_settings(path: Path, key: KeyPath, value: object) -> dict[str, Any]:
+    """Return the content of a `tokenizer_config.json`; nothing if it is missing. Raises ConfigError on `key`, which has
+    `value`, for a file of another form."""
+    from titan_launch.core.json_files import read_json
+
+    try:
+        found = read_json(path)
+        reason = "" if isinstance(found, dict) else "not an object"
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        reason = str(error.strerror)
+    except ValueError as error:
+        reason = f"not valid JSON: {error}"
+    if reason:
+        raise config_error(key, f"cannot use {path}: {reason}; correct this file, or remove it", value)
+    settings: dict[str, Any] = found
+    return settings

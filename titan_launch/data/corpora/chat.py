@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from titan_launch.config.sections.data import ChatData
 from titan_launch.core.errors import KeyPath, listed
+from titan_launch.data.chat_rendering import Message, Span
 from titan_launch.data.corpora.base import Document
-from titan_launch.data.corpora.chat_template import ChatTemplate, Message, Span, load_template
+from titan_launch.data.corpora.chat_template import ChatTemplate, load_template
 from titan_launch.data.corpora.jsonl import LinesCorpus
 from titan_launch.data.corpora.records import RecordError, utf8
 from titan_launch.data.token_files import Encoded, token_dtype
-from titan_launch.data.tokenizers import Tokenizer
+from titan_launch.data.tokenizers import Offsets, Tokenizer
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 """Roles of ShareGPT's format that have another name in templates."""
@@ -196,9 +197,9 @@ def _named(message: dict[str, Any]) -> Message:
     return {"role": _ROLES.get(str(role), role), "content": message.get("value")}
 
 
-def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+def _within(offsets: Offsets, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
     """Return True for each token with a character in a span. `offsets`: first character of each token, and its end."""
-    starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
+    starts, stops = offsets.T
     within = np.zeros(len(starts), np.bool_)
     for span in spans:
         within |= (stops > span.start) & (starts < span.stop)

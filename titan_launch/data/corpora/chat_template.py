@@ -1,29 +1,24 @@
-"""Chat templates: Jinja templates that turn the messages of a chat into text.
-
-A template runs in a sandbox, with the variables, functions and tags that templates of Hugging Face use:
-https://huggingface.co/docs/transformers/chat_templating_writing
-"""
+"""Chat templates: Jinja templates that turn the messages of a chat into text."""
 
 from __future__ import annotations
 
-import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, time
+from datetime import date
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from titan_launch.core.errors import KeyPath, config_error
-from titan_launch.core.files import read_regular
+from titan_launch.config.sections.tokenizer import SETTINGS_FILE, read_settings
+from titan_launch.core.errors import UNSET, KeyPath, config_error
+from titan_launch.core.files import MIB, read_regular
+from titan_launch.core.limited_process import CallError, LimitedObject, Limits
+from titan_launch.data.chat_rendering import Message, RefusedChat, Renderer, Span
 from titan_launch.data.corpora.records import RecordError
 from titan_launch.data.tokenizers import Tokenizer
-
-Message = Mapping[str, Any]
-"""A message of a chat, as templates expect it: `{"role": "user", "content": "..."}`, perhaps with more keys."""
 
 _CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -38,320 +33,68 @@ TEMPLATES = {"chatml": _CHATML}
 _OLDEST_JINJA = (3, 1, 6)
 """Templates can leave the sandbox of earlier releases (CVE-2025-27516)."""
 
-_BEGIN, _END, _MARK_END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Noncharacters of Unicode, of which marks consist. A mark is one of the first two, the index of a message, and the
-third. Marks of `generation` blocks have no index. Messages with these characters are refused."""
+_MOST_BYTES = MIB
+"""Limit of a file with a template. Those that are published have up to 50 kB."""
 
-_MARKS = re.compile(f"([{_BEGIN}{_END}])([0-9]*){_MARK_END}")
-
-_PLACES = (("blank", "first", "last", "end"), ("first", "last", "end"), ("last",), ("end",), ("first",))
-"""Places of the marks in a text: before its first word, before its last word, after its last word, and in a text of
-white space. A template can test whether a text is empty, or has a certain beginning, end or word. So the marks have the
-first of these places that do not change the chat's text."""
-
-_TEXTS = ("content", "reasoning_content", "thinking", "reasoning", "arguments")
-"""Keys of a message, and of the functions that it calls, whose texts get marks."""
-
-
-class Span(NamedTuple):
-    """A range of characters."""
-
-    start: int
-    stop: int
-
-
-class Mark(NamedTuple):
-    """A position in the text of a chat at which text of a message begins or ends."""
-
-    position: int
-    message: int
-    """Index of the message."""
-
-    is_end: bool
-
-
-class Rendered(NamedTuple):
-    """The text of some messages."""
-
-    text: str
-    blocks: list[Span]
-    """The text of `generation` blocks."""
-
-    marks: list[Mark]
+_SECONDS_PER_MESSAGE = 0.01
+"""CPU time for each message. A chat is rendered several times for each answer in it."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with its variables."""
+    """A template of a key in the job file. The templates of other people run in the helper process, with limits."""
 
-    text: str
-    variables: Mapping[str, Any]
-    """The named special tokens, such as `{"bos_token": "<s>"}`, and the variables of the job."""
+    renderer: Renderer
+    key: KeyPath
+    value: str | None
+    """Value of the key; None for the template of the tokenizer."""
 
-    today: date
-    """The date that the template gets from `strftime_now`. With the present date, the tokens would change every day."""
+    is_trusted: bool
+    """True for a template and special tokens of this package, which need no limits."""
 
-    special_tokens: Sequence[str] = ()
-    """Text that no message may contain, because the tokenizer would make it a special token."""
+    @property
+    def text(self) -> str:
+        """The text of the template."""
+        return self.renderer.text
+
+    @property
+    def variables(self) -> Mapping[str, Any]:
+        """The variables of the template."""
+        return self.renderer.variables
 
     def render(
         self, messages: Sequence[Message], tools: Any, train_on: Literal["assistant", "last", "all"]
     ) -> tuple[str, list[Span]]:
-        """Return the text of a chat, and its parts that are targets. Raises RecordError.
-
-        A turn of the assistant is the text of a `generation` block, if the template has such blocks. `_Turns` finds it
-        otherwise. A part with text of another message is refused.
-        """
-        self._check_strings([messages, tools])
-        messages = [_with_thoughts(message) for message in messages]
-        text = self.rendered(messages, tools).text
-        if train_on == "all":
-            return text, [Span(0, len(text))]
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = answers[-1:] if train_on == "last" else answers
-        answers = [index for index in answers if _is_target(messages[index])]
-        chat = _Turns(self, messages, tools, text)
-        spans = chat.blocks(answers, train_on) if self._has_blocks else [chat.turn(index) for index in answers]
-        targets = "".join(text[span.start : span.stop] for span in spans)
-        for index in answers:
-            if lost := [name for name in _called(messages[index]) if name not in targets]:
-                detail = f"message {index + 1} calls {lost[0]}; use a template for tools"
-                raise RecordError("a chat with a call that the template does not write", detail, "template")
+        """Return the text of a chat, and its parts that are targets, as `Renderer.render`. Raises RecordError, and
+        ConfigError if the template needs too much memory or time."""
+        try:
+            text, spans = self.call("render", messages, tools, train_on, seconds=_SECONDS_PER_MESSAGE * len(messages))
+        except RefusedChat as error:
+            raise RecordError(error.reason, error.detail, error.key) from None
         return text, spans
 
-    def check_syntax(self) -> None:
-        """Raise `jinja2.TemplateSyntaxError` if the text is not a template."""
-        _ = self._compiled
+    def call(self, method: str, *arguments: Any, seconds: float = 0.0) -> Any:
+        """Return the result of a method of the renderer. Raises ConfigError on the key of the template."""
+        if self.is_trusted:
+            return getattr(self.renderer, method)(*arguments)
+        try:
+            return self._limited.call(method, *arguments, seconds=seconds)
+        except CallError as error:
+            known = " or ".join(f'"{name}"' for name in TEMPLATES)
+            reason = f"names a template that {error}" if error.is_stopped else f"cannot be used: {error}"
+            value = UNSET if self.value is None else self.value
+            raise config_error(self.key, f"{reason}; set {known}, or another Jinja file", value) from None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields. A compiled template cannot be sent to another process."""
+        """Return the fields. Another process has a helper of its own."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @cached_property
-    def _has_blocks(self) -> bool:
-        return re.search(r"{%[-+]?\s*generation\b", self.text) is not None
-
-    @cached_property
-    def _forbidden(self) -> re.Pattern[str]:
-        return re.compile("|".join([f"[{_BEGIN}-{_MARK_END}]", *map(re.escape, self.special_tokens)]))
-
-    def _check_strings(self, value: Any) -> None:
-        for string in _strings(value):
-            if found := self._forbidden.search(string):
-                is_special = found[0] in self.special_tokens
-                name = f"the special token {found[0]}" if is_special else f"the noncharacter U+{ord(found[0]):04X}"
-                raise RecordError(f"a chat with {name} in a message")
-
-    def rendered(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> Rendered:
-        """Return the text of messages. Raises RecordError."""
-        variables = {"documents": None, **self.variables, "messages": messages, "tools": tools}
-        try:
-            marked = self._compiled.render(variables, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a template can fail on a chat in any way
-            detail = str(error) if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: {error}"
-            raise RecordError("refused by the chat template", detail, "template") from None
-        return _without_marks(marked)
-
-    def closed(self, turn: str) -> str:
-        """Return a turn without the white space after the special token that ends it; the whole turn if none does."""
-        stripped = turn.rstrip()
-        return stripped if stripped.endswith(self.closing) else turn
-
-    def without_closing(self, text: str) -> str:
-        """Return a text without the special token that ends it."""
-        return next((text.removesuffix(token) for token in self.closing if text.endswith(token)), text)
-
-    @cached_property
-    def closing(self) -> tuple[str, ...]:
-        """The texts that end a turn: special tokens, and the named tokens of the template."""
-        named = (value for name, value in self.variables.items() if name.endswith("_token"))
-        return tuple(token for token in (*self.special_tokens, *named) if token and isinstance(token, str))
-
-    @cached_property
-    def _compiled(self) -> Any:
-        return _environment(self.today).from_string(self.text)
-
-
-_UNDIVIDED = "not divided into turns by the template"
-
-_QUESTION: Message = {"role": "user", "content": "?"}
-
-
-class _Marked(NamedTuple):
-    messages: list[Message]
-    marks: list[Mark]
-
-
-@dataclass(frozen=True)
-class _Turns:
-    """The assistant's turns in the text of a chat.
-
-    Without `generation` blocks, a turn begins after the prompt for an answer. Its end is that of a chat which ends with
-    the turn. Marks in the messages show where the text of each message is. They do not change the chat's text.
-    """
-
-    template: ChatTemplate
-    messages: Sequence[Message]
-    tools: Any
-    text: str
-
-    def turn(self, index: int) -> Span:
-        """Return the turn of message `index`. Raises RecordError if it cannot be told apart from other messages."""
-        if not self._marked.messages:
-            raise self._unknown(index, "marks in the messages change the text around them")
-        start = self._start(index)
-        turn = Span(start, self._stop(index, start))
-        if any(not turn.start <= position <= turn.stop for position in self._positions_of(index)):
-            raise self._unknown(index, "a part of its text is at another place")
-        if others := self._messages_in(turn) - {index}:
-            raise self._unknown(index, f"it would contain text of message {min(others) + 1}")
-        return turn
-
-    def blocks(self, turns: Sequence[int], train_on: str) -> list[Span]:
-        """Return the `generation` blocks of some turns. Raises RecordError for a block with text of a message that is
-        not of the assistant. The template is trusted if marks in the messages change the text around them."""
-        blocks = self.template.rendered(self.messages, self.tools).blocks
-        answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
-        if train_on == "last" and answers:
-            earlier = self.template.rendered(self.messages[: answers[-1]], self.tools).blocks if answers[-1] else []
-            blocks = blocks[len(earlier) :] if turns else []
-        elif len(turns) < len(answers):
-            if len(blocks) != len(answers):
-                reason = "the template must have one generation block for each answer of a chat with weights"
-                raise RecordError(_UNDIVIDED, reason, "template")
-            blocks = [block for block, index in zip(blocks, answers, strict=True) if index in turns]
-        for index in sorted(set().union(*map(self._messages_in, blocks))):
-            if self.messages[index]["role"] != "assistant":
-                raise RecordError(_UNDIVIDED, f"a generation block has text of message {index + 1}", "template")
-        return blocks
-
-    def _start(self, index: int) -> int:
-        """Return the end of the prompt for the answer `index`.
-
-        The chat usually begins with the rendering of the earlier messages and this prompt. Some templates change
-        earlier messages once later ones follow. The prompt is then the only one between the earlier messages and the
-        answer.
-        """
-        if index:  # templates do not expect a chat without messages
-            with suppress(RecordError):
-                before = self.template.rendered(self.messages[:index], self.tools, add_generation_prompt=True).text
-                if self.text.startswith(before):
-                    start, is_second = len(before), self.messages[index - 1]["role"] == "assistant"
-                    # Some templates add no prompt to a chat that ends with an answer.
-                    is_before_prompt = not before.endswith(self._prompt) and self.text.startswith(self._prompt, start)
-                    return start + len(self._prompt) * (is_second and is_before_prompt)
-        if not (own := self._positions_of(index)):
-            raise self._unknown(index, "it has no text")
-        start = max(
-            [mark.position for mark in self._marked.marks if mark.position <= own[0] and mark.message != index] or [0]
-        )
-        if self._prompt and self.text.count(self._prompt, start, own[0]) == 1:
-            return self.text.index(self._prompt, start) + len(self._prompt)
-        if self._prompt:
-            raise self._unknown(index, f"the prompt for an answer, {self._prompt!r}, is not in the text before it")
-        if index:
-            raise self._unknown(index, "the messages before it have another text in a chat that ends with them")
-        before = self.text[: own[0]]
-        while token := next((token for token in self.template.closing if before.startswith(token, start)), ""):
-            start += len(token)
-        if before[start:].strip():
-            raise self._unknown(index, "the template has no prompt for an answer")
-        return start
-
-    def _stop(self, index: int, start: int) -> int:
-        """Return the end of a turn, after the special token that ends it.
-
-        A chat that ends with the turn, and such a chat with the prompt for the next answer, have no text of later
-        messages. One of them has the same text after the message: the end of the last turn often is another one.
-        """
-        own = max(self._positions_of(index), default=start)
-        for end in map(self.template.closed, self._ends(index, start, own)):
-            if self.text.startswith(end, own) and not self._is_prompt(end, index, start):
-                return own + len(end)
-        raise self._unknown(index, "it has another end if another message follows")
-
-    def _ends(self, index: int, start: int, own: int) -> Iterator[str]:
-        """Yield texts that may end a turn. `own`: the end of the message's text."""
-        if index == len(self.messages) - 1:
-            yield self.text[own:]
-        else:
-            yield self._text_after(index, start)
-            yield self._text_after(index, start, add_generation_prompt=True).removesuffix(self._prompt)
-
-    def _is_prompt(self, end: str, index: int, start: int) -> bool:
-        """Return True if the text after a turn is the prompt for an answer, which some templates write after every
-        chat. Then the turn also begins after this text, and another question removes it."""
-        if not end or not self.text[:start].rstrip().endswith(end):
-            return False
-        return not self._text_after(index, start, _QUESTION).startswith(end)
-
-    def _text_after(self, index: int, start: int, *further: Message, add_generation_prompt: bool = False) -> str:
-        """Return the text after message `index`, or after `start` if it has no text, in a chat that ends with it and
-        with `further` messages."""
-        messages = [*self._marked.messages[: index + 1], *further]
-        other = self.template.rendered(messages, self.tools, add_generation_prompt)
-        positions = [mark.position for mark in other.marks if mark.message == index]
-        if positions:
-            return other.text[max(positions) :]
-        if self._positions_of(index) or not other.text.startswith(self.text[:start]):
-            raise self._unknown(index, "it has another text in a chat that ends with it")
-        return other.text[start:]
-
-    def _unknown(self, index: int, reason: str) -> RecordError:
-        detail = f"the turn of message {index + 1} is not found: {reason}; use a template with generation blocks"
-        return RecordError(_UNDIVIDED, detail, "template")
-
-    @cached_property
-    def _prompt(self) -> str:
-        """The text that the template adds as the prompt for an answer; empty if it adds none."""
-        asked = list(self.messages)
-        while asked and asked[-1]["role"] == "assistant":
-            asked.pop()
-        asked = asked or [*self.messages, _QUESTION]
-        try:
-            chat = self.template.rendered(asked, self.tools).text
-            prompted = self.template.rendered(asked, self.tools, add_generation_prompt=True).text
-        except RecordError:
-            return ""
-        begins = (chat, self.template.without_closing(chat))
-        return next((prompted.removeprefix(begin) for begin in begins if prompted.startswith(begin)), "")
-
-    @cached_property
-    def _marked(self) -> _Marked:
-        """The marks in the text, and the messages with the marks. There are none if marks at all places change it."""
-        for places in _PLACES:
-            with suppress(RecordError):
-                messages = _with_marks(self.messages, places)
-                found = self.template.rendered(messages, self.tools)
-                if found.text == self.text:
-                    return _Marked(messages, found.marks)
-        return _Marked([], [])
-
-    def _positions_of(self, index: int) -> list[int]:
-        return [mark.position for mark in self._marked.marks if mark.message == index]
-
-    def _messages_in(self, span: Span) -> set[int]:
-        """Return the indices of the messages with text in a span or next to it. A token can have characters of both
-        sides of an end that is not a special token."""
-        last = span.stop - self.text.endswith(self.template.closing, 0, span.stop)
-        return {mark.message for mark in self._marked.marks if span.start <= mark.position <= last}
-
-
-def _is_target(message: Message) -> bool:
-    """Return False for an answer with `"weight": 0` (OpenAI) or `"train": false`. Raises RecordError for weights other
-    than 0 and 1."""
-    weight = message.get("weight", 1)
-    if weight not in (0, 1):
-        raise RecordError("with a weight of a message that is neither 0 nor 1", f"it is {weight}")
-    return bool(weight) and message.get("train", True) is not False
-
-
-def _called(message: Message) -> list[str]:
-    """Return the names of the functions that a message calls."""
-    calls = (call for call in message.get("tool_calls") or [] if isinstance(call, Mapping))
-    functions = (call.get("function", call) for call in calls)
-    names = (function.get("name") for function in functions if isinstance(function, Mapping))
-    return [name for name in names if isinstance(name, str)]
+    def _limited(self) -> LimitedObject:
+        renderer = self.renderer
+        limits = Limits(memory_per_byte=600, answer=MIB + 16 * len(renderer.text), answer_per_byte=16)
+        fields = {name: getattr(renderer, name) for name in renderer.__dataclass_fields__}
+        return LimitedObject(limits, Renderer, *fields.values())
 
 
 def load_template(
@@ -360,27 +103,24 @@ def load_template(
     """Return the template that the key `template` names: by default that of the tokenizer's folder. Raises ConfigError
     on `key`. `variables`: further variables of the template. `today`: the date of `strftime_now`."""
     folder = tokenizer.folder
-    settings = {} if folder is None else _settings(folder / "tokenizer_config.json")
+    settings = {} if folder is None else read_settings(folder / SETTINGS_FILE, key, UNSET)
     if template is None:
         text = _of_tokenizer(folder, settings, key)
     else:
         text = TEMPLATES.get(template) or _read(Path(template), key, template)
     tokens = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
     special = {name: token for name, token in tokens.items() if token}
-    loaded = ChatTemplate(text, {**special, **variables}, today, tokenizer.special_tokens)
+    renderer = Renderer(text, {**special, **variables}, today, tokenizer.special_tokens)
     _check_jinja(key)
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        loaded.check_syntax()
-    except TemplateSyntaxError as error:
-        raise config_error(key, f"is not a Jinja template: line {error.lineno}: {error.message}", template) from None
+    loaded = ChatTemplate(renderer, key, template, is_trusted=folder is None and template in TEMPLATES)
+    if error := loaded.call("syntax_error"):
+        raise config_error(key, f"is not a Jinja template: {error}", UNSET if template is None else template)
     return loaded
 
 
 def _of_tokenizer(folder: Path | None, settings: Mapping[str, Any], key: KeyPath) -> str:
     """Return the template in the files of a tokenizer: a file, a string, or the one with the name `default`."""
-    if folder is not None and (folder / "chat_template.jinja").is_file():
+    if folder is not None and os.path.lexists(folder / "chat_template.jinja"):
         return _read(folder / "chat_template.jinja", key, None)
     found = settings.get("chat_template")
     if isinstance(found, list):
@@ -394,90 +134,17 @@ def _of_tokenizer(folder: Path | None, settings: Mapping[str, Any], key: KeyPath
 
 def _read(path: Path, key: KeyPath, value: str | None) -> str:
     try:
-        return read_regular(path).decode()
+        return read_regular(path, _MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         known = " or ".join(f'"{name}"' for name in TEMPLATES)
         raise config_error(key, f"cannot read {path}: {reason}; set {known}, or a Jinja file", value) from None
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    """Return the content of a `tokenizer_config.json`; nothing if it is missing or has another form."""
-    try:
-        found = json.loads(read_regular(path))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _content(value: Any) -> str:
     """Return the text of a special token, which may be an object with options."""
     found = value.get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else ""
-
-
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of the thoughts before an answer. Templates read one of the first two."""
-
-
-def _with_thoughts(message: Message) -> Message:
-    """Return a message whose thoughts have the keys that templates read, as `transformers` passes them."""
-    thoughts = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
-    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
-
-
-def _with_marks(messages: Sequence[Message], places: Sequence[str]) -> list[Message]:
-    """Return messages with marks at some places of their texts."""
-
-    def marked(value: Any, index: int, is_text: bool) -> Any:
-        if isinstance(value, str) and is_text:
-            return _with_marks_of(index, value, places)
-        if isinstance(value, Mapping):
-            return {
-                key: marked(item, index, key in _TEXTS or (is_text and key != "type")) for key, item in value.items()
-            }
-        return [marked(item, index, is_text) for item in value] if isinstance(value, list) else value
-
-    return [marked(message, index, False) for index, message in enumerate(messages)]
-
-
-def _with_marks_of(index: int, text: str, places: Sequence[str]) -> str:
-    """Return a text with marks of message `index`."""
-    begin, end = (f"{mark}{index}{_MARK_END}" for mark in (_BEGIN, _END))
-    words = text.rsplit(None, 1)
-    if not words:
-        return text + end if "blank" in places else text
-    first, stop = len(text) - len(text.lstrip()), len(text.rstrip())
-    marks = {"first": (first, begin), "last": (stop - len(words[-1]), begin), "end": (stop, end)}
-    for position, mark in sorted({marks[place] for place in places if place in marks}, reverse=True):
-        text = text[:position] + mark + text[position:]
-    return text
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _strings([*value, *value.values()])
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
-
-
-def _without_marks(marked: str) -> Rendered:
-    """Return a text without its marks, and the spans and positions that were marked."""
-    text, blocks, marks, begin = "", [], [], 0
-    pieces = _MARKS.split(marked)
-    for piece, kind, index in zip(pieces[::3], ["", *pieces[1::3]], ["", *pieces[2::3]], strict=True):
-        if index:
-            marks.append(Mark(len(text), int(index), kind == _END))
-        elif kind == _BEGIN:
-            begin = len(text)
-        elif kind == _END:
-            blocks.append(Span(begin, len(text)))
-        text += piece
-    return Rendered(text, blocks, marks)
 
 
 def _check_jinja(key: KeyPath) -> None:
@@ -492,63 +159,3 @@ def _check_jinja(key: KeyPath) -> None:
         oldest = ".".join(map(str, _OLDEST_JINJA))
         reason = f"needs jinja2 {oldest} or later, because templates can leave the sandbox of {release}: {install}"
         raise config_error(key, reason)
-
-
-def _environment(today: date) -> Any:
-    """Return the sandbox of templates, with the functions, filters and tags of Hugging Face's templates.
-
-    `today`: the date of `strftime_now`.
-    """
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-    from jinja2.utils import Namespace
-
-    class GenerationBlocks(Extension):
-        """The tag `generation`, around the text of the assistant."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
-
-        def marked(self, caller: Any) -> str:
-            return f"{_BEGIN}{_MARK_END}{caller()}{_END}{_MARK_END}"
-
-    class Variables(Namespace):
-        """Variables that a template may change. The names of Python's internals are refused."""
-
-        def __init__(*args: Any, **variables: Any):
-            self, *items = args  # so that `self` can be the name of a variable
-            Namespace.__init__(self)
-            for name, value in dict(*items, **variables).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if name.startswith("_"):
-                raise SecurityError(f"the name {name} begins with an underscore")
-            super().__setitem__(name, value)
-
-    class Dict:
-        """The type `dict`, without the attributes of types."""
-
-        def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
-            return dict(*args, **items)
-
-        def fromkeys(self, *args: Any) -> dict[Any, Any]:
-            return dict.fromkeys(*args)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    extensions = [GenerationBlocks, loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = to_json
-    midnight = datetime.combine(today, time())
-    environment.globals.update(raise_exception=refuse, strftime_now=midnight.strftime, namespace=Variables, dict=Dict())
-    return environment

@@ -1,0 +1,351 @@
+"""Objects in a helper process that limits the memory and the CPU time of each call.
+
+Some files of strangers are programs: templates, and the rules of tokenizers. A program can run without end, take all
+memory, or crash the process that runs it. In the helper process it costs one error.
+
+The helper itself sets the limits, so they do not depend on the load of the host. It imports only what its objects need.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_launch.core.files import MIB
+from titan_launch.core.signals import ignore_stop_signals, signal_name, stop_with_parent
+from titan_launch.core.terminal import one_line
+
+SECONDS = 5.0
+"""CPU time that a call may take beyond the time for its input."""
+
+SECONDS_PER_BYTE = 10 / MIB
+"""CPU time for each byte of input. Slow tokenizers take a tenth of it."""
+
+MEMORY = 512 * MIB
+"""Bytes that a call may allocate beyond those for its input."""
+
+_REGAINED_SECONDS = 0.1
+"""CPU time beyond that for its input that each call of an object may take for ever. Without this limit, a file could
+make each of a million calls take 5 s."""
+
+_REQUEST, _ANSWER = struct.Struct("<QdQQ"), struct.Struct("<Qd")
+"""Headers: length of the request, its limits of seconds, of memory and of the answer; length of the answer, and the
+seconds that it took."""
+
+_LONGEST_MESSAGE = 300
+"""Characters of an error message of the helper."""
+
+
+class CallError(Exception):
+    """A call that failed, or that was stopped. The message can follow the name of the object's file: `needs more than 5
+    s of CPU time for 12 bytes of input`, or the object's own message."""
+
+    def __init__(self, reason: str, is_stopped: bool):
+        """`is_stopped`: False if the object itself raised an error."""
+        super().__init__(reason)
+        self.is_stopped = is_stopped
+
+
+class Limits(NamedTuple):
+    """Limits of a call that grow with its input."""
+
+    memory_per_byte: int
+    """Bytes that the call may allocate for each byte of input."""
+
+    answer: int = MIB
+    """Bytes of an answer to an empty input."""
+
+    answer_per_byte: int = 0
+    """Further bytes of an answer for each byte of input."""
+
+
+_MAKING = Limits(memory_per_byte=16)
+"""Limits of making an object. The package tokenizers needs ten bytes of memory for each byte of its file."""
+
+
+class LimitedObject:
+    """An object in the helper process of this process, where its first call makes it.
+
+    The helper serves all such objects. If it ends, the next call starts another helper. A process that is forked from
+    this one has a helper of its own.
+    """
+
+    def __init__(self, limits: Limits, factory: Callable[..., Any], *arguments: Any):
+        """`factory`: a function or class at the top of a module that imports little."""
+        self.limits = limits
+        self.number = next(_NUMBERS)
+        self.recipe = factory, arguments
+        self.spare_seconds = SECONDS
+        weakref.finalize(self, _forget, self.number).atexit = False
+
+    def call(self, method: str, *arguments: Any, seconds: float = 0.0) -> Any:
+        """Return the result of a method. Raises CallError, and errors of this package that the method raises.
+
+        `seconds`: CPU time that the call may take beyond that for the bytes of its arguments.
+        """
+        return _helper.call(self, method, arguments, seconds)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("make the object again in the other process")
+
+
+class _Helper:
+    """The helper process, as this process sees it."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._made: set[int] = set()
+        self._lock = threading.Lock()
+
+    def call(self, target: LimitedObject, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()
+            if target.number not in self._made:
+                self._exchange(target.number, *target.recipe, SECONDS, _MAKING)
+                self._made.add(target.number)
+            spare = min(SECONDS, target.spare_seconds + _REGAINED_SECONDS)
+            target.spare_seconds = 0.0
+            value, left = self._exchange(target.number, method, arguments, spare + seconds, target.limits)
+            target.spare_seconds = min(spare, left)
+            return value
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def abandon(self) -> None:
+        """Close the pipes of the process without ending it. Call this in a forked process."""
+        if self._process is not None:
+            self._process.returncode = 0  # it is no child of the forked process
+            _close_pipes(self._process)
+
+    def _exchange(
+        self, number: int, action: Any, arguments: tuple[Any, ...], seconds: float, limits: Limits
+    ) -> tuple[Any, float]:
+        """Return the value of an answer, and the CPU time that is left. `action`: the name of a method of the object
+        `number`, or the function that makes this object."""
+        forgotten, self.forgotten = self.forgotten, []
+        self._made -= set(forgotten)
+        request = pickle.dumps((forgotten, number, action, arguments), pickle.HIGHEST_PROTOCOL)
+        size = len(request)
+        seconds += size * SECONDS_PER_BYTE
+        memory = MEMORY + size * limits.memory_per_byte
+        header = _REQUEST.pack(size, seconds, memory, limits.answer + size * limits.answer_per_byte)
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            _write(process.stdin.fileno(), header + request)
+            length, spent = _ANSWER.unpack(_read(process.stdout.fileno(), _ANSWER.size))
+            kind, value = pickle.loads(_read(process.stdout.fileno(), length))
+        except (EOFError, BrokenPipeError):
+            kind, value = "stopped", _reason(self._end(is_ending=True), seconds, memory)
+        except BaseException:  # such as KeyboardInterrupt: the answer may still come
+            self._end()
+            raise
+        if kind == "error":
+            raise value
+        if kind == "stopped":
+            raise CallError(f"{value} for {size:,} bytes of input", is_stopped=True)
+        if kind == "failed":
+            raise CallError(value, is_stopped=False)
+        return value, seconds - spent
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process, in the folder of this package: Python imports from the folder in which it starts."""
+        command = [sys.executable, "-m", "titan_launch.core.limited_process"]
+        if threading.current_thread() is threading.main_thread():  # the signal is sent at the end of the thread
+            command.append(_STOP_WITH_PARENT)
+        self._process = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "RUST_BACKTRACE": "0"},
+            cwd=Path(__file__).parents[2],
+        )
+        return self._process
+
+    def _end(self, is_ending: bool = False) -> int:
+        """End the process, if there is one. Return its exit status. `is_ending`: it ends by itself."""
+        process, self._process = self._process, None
+        self._made = set()
+        if process is None:
+            return 0
+        if is_ending:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+        process.kill()
+        _close_pipes(process)
+        return process.wait()
+
+
+_STOP_WITH_PARENT = "--stop-with-parent"
+
+_NUMBERS = itertools.count()
+
+_helper = _Helper()
+
+
+def _forget(number: int) -> None:
+    """Make the helper drop an object at its next request."""
+    _helper.forgotten.append(number)
+
+
+def _after_fork() -> None:
+    global _helper
+    _helper.abandon()
+    _helper = _Helper()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _helper.close())
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _reason(status: int, seconds: float, memory: int) -> str:
+    """Return why a process has ended during a call."""
+    if status == -signal.SIGPROF:
+        return f"needs more than {seconds:.3g} s of CPU time"
+    if status == -signal.SIGKILL:
+        return "was killed (SIGKILL), probably because the host had no memory left"
+    name = signal_name(-status) if status < 0 else f"exit status {status}"
+    return f"crashed its process ({name}) or {_too_much(memory)}"
+
+
+def _too_much(memory: int) -> str:
+    return f"needs more than {memory / MIB:,.0f} MiB of memory"
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _read(descriptor: int, length: int) -> bytes:
+    """Return `length` bytes. Raises EOFError."""
+    pieces = []
+    while length:
+        piece = os.read(descriptor, min(length, MIB))
+        if not piece:
+            raise EOFError
+        pieces.append(piece)
+        length -= len(piece)
+    return b"".join(pieces)
+
+
+class _Memory:
+    """The limit of the memory that this process may allocate. Without Linux, there is none."""
+
+    def __init__(self) -> None:
+        if sys.platform == "linux":
+            import resource
+
+            self._resource = resource
+            self._hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            self._state = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+            self._page = os.sysconf("SC_PAGE_SIZE")
+
+    def limit(self, further: int | None) -> None:
+        """Let this process allocate `further` bytes. None: no limit."""
+        if sys.platform != "linux":
+            return
+        soft = self._hard
+        if further is not None:
+            present = int(os.pread(self._state, 256, 0).split()[5]) * self._page  # what RLIMIT_DATA counts
+            soft = present + further if self._hard < 0 else min(present + further, self._hard)
+        self._resource.setrlimit(self._resource.RLIMIT_DATA, (soft, self._hard))
+
+
+def _serve(reading: int, writing: int) -> None:
+    """Answer requests until the pipe is closed."""
+    objects: dict[int, Any] = {}
+    memory = _Memory()
+    while True:
+        length, seconds, further, longest = _REQUEST.unpack(_read(reading, _REQUEST.size))
+        request = _read(reading, length)
+        memory.limit(further)
+        start = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # then SIGPROF ends this process
+        answer = _answer(objects, request, longest, further)
+        del request
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        memory.limit(None)
+        _write(writing, _ANSWER.pack(len(answer), time.process_time() - start) + answer)
+
+
+def _answer(objects: dict[int, Any], request: bytes, longest: int, further: int) -> bytes:
+    try:
+        forgotten, number, method, arguments = pickle.loads(request)
+        for other in forgotten:
+            objects.pop(other, None)
+        value = None
+        if callable(method):
+            objects[number] = method(*arguments)
+        else:
+            value = getattr(objects[number], method)(*arguments)
+        content = pickle.dumps(("value", value), pickle.HIGHEST_PROTOCOL)
+        if len(content) <= longest:
+            return content
+        kind, found = "stopped", f"has a result of more than {longest / MIB:,.0f} MiB"
+    except MemoryError:
+        kind, found = "stopped", _too_much(further)
+    except Exception as error:
+        if type(error).__module__.startswith("titan_launch."):
+            return pickle.dumps(("error", error.with_traceback(None)))
+        kind, found = "failed", _message(error)
+    except BaseException as error:  # PanicException of Rust
+        kind, found = "stopped", f"fails inside of its library: {_message(error)}"
+    return pickle.dumps((kind, found))
+
+
+def _message(error: BaseException) -> str:
+    name = "" if type(error) is Exception else f"{type(error).__name__}: "
+    try:
+        return one_line(f"{name}{str(error)[:_LONGEST_MESSAGE]}")
+    except Exception:  # an error whose text cannot be made
+        return name
+
+
+def _main() -> None:
+    ignore_stop_signals()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    if _STOP_WITH_PARENT in sys.argv:
+        stop_with_parent(signal.SIGKILL)
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    reading, writing = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):
+        os.dup2(nothing, standard)
+    with suppress(EOFError, BrokenPipeError):
+        _serve(reading, writing)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

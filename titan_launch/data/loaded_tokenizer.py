@@ -1,0 +1,87 @@
+"""The tokenizer of a `tokenizer.json`, as the helper process runs it. This module imports little."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+_RANDOM = ("dropout", "alpha", "nbest_size")
+"""Keys of BPE and Unigram models that let a text have other tokens each time. `tokenizers` 0.23 reads only `dropout`
+from a file."""
+
+IDS = "I"
+"""Type code of the arrays of ids: 32 bits."""
+
+
+class Facts(NamedTuple):
+    """What a process needs to know about a tokenizer."""
+
+    vocab_size: int
+    special_tokens: list[str]
+    changed: dict[str, Any]
+    """Values of keys that were set to none, so that a text always has the same tokens."""
+
+
+class LoadedTokenizer:
+    """A tokenizer of the package `tokenizers` that always has the same tokens for a text, and all of them.
+
+    Ids are arrays as bytes, which are sent faster than lists.
+    """
+
+    def __init__(self, content: bytes):
+        """Load a `tokenizer.json`. Raises the plain exceptions of the package."""
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        model: Any = self._tokenizer.model
+        self._changed = {name: getattr(model, name) for name in _RANDOM if getattr(model, name, None)}
+        for name in self._changed:
+            setattr(model, name, None)
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+
+    def facts(self) -> Facts:
+        """Return the facts about the tokenizer."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        size = 1 + max(vocabulary.values(), default=-1)
+        return Facts(size, [token.content for token in added if token.special], self._changed)
+
+    def token_to_id(self, name: str) -> int | None:
+        """Return the id of a token."""
+        found: int | None = self._tokenizer.token_to_id(name)
+        return found
+
+    def begin(self) -> str | None:
+        """Return the token that the tokenizer puts before a text."""
+        encoding = self._tokenizer.encode("a")
+        return str(encoding.tokens[0]) if encoding.tokens and encoding.special_tokens_mask[0] else None
+
+    def encode(self, text: str) -> bytes:
+        """Return the ids of a text."""
+        return array(IDS, self._tokenizer.encode(text, add_special_tokens=False).ids).tobytes()
+
+    def encode_documents(self, documents: Sequence[bytes]) -> tuple[bytes, list[int]]:
+        """Return the ids of all documents, and the number of each one's ids."""
+        texts = [document.decode() for document in documents]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        parts = [array(IDS, encoding.ids).tobytes() for encoding in encodings]
+        return b"".join(parts), [len(encoding) for encoding in encodings]
+
+    def encode_chat(self, text: str) -> tuple[bytes, bytes]:
+        """Return the ids of a text, in which names of special tokens become these tokens, and the first character and
+        the end of each token."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        offsets = array(IDS, chain.from_iterable(encoding.offsets))
+        return array(IDS, encoding.ids).tobytes(), offsets.tobytes()
+
+    def decode(self, tokens: Sequence[int], keep_special: bool) -> str:
+        """Return the text of tokens."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=not keep_special))
