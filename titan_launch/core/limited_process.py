@@ -28,7 +28,7 @@ from titan_launch.core.files import MIB
 from titan_launch.core.signals import ignore_stop_signals, signal_name, stop_with_parent
 from titan_launch.core.terminal import one_line
 
-SECONDS = 5.0
+SECONDS = 2.0
 """CPU time that a call may take beyond the time for its input."""
 
 SECONDS_PER_BYTE = 10 / MIB
@@ -39,7 +39,7 @@ MEMORY = 512 * MIB
 
 _REGAINED_SECONDS = 0.1
 """CPU time beyond that for its input that each call of an object may take for ever. Without this limit, a file could
-make each of a million calls take 5 s."""
+make each of a million calls take 2 s."""
 
 _REQUEST, _ANSWER = struct.Struct("<QdQQ"), struct.Struct("<Qd")
 """Headers: length of the request, its limits of seconds, of memory and of the answer; length of the answer, and the
@@ -50,7 +50,7 @@ _LONGEST_MESSAGE = 300
 
 
 class CallError(Exception):
-    """A call that failed, or that was stopped. The message can follow the name of the object's file: `needs more than 5
+    """A call that failed, or that was stopped. The message can follow the name of the object's file: `needs more than 2
     s of CPU time for 12 bytes of input`, or the object's own message."""
 
     def __init__(self, reason: str, is_stopped: bool):

@@ -19,7 +19,6 @@ from typing import Any
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import (
     file_state,
-    read_regular,
     refuse_weights_folder,
     remove,
     replace_text,
@@ -27,6 +26,7 @@ from titan_launch.core.files import (
     sync_folder,
 )
 from titan_launch.core.fingerprint import content_digest
+from titan_launch.core.json_files import read_json
 
 _log = logging.getLogger(__name__)
 
@@ -59,32 +59,52 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     """
     digest = hashlib.blake2b(json.dumps([_VERSION, identity]).encode(), digest_size=12).hexdigest()
     folder = cache_folder() / kind / digest
-    if _has_known_state(folder):
+    if _is_folder(folder) and _has_known_state(folder):
         return folder
     refuse_weights_folder(folder)
     if task and not folder.is_dir():
         _log.info("%s, into %s", task, folder)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_suffix(".lock"), "w") as lock:
+        _make_folders(folder.parent)
+        with os.fdopen(os.open(folder.with_suffix(".lock"), _LOCK_FLAGS, 0o600), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when this process ends
+            if not _is_folder(folder):
+                remove(folder)
             if folder.is_dir() and not (_has_known_state(folder) or _has_known_content(folder)):
                 _log.warning("the cached folder %s is damaged and will be built again", folder)
                 remove(folder)
             if not folder.is_dir():
                 partial = folder.with_suffix(".partial")
-                partial.mkdir(exist_ok=True)
+                if not _is_folder(partial):
+                    remove(partial)
+                    partial.mkdir()
                 build(partial)
                 _seal(partial)
                 partial.rename(folder)
                 sync_folder(folder.parent)
     except OSError as error:
-        if folder.is_dir() and _has_known_content(folder):
+        if _is_folder(folder) and _has_known_content(folder):
             return folder  # of a cache that this process can only read
         reason = f"{error.filename or folder.parent}: {error.strerror}"
         remedy = f"set the environment variable {VARIABLE} to a folder on a disk with enough space"
         raise UserError(f"the cache of prepared data cannot be written ({reason}); {remedy}") from None
     return folder
+
+
+_LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Flags with which a lock is opened: links are not followed, and a FIFO without a reader is an error."""
+
+
+def _is_folder(path: Path) -> bool:
+    """Return True for a folder, and False for a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _make_folders(folder: Path) -> None:
+    """Make a folder and those above it. What this process caches is only for its user."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _seal(folder: Path) -> None:
@@ -97,8 +117,8 @@ def _seal(folder: Path) -> None:
 
 def _read_list(folder: Path) -> dict[str, tuple[str, list[int]]]:
     """Return digest and state of each file of an entry. Raises OSError and ValueError."""
-    content = json.loads(read_regular(folder / _FILES))
-    if not isinstance(content, dict):
+    content = read_json(folder / _FILES)
+    if not isinstance(content, dict) or any(Path(name).name != name for name in content):
         raise ValueError
     return {name: (str(digest), list(state)) for name, (digest, state) in content.items()}
 

@@ -145,6 +145,8 @@ class Renderer:
         variables = {"documents": None, **self.variables, "messages": messages, "tools": tools}
         try:
             marked = self._compiled.render(variables, add_generation_prompt=add_generation_prompt)
+        except MemoryError:  # the limit of the helper process
+            raise
         except Exception as error:  # a template can fail on a chat in any way
             name = type(error).__name__
             detail = _shortened(error) if name == "TemplateError" else f"{name}: {_shortened(error)}"

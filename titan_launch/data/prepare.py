@@ -22,6 +22,7 @@ import numpy as np
 from titan_launch.core.errors import ConfigError, Problem, RunError, UserError, config_error
 from titan_launch.core.files import file_state, read_regular, refuse_weights_folder, replace_text
 from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
+from titan_launch.core.json_files import read_json
 from titan_launch.core.signals import signals_blocked, stop_with_parent
 from titan_launch.data.cache import built_once
 from titan_launch.data.corpora.base import Corpus, Document, File, Part, Skipped, in_split
@@ -49,6 +50,9 @@ _BATCH_BYTES = 1 << 20
 
 _SAMPLE_BYTES = 1 << 20
 """Bytes of each of the 64 places that are read to compare text with cached digests. Up to 64 MiB, all text is read."""
+
+_MOST_DIGESTS = 1 << 30
+"""Largest size of the list of digests, which has 36 bytes for each file of a corpus."""
 
 _LARGE_CORPUS = 1 << 26
 """Bytes of text above which a run starts processes to tokenize it. They take a second to start."""
@@ -213,7 +217,7 @@ def _cached_digests(corpus: Corpus) -> list[str]:
     size = sum(file.size for file in corpus.files)
     task = f"{'reading text:':26} {size / 1e6:,.1f} MB, to find out if the cache has its tokens"
     folder = built_once("digests", [places, sample.content], build, task if size > _LARGE_CORPUS else "")
-    digests: list[str] = json.loads((folder / "digests.json").read_text())
+    digests: list[str] = read_json(folder / "digests.json", _MOST_DIGESTS, _MOST_DIGESTS)
     return digests
 
 
