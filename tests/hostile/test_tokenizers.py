@@ -245,7 +245,7 @@ COMMANDS = {
     "data": ["data", "--config", "job.toml"],
     "prepare": ["prepare", "--config", "job.toml", "--out", "tokens"],
     "train": ["train", "--config", "job.toml"],
-    "generate": ["generate", "out", "--prompt", "the " + "e" * 40, "--max-new-tokens", "2"],
+    "generate": ["generate", "out/tiny", "--prompt", "the " + "e" * 40, "--max-new-tokens", "2"],
 }
 
 

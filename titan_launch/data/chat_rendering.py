@@ -341,7 +341,7 @@ class _Turns:
 def _shortened(error: Exception) -> str:
     """Return the beginning of the text of an error, which the template may have written."""
     text = str(error)
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
+    return one_line(text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}...")
 
 
 _LONGEST_MESSAGE = 500

@@ -124,8 +124,8 @@ def _of_tokenizer(folder: Path | None, settings: Mapping[str, Any], key: KeyPath
         return _read(folder / "chat_template.jinja", key, None)
     found = settings.get("chat_template")
     if isinstance(found, list):
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        found = named.get("default")
+        named = (item for item in found if isinstance(item, dict) and item.get("name") == "default")
+        found = next(named, {}).get("template")
     if isinstance(found, str):
         return found
     where = "the tokenizer" if folder is None else str(folder)
