@@ -10,7 +10,7 @@ from keyword import iskeyword
 
 from titan_launch import __version__
 from titan_launch.commands.parser import OVERRIDES, Parser
-from titan_launch.core.errors import UserError, did_you_mean
+from titan_launch.core.errors import ConfigError, UserError, did_you_mean
 from titan_launch.core.process import BAD_INPUT, FAILED, OK, announce_once
 
 COMMANDS = {
@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit:  # argparse has printed the help or the version
             return OK if args else BAD_INPUT
         return int(arguments.run(arguments))
+    except ConfigError as error:  # of a tokenizer that fails while a command without a job uses it
+        announce_once(f"error: {error}")
+        return BAD_INPUT
     except UserError as error:
         announce_once(str(error))
         return BAD_INPUT

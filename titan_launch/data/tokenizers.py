@@ -249,7 +249,8 @@ def _call(config: TokenizerConfig, loaded: LimitedObject, method: str, *argument
     try:
         return loaded.call(method, *arguments)
     except CallError as error:
-        raise unusable(config, f"cannot be used: {error}; name a {TOKENIZER_FILE} of Hugging Face") from None
+        what = f"{tokenizer_file(config)}{'' if error.is_stopped else ':'} {error}"
+        raise unusable(config, f"cannot be used: {what}; name a {TOKENIZER_FILE} of Hugging Face") from None
 
 
 def tokenizer_beside(folder: Path) -> TokenizerConfig | None:
