@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from titan_launch.core.errors import UserError
 from titan_launch.data.cache import VARIABLE, built_once
 
 
@@ -33,6 +35,21 @@ def rewritten(folder: Path) -> None:
     (folder / "b").write_bytes(b"SECOND")
 
 
+def as_fifo(folder: Path) -> None:
+    (folder / "files.json").unlink()
+    os.mkfifo(folder / "files.json")
+
+
+def as_link(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+def as_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -41,6 +58,12 @@ def rewritten(folder: Path) -> None:
         lambda folder: (folder / "files.json").unlink(),
         lambda folder: (folder / "files.json").write_text("[1]"),
         lambda folder: (folder / "files.json").write_text('{"a": ["", [5, 0, 0, 0]]}'),
+        lambda folder: (folder / "files.json").write_text('{"../a": ["", [5, 0, 0, 0]]}'),
+        lambda folder: (folder / "files.json").write_text("[" * 10**6),
+        lambda folder: (folder / "files.json").write_text('{"a": 1, "b": NaN}'),
+        as_fifo,
+        as_link,
+        as_file,
     ],
 )
 def test_a_damaged_entry_is_built_again(cache: Path, damage: Callable[[Path], object]) -> None:
@@ -96,3 +119,31 @@ def test_files_are_on_disk_before_the_entry_appears(cache: Path, monkeypatch: py
     monkeypatch.setattr(Path, "rename", checked_rename)
     folder = built_once("kind", 1, Build())
     assert synced[-1] == folder.parent.stat().st_ino
+
+
+@pytest.mark.parametrize("make", [lambda lock: lock.symlink_to("/etc/passwd"), os.mkfifo, lambda lock: lock.mkdir()])
+def test_a_lock_of_another_kind_is_refused(cache: Path, make: Callable[[Path], object]) -> None:
+    build = Build()
+    folder = built_once("kind", 1, build)
+    shutil.rmtree(folder)
+    lock = folder.with_suffix(".lock")
+    lock.unlink()
+    make(lock)
+    with pytest.raises(UserError, match=f"the cache of prepared data cannot be written .{re.escape(str(lock))}: "):
+        built_once("kind", 1, build)
+    assert build.calls == 1
+
+
+def test_folders_and_locks_are_only_for_their_user(cache: Path) -> None:
+    folder = built_once("kind", 1, Build())
+    modes = [path.stat().st_mode & 0o777 for path in (cache, folder.parent, folder.with_suffix(".lock"))]
+    assert modes == [0o700, 0o700, 0o600]
+
+
+def test_what_stands_at_the_place_of_a_new_entry_is_not_followed(cache: Path, tmp_path: Path) -> None:
+    folder = built_once("kind", 1, Build())
+    shutil.rmtree(folder)
+    (tmp_path / "other").mkdir()
+    folder.with_suffix(".partial").symlink_to(tmp_path / "other")
+    assert built_once("kind", 1, Build()) == folder
+    assert not list((tmp_path / "other").iterdir())
