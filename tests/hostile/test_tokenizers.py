@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,9 @@ READ_BY_CHECK: dict[str, tuple[Callable[[Path, Any], None], str]] = {
     "a loop of links": (replaced_by(lambda file: file.symlink_to(file)), "cannot be read: "),
     "a large file": (
         replaced_by(large),
-        "larger than 64 MiB, the limit of such a file",
+        "larger than 48 MiB, the limit of such a file",
     ),
-    "many values": (written("[" + "[]," * 7_000_000 + "1]"), "more than 6,000,000 values"),
+    "many values": (written("[" + "[]," * 4_000_000 + "1]"), "more than 4,000,000 values"),
     "settings nested": (written_beside("[" * 10**6), "tokenizer_config.json: not valid JSON"),
     "settings array": (written_beside("[]"), "tokenizer_config.json: not an object"),
     "settings NaN": (written_beside('{"a": NaN}'), "tokenizer_config.json: not valid JSON: NaN"),
@@ -364,9 +365,9 @@ def mutated(content: str, draw: random.Random) -> str:
         if action == 0:
             del target[path[-1]]
         elif action == 1:
-            target[path[-1]] = [target[path[-1]]] * draw.choice((1, 2, 50))
+            target[path[-1]] = [deepcopy(target[path[-1]]) for _ in range(draw.choice((1, 2, 50)))]
         else:
-            target[path[-1]] = draw.choice(VALUES)
+            target[path[-1]] = deepcopy(draw.choice(VALUES))
     return json.dumps(value)
 
 

@@ -42,11 +42,11 @@ class TokenizerConfig(Section):
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
-MOST_BYTES = 64 * MIB
+MOST_BYTES = 48 * MIB
 """Limit of a `tokenizer.json`. The largest ones that are published have 35 MB."""
 
-_MOST_VALUES = 6_000_000
-"""Limit of the values in a `tokenizer.json`. Those with 260,000 tokens and 580,000 merges have 2,500,000."""
+_MOST_VALUES = 4_000_000
+"""Limit of the values in a `tokenizer.json`. Those with 260,000 tokens and 580,000 merges have about 2,000,000."""
 
 _UNUSED_IDS = 100_000
 """Ids that may be unused, besides one for each token. The largest id decides the number of rows of embeddings."""
@@ -159,7 +159,8 @@ def _vocabulary(found: Any) -> dict[str, int]:
             limit = f"whole numbers up to {largest:,}: two for each token, and {_UNUSED_IDS:,}"
             place = f'the id of "{one_line(name[:40])}" in "model.vocab"'
             raise ValueError(f"{place} is {number!r:.40}, but ids are {limit}")
-    return dict(found)
+    tokens: dict[str, int] = found
+    return tokens
 
 
 def _is_id(value: Any) -> bool:
