@@ -177,7 +177,7 @@ READ_BY_CHECK: dict[str, tuple[Callable[[Path, Any], None], str]] = {
     "a loop of links": (replaced_by(lambda file: file.symlink_to(file)), "cannot be read: "),
     "a large file": (
         replaced_by(large),
-        "larger than 48 MiB, the limit of such a file",
+        "larger than 40 MiB, the limit of such a file",
     ),
     "many values": (written("[" + "[]," * 4_000_000 + "1]"), "more than 4,000,000 values"),
     "settings nested": (written_beside("[" * 10**6), "tokenizer_config.json: not valid JSON"),

@@ -42,7 +42,7 @@ class TokenizerConfig(Section):
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
-MOST_BYTES = 48 * MIB
+MOST_BYTES = 40 * MIB
 """Limit of a `tokenizer.json`. The largest ones that are published have 35 MB."""
 
 _MOST_VALUES = 4_000_000
