@@ -76,7 +76,7 @@ def _mean_of_steps(run: RecordedRun, tag: str) -> float:
     values = run.values(tag)
     first = [0, *(step for step, _ in values)]
     total = sum((step - before) * value for (step, value), before in zip(values, first, strict=False))
-    return total / values[-1][0]
+    return total / max(values[-1][0], 1)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -152,7 +152,10 @@ def _share_of_data(run: RecordedRun) -> str:
     parts = time_parts(run)
     if "data" not in parts:
         return ""
-    share = 100 * parts["data"] / sum(parts.values())
+    total = sum(parts.values())
+    if not total > 0:
+        return ""
+    share = 100 * parts["data"] / total
     return f"Training waits for data in {share:.1f} % of its time."
 
 
@@ -172,7 +175,8 @@ def _not_finite(run: RecordedRun) -> str:
 
 
 def _interruptions(run: RecordedRun) -> str:
-    skipped, rollbacks = int(run.last("train/skipped_steps") or 0), int(run.last("train/rollbacks") or 0)
+    last = (run.last(tag) or 0 for tag in ("train/skipped_steps", "train/rollbacks"))
+    skipped, rollbacks = (int(value) if math.isfinite(value) else 0 for value in last)
     again = f"The ranks were started {counted(len(run.starts), 'time')}" if len(run.starts) > 1 else ""
     lost = [f"{counted(skipped, 'step')} skipped"] if skipped else []
     lost += [f"{counted(rollbacks, 'rollback')}"] if rollbacks else []

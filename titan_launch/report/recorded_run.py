@@ -1,27 +1,35 @@
-"""A run as its folder records it, also while the run writes to the folder. Nothing here changes the folder."""
+"""A run as its folder records it, also while the run writes to the folder. Nothing here changes the folder.
+
+The folder may come from a stranger. Each file has a limit, and the parts of it that are shown are checked.
+"""
 
 from __future__ import annotations
 
 import fcntl
-import json
+import math
+import os
 import re
 import struct
 import sys
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, checkpoint_name, complete_steps, read_manifest
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import read_regular
-from titan_launch.metrics.sinks.jsonl import METRICS_FILE
-from titan_launch.train.run_folder.attempt import Launch, attempt_name, next_attempt, parse_launch
+from titan_launch.core.files import MIB, open_regular, read_regular
+from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, parse_json, reason_of
+from titan_launch.core.terminal import one_line
+from titan_launch.metrics.sinks.jsonl import METRICS_FILE, numbered_lines
+from titan_launch.train.run_folder.attempt import Launch, attempt_name, attempt_numbers, parse_launch
 from titan_launch.train.run_folder.folder import LOCK_FILE, checkpoint_folder
 from titan_launch.train.run_folder.records import AUDIT_FILE, CONFIG_FILE, LAUNCH_FILE, ROLLED_BACK_FILE, UNITS_FILE
 
@@ -31,6 +39,110 @@ ended the run, or the run was killed."""
 
 Report = dict[str, float]
 """Metrics of a step by tag, and the step as `step`."""
+
+MOST_REPORTS = 1_000_000
+"""Limit of the reports in a file."""
+
+MOST_FOLDERS = 200_000
+"""Limit of the folders in which runs are looked for."""
+
+MOST_METRICS = 10_000
+"""Limit of the different metrics of a run."""
+
+LARGEST, SMALLEST = 1e150, 1e-150
+"""Larger numbers count as infinite and smaller ones as 0, so that sums, differences and quotients of two numbers are
+finite."""
+
+_MOST_STEPS = 10**15
+_LONGEST_NAME = 500
+_MOST_STARTS = 1000
+"""Limit of the starts that are shown: the last ones."""
+
+_MOST_LOG_BYTES = 256 * MIB
+"""Limit of the logs that are read. The newest starts come first."""
+
+_LOG_END = MIB
+"""Bytes at the start and at the end of a log that are read. A larger log has a gap between them."""
+
+_LONGEST_MESSAGE = 1000
+
+
+def _plain_name(text: str) -> str:
+    if not text or len(text) > _LONGEST_NAME or one_line(text) != text:
+        raise ValueError(f"must be of 1 to {_LONGEST_NAME} characters, without line ends and control characters")
+    return text
+
+
+_Count = Annotated[int, Field(ge=0, lt=_MOST_STEPS)]
+_Name = Annotated[str, AfterValidator(_plain_name)]
+
+
+@dataclass(frozen=True)
+class _Job:
+    name: _Name
+
+
+@dataclass(frozen=True)
+class _Training:
+    steps: _Count
+
+
+@dataclass(frozen=True)
+class _Model:
+    name: _Name = "a model"
+    flavor: _Name | None = None
+
+
+@dataclass(frozen=True)
+class _Data:
+    sources: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Config:
+    """The parts of `config.json` that must have a certain form."""
+
+    job: _Job
+    training: _Training
+    model: _Model = field(default_factory=_Model)
+    data: _Data = field(default_factory=_Data)
+
+
+_CONFIG = TypeAdapter(_Config)
+
+
+@dataclass(frozen=True)
+class RecordedUnit:
+    """A row of `units.json`."""
+
+    name: str
+    parameters: Annotated[int, Field(ge=0, lt=2**62)]
+    storage_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    output_dtype: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class AuditedUnit:
+    """A unit in `precision_audit.json`."""
+
+    name: str
+    as_planned: bool
+
+
+@dataclass(frozen=True)
+class RecordedAudit:
+    """The content of `precision_audit.json`."""
+
+    differences: list[str]
+    units: list[AuditedUnit]
+
+
+_UNITS = TypeAdapter(list[RecordedUnit])
+_AUDIT = TypeAdapter(RecordedAudit)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -110,44 +222,62 @@ class RecordedRun:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """All starts of the run, from their logs."""
+        """The last starts of the run, at most 1,000, from their logs."""
         logs = self.folder / "logs"
-        folders = ((number, logs / attempt_name(number)) for number in range(1, next_attempt(logs)))
-        return [_start(number, folder) for number, folder in folders if folder.is_dir()]
+        reader = _Logs(_MOST_LOG_BYTES)
+        newest_first = attempt_numbers(logs)[: -_MOST_STARTS - 1 : -1]
+        folders = ((number, logs / attempt_name(number)) for number in newest_first)
+        return [reader.start(number, folder) for number, folder in folders if os.path.isdir(folder)][::-1]
 
     @cached_property
     def rolled_back(self) -> list[Report]:
         """The reports that rollbacks have undone, in the order in which they were written."""
-        return list(_lines(self.folder / ROLLED_BACK_FILE))
+        return list(_reports(self.folder / ROLLED_BACK_FILE))
 
     @cached_property
-    def audit(self) -> Mapping[str, Any] | None:
+    def audit(self) -> RecordedAudit | None:
         """The content of `precision_audit.json`; None without that file."""
-        return _json_or_none(self.folder / AUDIT_FILE)
+        return _record(self.folder / AUDIT_FILE, _AUDIT)
 
     @cached_property
-    def units(self) -> list[dict[str, Any]]:
+    def units(self) -> list[RecordedUnit]:
         """The content of `units.json`; empty without that file."""
-        return _json_or_none(self.folder / UNITS_FILE) or []
+        return _record(self.folder / UNITS_FILE, _UNITS) or []
+
+    @cached_property
+    def _columns(self) -> dict[str, tuple[array[int], array[float]]]:
+        """Steps and values of each metric, in the order of their first report."""
+        columns: dict[str, tuple[array[int], array[float]]] = {}
+        for report in self.reports:
+            step = int(report["step"])
+            for tag, value in report.items():
+                if tag != "step":
+                    if tag not in columns:
+                        columns[tag] = array("q"), array("d")
+                    steps, values = columns[tag]
+                    steps.append(step)
+                    values.append(value)
+        return columns
 
     def values(self, tag: str) -> list[tuple[int, float]]:
         """Return (step, value) of all reports with a metric."""
-        return [(int(report["step"]), report[tag]) for report in self.reports if tag in report]
+        return list(zip(*self._columns[tag], strict=True)) if tag in self._columns else []
 
     def last(self, tag: str) -> float | None:
         """Return the last value of a metric, or None."""
-        return next((report[tag] for report in reversed(self.reports) if tag in report), None)
+        return self._columns[tag][1][-1] if tag in self._columns else None
 
     @cached_property
     def tags(self) -> list[str]:
         """All metrics of the run, in the order of their first report."""
-        return list(dict.fromkeys(tag for report in self.reports for tag in report if tag != "step"))
+        return list(self._columns)
 
     @cached_property
     def _slow_steps(self) -> set[int | None]:
         """The step of the first report after each start."""
         steps = [int(report["step"]) for report in self.reports]
-        return {next((step for step in steps if step > start.step), None) for start in self.starts}
+        later = (bisect_right(steps, start.step) for start in self.starts)
+        return {steps[index] if index < len(steps) else None for index in later}
 
     def steady(self, tag: str) -> list[float]:
         """Return the values of a metric without those of the first report after each start, which has the slow first
@@ -160,8 +290,9 @@ class RecordedRun:
         """Number of ranks of the last report with a throughput, or None."""
         for report in reversed(self.reports):
             for tag, value in report.items():
-                if tag.endswith("_per_second") and report.get(f"{tag}_per_device"):
-                    return round(value / report[f"{tag}_per_device"])
+                ratio = value / (report.get(f"{tag}_per_device") or math.nan) if tag.endswith("_per_second") else math.nan
+                if 1 <= ratio < _MOST_STEPS:
+                    return round(ratio)
         return None
 
 
@@ -171,68 +302,104 @@ def load_run(folder: Path) -> RecordedRun:
         raise UserError(_no_run(folder))
     path = folder / CONFIG_FILE
     try:
-        config = json.loads(read_regular(path))
-        training = config["training"]["steps"]
-        name = str(config["job"]["name"])
+        content = read_regular(path, MOST_BYTES)
+        known, config = parse_as(_CONFIG, content), parse_json(content)
     except FileNotFoundError:
         reason = f"the run ended before its first step (there is no {CONFIG_FILE}); read {folder / 'logs'}"
         raise UserError(f"error: {folder}: {reason}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"error: {path}: not the configuration of a run ({_clause(error)})") from None
-    if not isinstance(training, int):
-        raise UserError(f"error: {path}: not the configuration of a run (training.steps = {training})")
-    reports = tuple(_merged(_lines(folder / METRICS_FILE)))
-    return RecordedRun(folder, name, config, reports, _state(folder, training, reports))
+    except (OSError, JsonError) as error:
+        raise UserError(f"error: {path}: not the configuration of a run ({reason_of(error)})") from None
+    reports = tuple(_merged(_reports(folder / METRICS_FILE)))
+    return RecordedRun(folder, known.job.name, config, reports, _state(folder, known.training.steps, reports))
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[Path]:
-    """Return the run folders at or below a folder, at most `depth` levels below, sorted by path."""
-    if _is_run(folder):
-        return [folder]
-    if not depth:
-        return []
+    """Return the run folders at or below a folder, at most `depth` levels below, sorted by path. Raises UserError for
+    more than MOST_FOLDERS folders."""
+    found: list[Path] = []
+    level, number = [folder], 1
+    for _ in range(depth + 1):
+        found += [entry for entry in level if _is_run(entry)]
+        runs = set(found)
+        level = [below for entry in level if entry not in runs for below in _folders_in(entry)]
+        number += len(level)
+        if number > MOST_FOLDERS:
+            raise UserError(f"error: {folder}: more than {MOST_FOLDERS:,} folders; name a folder with fewer")
+    return sorted(found)
+
+
+def _folders_in(folder: Path) -> list[Path]:
     try:
-        below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink())
+        with os.scandir(folder) as entries:
+            return [folder / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
-    return [run for entry in below for run in find_runs(entry, depth - 1)]
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / LOCK_FILE).is_file() or (folder / METRICS_FILE).is_file()
+    return os.path.isfile(folder / LOCK_FILE) or os.path.isfile(folder / METRICS_FILE)
 
 
 def _no_run(folder: Path) -> str:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return f"error: {folder}: there is no such folder; `titan-launch runs` lists the runs in outputs"
-    below = [str(run) for run in find_runs(folder)]
+    below = [one_line(str(run)) for run in find_runs(folder)]
     hint = f"; runs below it: {', '.join(below[:5])}{' ...' * (len(below) > 5)}" if below else ""
     return f"error: {folder}: not a run folder (it has neither {LOCK_FILE} nor {METRICS_FILE}){hint}"
 
 
-def _clause(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-
-def _lines(path: Path) -> Iterator[Report]:
+def _reports(path: Path) -> Iterator[Report]:
     """Yield the reports of a file. A last line that is not complete is still being written, or was truncated by a
     kill, and is dropped. Raises UserError for any other line that is no report."""
+    tags: dict[str, str] = {}
     try:
-        content = read_regular(path)
+        for number, line in numbered_lines(path):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                if number > MOST_REPORTS:
+                    raise JsonError(f"more than {MOST_REPORTS:,} reports")
+                yield _report(line, tags)
+            except (JsonError, ValueError) as error:
+                reason = f'not a report of a run (a JSON object with an integer "step" and numbers): {error}'
+                raise UserError(f"error: {path}:{number}: {reason}; correct the line, or delete it") from None
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UserError(f"error: {path}: {error.strerror}") from None
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            return
-        try:
-            report = {str(tag): float(value) for tag, value in json.loads(line).items()}
-            report["step"] = int(report["step"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            reason = 'not a report of a run (a JSON object with an integer "step" and numbers)'
-            raise UserError(f"error: {path}:{number}: {reason}; correct the line, or delete it") from None
-        yield report
+        raise UserError(f"error: {path}: {reason_of(error)}") from None
+
+
+def _report(line: bytes, tags: dict[str, str]) -> Report:
+    """Return a report. Raises ValueError. `tags`: the metrics so far; equal ones are one string, to save memory."""
+    table = parse_json(line)
+    if not isinstance(table, dict):
+        raise ValueError("not an object")
+    step = table.pop("step", None)
+    if type(step) is not int or not 0 <= step < _MOST_STEPS:
+        raise ValueError(f'"step" must be a whole number below {_MOST_STEPS:,}')
+    report: Report = {"step": step}
+    for tag, value in table.items():
+        if tag not in tags:
+            if len(tags) == MOST_METRICS:
+                raise ValueError(f"more than {MOST_METRICS:,} different metrics")
+            try:
+                tags[tag] = _plain_name(tag)
+            except ValueError as error:
+                raise ValueError(f"the name of a metric {error}") from None
+        report[tags[tag]] = value if type(value) is float and SMALLEST < abs(value) < LARGEST else _number(tag, value)
+    return report
+
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _number(tag: str, value: Any) -> float:
+    if type(value) in (int, float):
+        size = abs(value)
+        return 0.0 if size <= SMALLEST else float(value) if size < LARGEST else math.copysign(math.inf, value)
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return _NOT_FINITE[value]
+    raise ValueError(f'"{tag}" must be a number, "nan", "inf" or "-inf"')
 
 
 def _merged(lines: Iterator[Report]) -> list[Report]:
@@ -261,8 +428,8 @@ def _state(folder: Path, total_steps: int, reports: tuple[Report, ...]) -> State
 
 def _launch(folder: Path) -> Launch | None:
     try:
-        return parse_launch(read_regular(folder / LAUNCH_FILE))
-    except (OSError, ValidationError):
+        return parse_launch(read_regular(folder / LAUNCH_FILE, MOST_BYTES))
+    except (OSError, JsonError):
         return None
 
 
@@ -276,44 +443,71 @@ def _is_locked(path: Path) -> bool:
     fields = [0] * 5
     fields[_TYPE] = fcntl.F_WRLCK
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *fields))
     except OSError:
         return False
     return bool(struct.unpack(_FLOCK, answer)[_TYPE] != fcntl.F_UNLCK)
 
 
-def _json_or_none(path: Path) -> Any:
+def _record(path: Path, adapter: TypeAdapter[_T]) -> _T | None:
     try:
-        return json.loads(read_regular(path))
+        return parse_as(adapter, read_regular(path, MOST_BYTES))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"error: {path} is damaged ({_clause(error)}); delete it") from None
+    except (OSError, JsonError) as error:
+        raise UserError(f"error: {path} is damaged ({reason_of(error)}); delete it") from None
 
 
-_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} ([A-Z]+) titan_launch[\w.]*: (.*)")
-_RESUMED = re.compile(r"resumed from .*step-(\d+)")
+_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} ([A-Z]+) titan_launch[\w.]*: (.*)", re.ASCII)
+_RESUMED = re.compile(r"resumed from .*step-(\d{1,15})\b", re.ASCII)
 
 
-def _start(number: int, folder: Path) -> Start:
-    logs = sorted(folder.glob("rank_*.log"), key=lambda path: (len(path.name), path.name))
-    lines: list[tuple[str, str, str]] = []
-    errors: list[tuple[str, str, str]] = []
-    for index, path in enumerate(logs):
-        with suppress(OSError):
-            found = _LOG_LINE.findall(read_regular(path).decode(errors="replace"))
-            lines = lines if index else found
-            errors += [line for line in found if line[1] == "ERROR"]
-    resumed = [int(match[1]) for _, _, text in lines if (match := _RESUMED.match(text))]
-    times = [datetime.fromisoformat(time) for time, _, _ in (*lines[:1], *lines[-1:])]
-    last = min(errors)[2] if errors else lines[-1][2] if lines else ""
-    return Start(
-        number=number,
-        step=resumed[0] if resumed else 0,
-        began=times[0] if times else None,
-        ended=times[-1] if times else None,
-        num_logs=len(logs),
-        end=last,
-        is_error=bool(errors),
-    )
+@dataclass
+class _Logs:
+    """A reader of logs with a limit on the bytes of all of them."""
+
+    bytes_left: int
+
+    def start(self, number: int, folder: Path) -> Start:
+        """Return the start whose logs are in a folder."""
+        logs = sorted(folder.glob("rank_*.log"), key=lambda path: (len(path.name), path.name))
+        lines: list[tuple[str, str, str]] = []
+        errors: list[tuple[str, str, str]] = []
+        for index, path in enumerate(logs):
+            with suppress(OSError):
+                found = _LOG_LINE.findall(self._read(path))
+                lines = lines if index else found
+                errors += [line for line in found if line[1] == "ERROR"][:1]
+        resumed = [int(match[1]) for _, _, text in lines if (match := _RESUMED.match(text))]
+        times = [time for text, _, _ in (*lines[:1], *lines[-1:]) if (time := _time(text)) is not None]
+        last = min(errors)[2] if errors else lines[-1][2] if lines else ""
+        return Start(
+            number=number,
+            step=resumed[0] if resumed else 0,
+            began=times[0] if times else None,
+            ended=times[-1] if times else None,
+            num_logs=len(logs),
+            end=one_line(last[:_LONGEST_MESSAGE]),
+            is_error=bool(errors),
+        )
+
+    def _read(self, path: Path) -> str:
+        if self.bytes_left <= 0:
+            return ""
+        with open_regular(path) as file:
+            content = file.read(_LOG_END)
+            rest = os.fstat(file.fileno()).st_size - len(content)
+            if rest > _LOG_END:
+                file.seek(-_LOG_END, os.SEEK_END)
+                content += b"\n"
+            content += file.read(_LOG_END)
+        self.bytes_left -= len(content)
+        return content.decode(errors="replace")
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:  # such as month 13
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from titan_launch.metrics.sinks.base import Sink
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in the run folder."""
 
+MOST_LINE_BYTES = 4 << 20
+"""Limit of a line. A report of 50,000 metrics has 3 MiB."""
 
 _NO_LINE: tuple[int, dict[str, float | str], int] = (-1, {}, 0)
 
@@ -87,12 +89,22 @@ def _length_until(path: Path, last_step: int) -> int:
     Steps never decrease within a file.
     """
     length = 0
-    with open_regular(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n") or _step_of(line, f"{path}:{number}") > last_step:
-                break
-            length += len(line)
+    for number, line in numbered_lines(path):
+        if not line.endswith(b"\n") or _step_of(line, f"{path}:{number}") > last_step:
+            break
+        length += len(line)
     return length
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the numbers and the lines of a file of reports. Raises UserError for a line that is too long, and
+    OSError."""
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES + 1), b""), start=1):
+            if len(line) > MOST_LINE_BYTES:
+                reason = f"not a report of a run: a line of more than {MOST_LINE_BYTES >> 20} MiB"
+                raise UserError(f"error: {path}:{number}: {reason}; delete the line, or move the file away")
+            yield number, line
 
 
 @dataclass(frozen=True)

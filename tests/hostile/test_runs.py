@@ -1,0 +1,368 @@
+"""Run folders from strangers: one bad folder is one sentence, and a row in the list of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile.runner import Runner
+from tests.report.recorded import add_log, audit, record, reports
+from tests.sampling import sampled
+from tests.train.jobs import tiny_job
+from titan_launch.core.errors import UserError
+from titan_launch.report.comparison import Comparison
+from titan_launch.report.figures import summary, to_json
+from titan_launch.report.recorded_run import find_runs, load_run
+from titan_launch.report.run_page import describe_run, run_page
+
+CONFIG = "config.json: not the configuration of a run"
+REPORT = "not a report of a run"
+
+
+@pytest.fixture(scope="module")
+def trained(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a real run of four steps, with two checkpoints, its units and its audit."""
+    folder = tmp_path_factory.mktemp("real")
+    job = tiny_job(folder, checkpoint={"enable": True, "interval": 2})
+    (folder / "job.json").write_text(json.dumps(job))
+    ended = runner.run(["train", "--config", "job.json"], folder, memory=8 << 30)
+    assert ended.status == 0, ended.text
+    run = folder / "tiny"
+    shutil.copy(run / "metrics.jsonl", run / "metrics.rolled_back.jsonl")
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Return a folder with the runs `bad` and `good`."""
+    for name in ("bad", "good"):
+        record(tmp_path / "runs" / name, reports())
+        add_log(tmp_path / "runs" / name, 1, "INFO titan_launch.train.loop: done")
+        audit(tmp_path / "runs" / name)
+    return tmp_path / "runs"
+
+
+def show(folder: Path, other: Path) -> str:
+    """Return everything that the commands show of a run, alone and beside another."""
+    found = load_run(folder)
+    texts = [*summary(found), run_page(found), to_json(describe_run(found))]
+    for pair in ([found, load_run(other)], [load_run(other), found]):
+        comparison = Comparison(pair)
+        texts += [comparison.as_text(), comparison.as_page(), to_json(comparison.as_data())]
+        if comparison.step is not None:
+            texts += comparison.loss_differs(0.1)
+    return "\n".join(texts)
+
+
+Making = Callable[[Path], object]
+
+
+def written(name: str, content: bytes | str) -> Making:
+    """Return the function that writes a file of a run."""
+
+    def make(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return make
+
+
+def config(*keys: str, value: Any) -> Making:
+    """Return the function that changes a value of `config.json`."""
+
+    def make(folder: Path) -> None:
+        path = folder / "config.json"
+        table = json.loads(path.read_text())
+        section = table
+        for key in keys[:-1]:
+            section = section.setdefault(key, {})
+        section[keys[-1]] = value
+        path.write_text(json.dumps(table))
+
+    return make
+
+
+def line(text: str | bytes) -> Making:
+    """Return the function that writes one report."""
+    return written("metrics.jsonl", (text.encode() if isinstance(text, str) else text) + b"\n")
+
+
+def without(name: str) -> Making:
+    """Return the function that deletes a key of `config.json`."""
+
+    def make(folder: Path) -> None:
+        table = json.loads((folder / "config.json").read_text())
+        del table[name]
+        (folder / "config.json").write_text(json.dumps(table))
+
+    return make
+
+
+def folder_at(name: str) -> Making:
+    """Return the function that puts a folder in place of a file."""
+
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir(parents=True)
+
+    return make
+
+
+def fifo_at(name: str) -> Making:
+    """Return the function that puts a FIFO in place of a file."""
+
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(folder / name)
+
+    return make
+
+
+def link_at(name: str, target: str) -> Making:
+    """Return the function that puts a link in place of a file."""
+
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(target)
+
+    return make
+
+
+def sparse(name: str, size: int, content: bytes = b"") -> Making:
+    """Return the function that writes a large file of zeros, with bytes at its end."""
+
+    def make(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / name).open("wb") as file:
+            file.seek(size)
+            file.write(content or b"\0")
+
+    return make
+
+
+def all_of(*makings: Making) -> Making:
+    """Return the function that makes several things."""
+    return lambda folder: [make(folder) for make in makings]
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+AUDIT, UNITS, LAUNCH, ROLLED = "precision_audit.json", "units.json", "launch.json", "metrics.rolled_back.jsonl"
+UNIT = {"name": "a", "parameters": 1, "reason": "", "storage_dtype": "", "compute_dtype": "", "reduce_dtype": ""}
+LOG = "logs/attempt-1/rank_0.log"
+MANIFEST = "checkpoints/step-1/manifest.json"
+
+REFUSED: dict[str, tuple[Making, str]] = {
+    "config: a boolean of steps": (config("training", "steps", value=True), CONFIG),
+    "config: steps beyond float64": (written("config.json", '{"training": {"steps": 1e400}}'), CONFIG),
+    "config: steps of many digits": (config("training", "steps", value=10**200), CONFIG),
+    "config: steps as float": (config("training", "steps", value=1e300), CONFIG),
+    "config: negative steps": (config("training", "steps", value=-1), CONFIG),
+    "config: steps as text": (config("training", "steps", value="8"), CONFIG),
+    "config: no training": (without("training"), CONFIG),
+    "config: no job": (without("job"), CONFIG),
+    "config: training is a list": (config("training", value=[]), CONFIG),
+    "config: training is text": (config("training", value="steps"), CONFIG),
+    "config: model is text": (config("model", value="steps"), CONFIG),
+    "config: flavor is a list": (config("model", "flavor", value=[]), CONFIG),
+    "config: name is a table": (config("job", "name", value={}), CONFIG),
+    "config: a long name": (config("job", "name", value="a" * 1_000_000), CONFIG),
+    "config: name of lines": (config("job", "name", value="good\nerror: gone"), CONFIG),
+    "config: sources are a number": (config("data", "sources", value=1), CONFIG),
+    "config: sources are numbers": (config("data", "sources", value=[1]), CONFIG),
+    "config: sources are a table": (config("data", "sources", value={"a": 1}), CONFIG),
+    "config: deep": (written("config.json", DEEP), CONFIG),
+    "config: half of a surrogate pair": (config("model", "extra", value="\ud800"), CONFIG),
+    "config: NaN": (config("model", "extra", value=float("nan")), CONFIG),
+    "config: equal keys": (written("config.json", '{"job": {}, "job": {}}'), CONFIG),
+    "config: empty": (written("config.json", ""), CONFIG),
+    "config: a number": (written("config.json", "1"), CONFIG),
+    "config: bytes": (written("config.json", bytes(range(256))), CONFIG),
+    "config: many values": (written("config.json", "[" + "[]," * 3_000_000 + "[]]"), CONFIG),
+    "config: large": (sparse("config.json", 1 << 33), CONFIG),
+    "config: a folder": (folder_at("config.json"), CONFIG),
+    "config: a FIFO": (fifo_at("config.json"), CONFIG),
+    "config: /dev/zero": (link_at("config.json", "/dev/zero"), CONFIG),
+    "config: a link to itself": (link_at("config.json", "config.json"), CONFIG),
+    "metrics: NaN": (line('{"step": 1, "a": NaN}'), REPORT),
+    "metrics: a list": (line("[]"), REPORT),
+    "metrics: text": (line('{"step": 1, "a": "text"}'), REPORT),
+    "metrics: a number of text": (line('{"step": 1, "a": "1_0"}'), REPORT),
+    "metrics: true": (line('{"step": 1, "a": true}'), REPORT),
+    "metrics: null": (line('{"step": 1, "a": null}'), REPORT),
+    "metrics: beyond float64": (line('{"step": 1, "a": 1e400}'), REPORT),
+    "metrics: digits": (line('{"step": 1, "a": ' + "9" * 100_000 + "}"), REPORT),
+    "metrics: a negative step": (line('{"step": -1, "a": 1}'), REPORT),
+    "metrics: a huge step": (line('{"step": 1' + "0" * 299 + ', "a": 1}'), REPORT),
+    "metrics: a step beyond float64": (line('{"step": 1e400}'), REPORT),
+    "metrics: half of a step": (line('{"step": 1.5, "a": 1}'), REPORT),
+    "metrics: a step of text": (line('{"step": "1", "a": 1}'), REPORT),
+    "metrics: a step that is true": (line('{"step": true, "a": 1}'), REPORT),
+    "metrics: no step": (line('{"a": 1}'), REPORT),
+    "metrics: two steps": (line('{"step": 1, "step": 2}'), REPORT),
+    "metrics: an empty tag": (line('{"step": 1, "": 2}'), REPORT),
+    "metrics: a long tag": (line(json.dumps({"step": 1, "a" * 1_000_000: 2})), REPORT),
+    "metrics: a tag of lines": (line(json.dumps({"step": 1, "a\nerror: b": 2})), REPORT),
+    "metrics: a tag that a terminal obeys": (line(json.dumps({"step": 1, "a\x1b[2J": 2})), REPORT),
+    "metrics: half of a surrogate pair": (line('{"step": 1, "\\ud800": 2}'), REPORT),
+    "metrics: deep": (line(f'{{"step": 1, "a": {DEEP}}}'), REPORT),
+    "metrics: bytes": (line(bytes(set(range(256)) - {10})), REPORT),
+    "metrics: one long line": (sparse("metrics.jsonl", 1 << 30), "metrics.jsonl:1: "),
+    "metrics: many metrics": (line(json.dumps({"step": 1, **{f"m{n}": n for n in range(30_000)}})), "metrics.jsonl"),
+    "metrics: many lines": (written("metrics.jsonl", b'{"step":1}\n' * 3_000_000), "metrics.jsonl"),
+    "metrics: a FIFO": (fifo_at("metrics.jsonl"), "metrics.jsonl: not a regular file"),
+    "metrics: a folder": (folder_at("metrics.jsonl"), "metrics.jsonl"),
+    "metrics: /dev/zero": (link_at("metrics.jsonl", "/dev/zero"), "metrics.jsonl: not a regular file"),
+}
+"""Run folders that no command shows, and the sentence of `report` and `compare`. `runs` says it in a row."""
+
+REFUSED_IN_PAGES: dict[str, tuple[Making, str]] = {
+    "audit: a list": (written(AUDIT, "[]"), f"{AUDIT} is damaged"),
+    "audit: units of numbers": (written(AUDIT, '{"differences": [], "units": [1]}'), f"{AUDIT} is damaged"),
+    "audit: no differences": (written(AUDIT, '{"units": []}'), f"{AUDIT} is damaged"),
+    "audit: numbers": (written(AUDIT, '{"differences": [1], "units": []}'), f"{AUDIT} is damaged"),
+    "audit: a FIFO": (fifo_at(AUDIT), f"{AUDIT} is damaged"),
+    "audit: deep": (written(AUDIT, DEEP), f"{AUDIT} is damaged"),
+    "units: a table": (written(UNITS, '{"a": 1}'), f"{UNITS} is damaged"),
+    "units: a number": (written(UNITS, "7"), f"{UNITS} is damaged"),
+    "units: numbers": (written(UNITS, "[1]"), f"{UNITS} is damaged"),
+    "units: without keys": (written(UNITS, '[{"name": "a"}]'), f"{UNITS} is damaged"),
+    "units: parameters as text": (
+        written(UNITS, json.dumps([{**UNIT, "output_dtype": None, "parameters": "1"}])),
+        f"{UNITS} is damaged",
+    ),
+    "units: /dev/zero": (link_at(UNITS, "/dev/zero"), f"{UNITS} is damaged"),
+    "units: large": (sparse(UNITS, 1 << 33), f"{UNITS} is damaged"),
+    "undone reports: text": (written(ROLLED, "nonsense\n"), REPORT),
+    "undone reports: a FIFO": (fifo_at(ROLLED), f"{ROLLED}: not a regular file"),
+    "undone reports: one long line": (sparse(ROLLED, 1 << 30), f"{ROLLED}:1: "),
+}
+"""Run folders without a page."""
+
+
+def many_attempts(folder: Path) -> None:
+    for number in range(1, 5000):
+        (folder / "logs" / f"attempt-{number}").mkdir(parents=True, exist_ok=True)
+
+
+HARMLESS: dict[str, Making] = {
+    "metrics: differences beyond float64": written(
+        "metrics.jsonl",
+        "".join(
+            json.dumps({"step": step, **dict.fromkeys(["train/loss", "time/step_s", "time/data_s", "memory/x_gib"], y)})
+            + "\n"
+            for step, y in enumerate((1e308, -1e308, 5e-324, 0, 1.7e308, -1e-310), start=1)
+        ),
+    ),
+    "metrics: not finite": written(
+        "metrics.jsonl",
+        "".join(
+            json.dumps({"step": step, **dict.fromkeys(["train/loss", "train/skipped_steps", "train/rollbacks"], y)})
+            + "\n"
+            for step, y in enumerate(("nan", "inf", "-inf"), start=1)
+        ),
+    ),
+    "metrics: nearly equal": written(
+        "metrics.jsonl",
+        '{"step": 1, "a": 1.0, "b": 1e-300}\n{"step": 999999999999999, "a": 1.0000000000000002, "b": 2e-300}\n',
+    ),
+    "metrics: speeds": line(
+        '{"step": 1, "throughput/tokens_per_second": 1e308, "throughput/tokens_per_second_per_device": 1e-308}'
+    ),
+    "metrics: step 0": line('{"step": 0, "time/validation_s": 1, "time/step_s": 0, "time/data_s": 0}'),
+    "metrics: negative times": line('{"step": 1, "time/step_s": 1, "time/data_s": -1, "time/forward_s": 1}'),
+    "metrics: no line end": written("metrics.jsonl", '{"step": 1}'),
+    "launch: bytes": written(LAUNCH, bytes(range(256))),
+    "launch: a huge process": written(
+        LAUNCH,
+        json.dumps(
+            {
+                "agents": [{"host": os.uname().nodename, "folder": "", "pid": 10**299, "started": 1}],
+                "slurm_job": None,
+                "has_ended": False,
+            }
+        ),
+    ),
+    "launch: a FIFO": fifo_at(LAUNCH),
+    "lock: a FIFO": fifo_at("lock"),
+    "lock: a folder": folder_at("lock"),
+    "logs: no such dates": written(
+        LOG,
+        "9999-99-99 99:99:99,000 INFO titan_launch: a\n0000-00-00 00:00:00,000 ERROR titan_launch: b\n",
+    ),
+    "logs: a step of many digits": written(
+        LOG, f"2026-11-23 00:00:00,000 INFO titan_launch: resumed from x/step-{'9' * 100_000}\n"
+    ),
+    "logs: a long message": written(LOG, f"2026-11-23 00:00:00,000 ERROR titan_launch: {'a' * 10_000_000}\n"),
+    "logs: 5 GB": sparse(LOG, 5 << 30, b"\n2026-11-23 00:00:00,000 ERROR titan_launch: the end\n"),
+    "logs: a FIFO": fifo_at("logs/attempt-1/rank_1.log"),
+    "logs: a file": written("logs/attempt-3", ""),
+    "logs: a huge attempt": lambda folder: (folder / "logs" / f"attempt-{10**18}").mkdir(),
+    "logs: an attempt of many digits": lambda folder: (folder / "logs" / f"attempt-{'9' * 240}").mkdir(),
+    "logs: other digits": lambda folder: (folder / "logs" / "attempt-\u0663").mkdir(),
+    "logs: many attempts": many_attempts,
+    "logs: many ranks": lambda folder: [
+        sparse(f"logs/attempt-1/rank_{n}.log", 1 << 24)(folder) for n in range(3000)
+    ],
+    "checkpoints: a huge step": lambda folder: (folder / "checkpoints" / f"step-{10**30}").mkdir(parents=True),
+    "checkpoints: a huge step with a manifest": written(f"checkpoints/step-{10**30}/manifest.json", "{}"),
+    "checkpoints: a file": written("checkpoints", ""),
+    "checkpoints: a FIFO": fifo_at(MANIFEST),
+    "checkpoints: a manifest of bytes": written(MANIFEST, bytes(range(256))),
+    "checkpoints: a large manifest": sparse(MANIFEST, 1 << 33),
+    "checkpoints: a manifest of many values": written(MANIFEST, "[" + "[]," * 10_000_000 + "[]]"),
+    "checkpoints: links": link_at("checkpoints", "checkpoints"),
+}
+"""Run folders that are shown as far as they can be."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_folder_is_one_sentence_and_one_row(runner: Runner, runs: Path, name: str) -> None:
+    make, sentence = REFUSED[name]
+    make(runs / "bad")
+    for arguments in (["report", "bad"], ["compare", "good", "bad"], ["compare", "bad", "good", "--html", "x.html"]):
+        ended = runner.run(arguments, runs)
+        ended.assert_one_sentence(sentence)
+        assert ended.text.count("\n") == 1, ended.text
+    assert_listed(runner, runs, sentence)
+
+
+def assert_listed(runner: Runner, runs: Path, sentence: str = "") -> None:
+    """Assert that `runs` lists both runs. `sentence`: what the row of the first says."""
+    ended = runner.run(["runs", "."], runs)
+    ended.assert_harmless()
+    assert ended.status == 0 and "good finished 8/8" in " ".join(ended.stdout.split()), ended.text
+    assert sentence in ended.stdout and len(ended.stdout.splitlines()) == 3, ended.text
+    listed = runner.run(["runs", ".", "--json"], runs)
+    listed.assert_harmless()
+    bad, good = json.loads(listed.stdout)
+    assert (listed.status, good["state"], good["step"]) == (0, "finished", 8)
+    assert sentence in bad.get("error", "")
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_PAGES)
+def test_a_bad_record_is_one_sentence(runner: Runner, runs: Path, name: str) -> None:
+    make, sentence = REFUSED_IN_PAGES[name]
+    make(runs / "bad")
+    runner.run(["report", "bad"], runs).assert_one_sentence(sentence)
+    assert_listed(runner, runs)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_strange_folder_is_shown(runner: Runner, runs: Path, name: str) -> None:
+    HARMLESS[name](runs / "bad")
+    for arguments in (["report", "bad"], ["compare", "good", "bad"], ["compare", "bad", "good", "--html", "x.html"]):
+        ended = runner.run(arguments, runs)
+        ended.assert_harmless()
+        assert ended.status == 0, ended.text
+    assert_listed(runner, runs)
