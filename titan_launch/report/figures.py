@@ -177,7 +177,7 @@ def _not_finite(run: RecordedRun) -> str:
 def _interruptions(run: RecordedRun) -> str:
     last = (run.last(tag) or 0 for tag in ("train/skipped_steps", "train/rollbacks"))
     skipped, rollbacks = (int(value) if math.isfinite(value) else 0 for value in last)
-    again = f"The ranks were started {counted(len(run.starts), 'time')}" if len(run.starts) > 1 else ""
+    again = f"The ranks were started {counted(run.num_starts, 'time')}" if run.num_starts > 1 else ""
     lost = [f"{counted(skipped, 'step')} skipped"] if skipped else []
     lost += [f"{counted(rollbacks, 'rollback')}"] if rollbacks else []
     if again:

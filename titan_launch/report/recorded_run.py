@@ -40,7 +40,7 @@ ended the run, or the run was killed."""
 Report = dict[str, float]
 """Metrics of a step by tag, and the step as `step`."""
 
-MOST_REPORTS = 1_000_000
+MOST_REPORTS = 500_000
 """Limit of the reports in a file."""
 
 MOST_FOLDERS = 200_000
@@ -55,14 +55,14 @@ finite."""
 
 _MOST_STEPS = 10**15
 _LONGEST_NAME = 500
-_MOST_STARTS = 1000
+_MOST_STARTS = 200
 """Limit of the starts that are shown: the last ones."""
 
-_MOST_LOG_BYTES = 256 * MIB
-"""Limit of the logs that are read. The newest starts come first."""
+_LOG_HEAD, _LOG_TAIL = MIB // 4, MIB // 16
+"""Bytes at the start and at the end of a start's first log that are read. Of the other logs, only the end is read."""
 
-_LOG_END = MIB
-"""Bytes at the start and at the end of a log that are read. A larger log has a gap between them."""
+_MOST_ERROR_BYTES = 128 * MIB
+"""Limit of the bytes of these other logs. Those of the newest start are read first."""
 
 _LONGEST_MESSAGE = 1000
 
@@ -222,12 +222,20 @@ class RecordedRun:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """The last starts of the run, at most 1,000, from their logs."""
+        """The last starts of the run, at most 200, from their logs."""
         logs = self.folder / "logs"
-        reader = _Logs(_MOST_LOG_BYTES)
-        newest_first = attempt_numbers(logs)[: -_MOST_STARTS - 1 : -1]
-        folders = ((number, logs / attempt_name(number)) for number in newest_first)
+        reader = _Logs(_MOST_ERROR_BYTES)
+        folders = ((number, logs / attempt_name(number)) for number in self._attempts[: -_MOST_STARTS - 1 : -1])
         return [reader.start(number, folder) for number, folder in folders if os.path.isdir(folder)][::-1]
+
+    @property
+    def num_starts(self) -> int:
+        """Number of all starts of the run."""
+        return len(self._attempts)
+
+    @cached_property
+    def _attempts(self) -> list[int]:
+        return attempt_numbers(self.folder / "logs")
 
     @cached_property
     def rolled_back(self) -> list[Report]:
@@ -465,20 +473,17 @@ _RESUMED = re.compile(r"resumed from .*step-(\d{1,15})\b", re.ASCII)
 
 @dataclass
 class _Logs:
-    """A reader of logs with a limit on the bytes of all of them."""
+    """A reader of logs with a limit on the bytes of those of other ranks than the first."""
 
     bytes_left: int
 
     def start(self, number: int, folder: Path) -> Start:
         """Return the start whose logs are in a folder."""
         logs = sorted(folder.glob("rank_*.log"), key=lambda path: (len(path.name), path.name))
-        lines: list[tuple[str, str, str]] = []
-        errors: list[tuple[str, str, str]] = []
-        for index, path in enumerate(logs):
-            with suppress(OSError):
-                found = _LOG_LINE.findall(self._read(path))
-                lines = lines if index else found
-                errors += [line for line in found if line[1] == "ERROR"][:1]
+        lines = self._lines(logs[0], _LOG_HEAD) if logs else []
+        errors = [line for line in lines if line[1] == "ERROR"]
+        for path in logs[1:]:
+            errors += [line for line in self._lines(path, 0) if line[1] == "ERROR"][:1]
         resumed = [int(match[1]) for _, _, text in lines if (match := _RESUMED.match(text))]
         times = [time for text, _, _ in (*lines[:1], *lines[-1:]) if (time := _time(text)) is not None]
         last = min(errors)[2] if errors else lines[-1][2] if lines else ""
@@ -492,18 +497,25 @@ class _Logs:
             is_error=bool(errors),
         )
 
-    def _read(self, path: Path) -> str:
-        if self.bytes_left <= 0:
-            return ""
-        with open_regular(path) as file:
-            content = file.read(_LOG_END)
-            rest = os.fstat(file.fileno()).st_size - len(content)
-            if rest > _LOG_END:
-                file.seek(-_LOG_END, os.SEEK_END)
-                content += b"\n"
-            content += file.read(_LOG_END)
-        self.bytes_left -= len(content)
-        return content.decode(errors="replace")
+    def _lines(self, path: Path, head: int) -> list[tuple[str, str, str]]:
+        """Return the time, level and text of the lines at the end of a log, and of those in its first `head` bytes. If
+        `head` is 0, the log is read for its errors."""
+        if not head and self.bytes_left <= 0:
+            return []
+        try:
+            with open_regular(path) as file:
+                content = file.read(head)
+                if os.fstat(file.fileno()).st_size > head + _LOG_TAIL:
+                    file.seek(-_LOG_TAIL, os.SEEK_END)
+                    content += b"\n"
+                content += file.read(_LOG_TAIL)
+        except OSError:
+            return []
+        if not head:
+            self.bytes_left -= len(content)
+            if b"ERROR" not in content:
+                return []
+        return _LOG_LINE.findall(content.decode(errors="replace"))
 
 
 def _time(text: str) -> datetime | None:
