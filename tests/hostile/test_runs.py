@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import re
 import shutil
-from collections.abc import Callable, Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,12 +20,15 @@ import pytest
 
 from tests.hostile.runner import Runner
 from tests.report.recorded import add_log, audit, record, reports
-from tests.sampling import sampled
+from tests.sampling import rest_is_slow
 from tests.train.jobs import tiny_job
+from titan_launch.cli import main
 from titan_launch.core.errors import UserError
+from titan_launch.report import recorded_run
 from titan_launch.report.comparison import Comparison
 from titan_launch.report.figures import summary, to_json
-from titan_launch.report.recorded_run import find_runs, load_run
+from titan_launch.report.page import write_page
+from titan_launch.report.recorded_run import load_run
 from titan_launch.report.run_page import describe_run, run_page
 
 CONFIG = "config.json: not the configuration of a run"
@@ -311,9 +319,7 @@ HARMLESS: dict[str, Making] = {
     "logs: an attempt of many digits": lambda folder: (folder / "logs" / f"attempt-{'9' * 240}").mkdir(),
     "logs: other digits": lambda folder: (folder / "logs" / "attempt-\u0663").mkdir(),
     "logs: many attempts": many_attempts,
-    "logs: many ranks": lambda folder: [
-        sparse(f"logs/attempt-1/rank_{n}.log", 1 << 24)(folder) for n in range(3000)
-    ],
+    "logs: many ranks": lambda folder: [sparse(f"logs/attempt-1/rank_{n}.log", 1 << 24)(folder) for n in range(3000)],
     "checkpoints: a huge step": lambda folder: (folder / "checkpoints" / f"step-{10**30}").mkdir(parents=True),
     "checkpoints: a huge step with a manifest": written(f"checkpoints/step-{10**30}/manifest.json", "{}"),
     "checkpoints: a file": written("checkpoints", ""),
@@ -326,7 +332,36 @@ HARMLESS: dict[str, Making] = {
 """Run folders that are shown as far as they can be."""
 
 
-@pytest.mark.parametrize("name", REFUSED)
+HEAVY = {"metrics: many lines", "config: many values", "logs: many ranks", "logs: many attempts", "logs: 5 GB"}
+"""Folders that take a second or more. Their tests are slow, apart from those in the sample."""
+
+
+def cases(table: Mapping[str, Any], every: int) -> list[Any]:
+    """Return every `every`-th name of a table; the others are slow."""
+    return rest_is_slow([*quick(table), *(name for name in table if name in HEAVY)], every)
+
+
+def quick(table: Mapping[str, Any]) -> list[str]:
+    """Return the names of a table without those of folders that take long."""
+    return [name for name in table if name not in HEAVY]
+
+
+@pytest.mark.parametrize("name", quick(REFUSED | REFUSED_IN_PAGES))
+def test_a_bad_folder_is_one_error(runs: Path, name: str) -> None:
+    make, sentence = (REFUSED | REFUSED_IN_PAGES)[name]
+    make(runs / "bad")
+    with pytest.raises(UserError, match=re.escape(sentence)) as caught:
+        show(runs / "bad", runs / "good")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", quick(HARMLESS))
+def test_a_strange_folder_has_a_page(runs: Path, name: str) -> None:
+    HARMLESS[name](runs / "bad")
+    assert show(runs / "bad", runs / "good").isascii()
+
+
+@pytest.mark.parametrize("name", cases(REFUSED, 8))
 def test_a_bad_folder_is_one_sentence_and_one_row(runner: Runner, runs: Path, name: str) -> None:
     make, sentence = REFUSED[name]
     make(runs / "bad")
@@ -350,7 +385,7 @@ def assert_listed(runner: Runner, runs: Path, sentence: str = "") -> None:
     assert sentence in bad.get("error", "")
 
 
-@pytest.mark.parametrize("name", REFUSED_IN_PAGES)
+@pytest.mark.parametrize("name", cases(REFUSED_IN_PAGES, 8))
 def test_a_bad_record_is_one_sentence(runner: Runner, runs: Path, name: str) -> None:
     make, sentence = REFUSED_IN_PAGES[name]
     make(runs / "bad")
@@ -358,7 +393,7 @@ def test_a_bad_record_is_one_sentence(runner: Runner, runs: Path, name: str) -> 
     assert_listed(runner, runs)
 
 
-@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize("name", cases(HARMLESS, 8))
 def test_a_strange_folder_is_shown(runner: Runner, runs: Path, name: str) -> None:
     HARMLESS[name](runs / "bad")
     for arguments in (["report", "bad"], ["compare", "good", "bad"], ["compare", "bad", "good", "--html", "x.html"]):
@@ -366,3 +401,251 @@ def test_a_strange_folder_is_shown(runner: Runner, runs: Path, name: str) -> Non
         ended.assert_harmless()
         assert ended.status == 0, ended.text
     assert_listed(runner, runs)
+
+
+def test_a_list_of_runs_passes_links_and_strange_names(runner: Runner, runs: Path) -> None:
+    (runs / "loop").symlink_to(".")
+    (runs / "a").mkdir()
+    (runs / "a" / "up").symlink_to("..")
+    strange = ("z\nerror: gone\x1b[2J", os.fsdecode(b"z\xff"), "z" * 250, "z<script>")
+    for name in strange:
+        shutil.copytree(runs / "good", runs / name)
+    os.mkfifo(runs / "fifo")
+    for index in range(3000):
+        (runs / "a" / str(index)).touch()
+    ended = runner.run(["runs", "."], runs)
+    ended.assert_harmless()
+    assert ended.status == 0 and ended.stdout.count("finished") == 2 + len(strange), ended.text
+    assert len(ended.stdout.splitlines()) == 3 + len(strange)
+    ended = runner.run(["runs", ".", "--json"], runs)
+    assert len(json.loads(ended.stdout)) == 2 + len(strange)
+    for name in strange:
+        ended = runner.run(["compare", name, "good"], runs)
+        ended.assert_harmless()
+        assert ended.status == 0, ended.text
+        write_page(runs / "x.html", run_page(load_run(runs / name)), "--out")
+
+
+def test_a_folder_of_very_many_folders_is_one_sentence(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recorded_run, "MOST_FOLDERS", 100)
+    for index in range(200):
+        (runs / f"empty-{index}").mkdir()
+    assert main(["runs", str(runs)]) == 2
+    assert capsys.readouterr().err == f"error: {runs}: more than 100 folders; name a folder with fewer\n"
+
+
+def test_limits_of_reports_are_one_sentence(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_run, "MOST_REPORTS", 4)
+    with pytest.raises(UserError, match=r"metrics.jsonl:5: .*more than 4 reports"):
+        load_run(runs / "good")
+
+
+def test_reports_that_go_back_very_often_take_linear_time(runs: Path) -> None:
+    lines = (f'{{"step": {step}, "m{index % 9000}": 1}}\n' for index in range(20_000) for step in (index % 2 + 1,))
+    (runs / "bad" / "metrics.jsonl").write_text("".join(lines))
+    start = time.monotonic()
+    assert load_run(runs / "bad").reports.steps.tolist() == [1, 2]
+    assert time.monotonic() - start < 5
+
+
+class _Elements(HTMLParser):
+    """The kinds of elements of a page: names, and names of attributes."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.kinds: set[tuple[str, tuple[str, ...]]] = set()
+        self.styles: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.kinds.add((tag, tuple(name for name, _ in attrs)))
+        self.styles += [value or "" for name, value in attrs if name == "style"]
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(data)
+
+    handle_pi = unknown_decl = handle_comment
+
+
+INJECTIONS = (
+    "<script>alert(1)</script>",
+    "</script><script>alert(1)</script>",
+    "</title></style></pre></svg><img src=x onerror=alert(1)>",
+    '"><img src=x onerror=alert(1)>',
+    "' onload='alert(1)",
+    '" style="background:url(javascript:alert(1))',
+    "]]><b>",
+    "<!-- ",
+    "--><b>",
+    "<![CDATA[",
+    "javascript:alert(1)",
+    "file:///etc/passwd",
+    "&lt;b&gt;&#60;b&#62;",
+    "<?php",
+    "{{7*7}}${7*7}",
+)
+
+
+def test_no_name_of_a_run_becomes_an_element_of_a_page(runs: Path) -> None:
+    unit = {**UNIT, "output_dtype": None}
+    both = (runs / "good", runs / "bad")
+    benign = {kind for page in pages(*both) for kind in _Elements(page).kinds}
+    for text in INJECTIONS:
+        for make in (
+            config("job", "name", value=text),
+            config("model", "name", value=text),
+            config("model", "flavor", value=text),
+            config("model", text, value=text),
+            config(text, value={text: [text, {text: text}]}),
+            written(UNITS, json.dumps([{**unit, **dict.fromkeys(UNIT.keys() - {"parameters"}, text)}])),
+            written(AUDIT, json.dumps({"differences": [text], "units": [{"name": text, "as_planned": True}]})),
+            written(LOG, f"2026-11-23 00:00:00,000 ERROR titan_launch: {text}\n"),
+            line(
+                "\n".join(
+                    json.dumps(
+                        {
+                            "step": step,
+                            "train/loss": step,
+                            "time/step_s": 1,
+                            **{
+                                f"{group}{text}{unit}": step
+                                for group in ("", "time/", "memory/", "throughput/")
+                                for unit in ("", "_s", "_gib", "_per_second")
+                            },
+                        }
+                    )
+                    for step in (1, 2, 3)
+                )
+            ),
+        ):
+            make(runs / "bad")
+        named = runs / ("n" + text.replace("/", ""))
+        shutil.copytree(runs / "bad", named)
+        for page in pages(runs / "good", named):
+            found = _Elements(page)
+            assert found.kinds <= benign, found.kinds - benign
+            assert all(re.fullmatch(r"((width|background):[#\w.%-]+;?)+", style) for style in found.styles)
+            assert page.count("<script") == page.count("<img") == 0
+        shutil.rmtree(named)
+
+
+def pages(one: Path, other: Path) -> list[str]:
+    """Return the page of a run, and that of two."""
+    first, second = load_run(one), load_run(other)
+    return [run_page(first), run_page(second), Comparison([first, second]).as_page()]
+
+
+HOSTILE_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 1.5, -0.0, 10**15, 10**299, -(10**299), 1e308, -1e308, 5e-324),
+    *("", "nan", "inf", "x" * 3000, "a\nerror: b", "\x1b[2J\x00", "<script>", "../..", "\u202e", "\U0010ffff", "1"),
+    *([], {}, [1], [None], ["a", 1], {"a": 1}, {"": {"": []}}, {"name": []}, [{"name": 1}]),
+    [[[[[]]]]],
+    math.nan,
+    math.inf,
+)
+RAW = ("1e400", "9" * 400, '"\\ud800"', "[" * 70 + "]" * 70, "{" + '"a":1,' * 2 + '"a":2}', "", "]", "NaN", '"\0"')
+"""Texts in place of a value that `json.dumps` does not write."""
+
+MARK = "@@mark@@"
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of all values in nested lists and tables."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, item in inside:
+        yield from places(item, (*path, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """Return a copy of nested lists and tables with another value at a path."""
+    if not path:
+        return new
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[path[0]] = replaced(value[path[0]], path[1:], new)
+    return changed
+
+
+def mutated_json(text: str) -> Iterator[str]:
+    """Yield a JSON text with each of its values replaced by each hostile one, or removed, and with each key changed."""
+    whole = json.loads(text)
+    for path in places(whole):
+        marked = json.dumps(replaced(whole, path, MARK))
+        for new in (*(json.dumps(value) for value in HOSTILE_VALUES), *RAW):
+            yield marked.replace(f'"{MARK}"', new)
+        for new in ("", "b\\nc", "<b>", "\\ud800", "k" * 3000) if path and isinstance(path[-1], str) else ():
+            yield re.sub(rf'"{path[-1]}": "{MARK}"', lambda _, new=new: f'"{new}": 1', marked)  # type: ignore[misc]
+
+
+def mutated_bytes(content: bytes, chance: random.Random) -> bytes:
+    """Return a content with a few random changes."""
+    changed = bytearray(content)
+    for _ in range(chance.choice((1, 1, 2, 5))):
+        at = chance.randrange(len(changed) + 1)
+        kind = chance.randrange(6)
+        if kind == 0:
+            changed[at : at + 1] = bytes([chance.randrange(256)])
+        elif kind == 1:
+            del changed[at : at + chance.choice((1, 3, 50))]
+        elif kind == 2:
+            changed[at:at] = chance.choice((b"\0", b"\xff", b"\n", b'"', b"{", b"[", b"1e999", b"\\u", b"NaN"))
+        elif kind == 3:
+            del changed[at:]
+        elif kind == 4:
+            changed[at:at] = changed[max(0, at - 40) : at] * chance.choice((1, 30))
+        else:
+            changed[at : at + 2] = chance.choice((b"99999999999999999999", b"true", b"null", b'"x"', b"{}", b"[]"))
+    return bytes(changed)
+
+
+def signed(text: str) -> str:
+    """Return a manifest with the checksum that an attacker would give it."""
+    with suppress(ValueError, TypeError, KeyError):
+        whole = json.loads(text)
+        content = json.dumps(whole["manifest"], indent=1, sort_keys=True).encode()
+        return json.dumps({**whole, "crc32": f"{zlib.crc32(content):08x}"})
+    return text
+
+
+STEP = "checkpoints/step-4/manifest.json"
+
+
+def mutations(run: Path) -> list[tuple[str, bytes]]:
+    """Return files of a run with changes."""
+    found: list[tuple[str, bytes]] = []
+    for name in ("config.json", LAUNCH, UNITS, AUDIT):
+        found += [(name, text.encode(errors="surrogatepass")) for text in mutated_json((run / name).read_text())]
+    found += [(STEP, signed(text).encode()) for text in mutated_json((run / STEP).read_text())]
+    for name in ("metrics.jsonl", ROLLED):
+        lines = (run / name).read_text().splitlines()
+        for text in mutated_json(lines[1]):
+            found.append((name, "\n".join([lines[0], text, *lines[2:], ""]).encode(errors="surrogatepass")))
+    chance = random.Random(0)
+    for name in ("config.json", "launch.json", UNITS, AUDIT, "metrics.jsonl", ROLLED, STEP, LOG):
+        found += [(name, mutated_bytes((run / name).read_bytes(), chance)) for _ in range(1000)]
+    return found
+
+
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
+    good = record(tmp_path / "good", reports())
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    shown = 0
+    everything = mutations(run)
+    random.Random(1).shuffle(everything)
+    for name, content in everything[::every]:
+        original = (run / name).read_bytes()
+        (run / name).write_bytes(content)
+        try:
+            show(run, good)
+            shown += 1
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 2000, error
+        except Exception as error:
+            raise AssertionError(f"{name}: {content[:2000]!r}") from error
+        (run / name).write_bytes(original)
+    assert shown > len(everything) / every / 10  # enough of them get past the readers

@@ -57,7 +57,8 @@ def parse_json(content: bytes | str, most_values: int = MOST_VALUES) -> Any:
     text = _decoded(content)
     _check_number_of_values(text, most_values)
     value = _parsed(_STRICT, text)
-    _check_depth(value)
+    if text.count("[") + text.count("{") > MOST_DEPTH:
+        _check_depth(value)
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()

@@ -93,7 +93,7 @@ def memory_peaks(run: RecordedRun) -> dict[str, float]:
 def summary(run: RecordedRun) -> list[str]:
     """Return the summary of a run: sentences, each with one fact."""
     sentences = [_state(run)]
-    if not run.reports:
+    if not run.reports.steps:
         return [*sentences, "There is no report yet."]
     sentences += [_fall("training loss", run, LOSS), _validation(run), _speed(run), _share_of_data(run), _memory(run)]
     sentences += [_not_finite(run), _interruptions(run), _saved(run)]

@@ -13,7 +13,7 @@ import struct
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -36,9 +36,6 @@ from titan_launch.train.run_folder.records import AUDIT_FILE, CONFIG_FILE, LAUNC
 State = Literal["running", "finished", "stopped", "failed"]
 """State of a run. `finished`: the last step is done. `stopped`: a signal ended the run in order. `failed`: an error
 ended the run, or the run was killed."""
-
-Report = dict[str, float]
-"""Metrics of a step by tag, and the step as `step`."""
 
 MOST_REPORTS = 500_000
 """Limit of the reports in a file."""
@@ -178,6 +175,21 @@ class Saved:
     validation_loss: float | None
 
 
+Report = tuple[int, dict[str, float]]
+"""A step, and its metrics by tag."""
+
+
+@dataclass(frozen=True)
+class Reports:
+    """The reports of a run. The numbers are in arrays, because a long run has tens of millions of them."""
+
+    steps: Sequence[int]
+    """The steps with a report, strictly increasing."""
+
+    columns: Mapping[str, tuple[Sequence[int], Sequence[float]]]
+    """Steps and values of each metric, in the order of their first report."""
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """The records of a run."""
@@ -189,15 +201,13 @@ class RecordedRun:
     config: Mapping[str, Any]
     """The content of `config.json`: the resolved job, as nested tables."""
 
-    reports: tuple[Report, ...]
-    """The reports, with strictly increasing steps."""
-
+    reports: Reports
     state: State
 
     @property
     def last_step(self) -> int:
         """The last step with a report or a checkpoint, or 0."""
-        return max([0, *(int(report["step"]) for report in self.reports[-1:]), *self.checkpoint_steps])
+        return max([0, *self.reports.steps[-1:], *self.checkpoint_steps])
 
     @property
     def total_steps(self) -> int:
@@ -238,9 +248,9 @@ class RecordedRun:
         return attempt_numbers(self.folder / "logs")
 
     @cached_property
-    def rolled_back(self) -> list[Report]:
-        """The reports that rollbacks have undone, in the order in which they were written."""
-        return list(_reports(self.folder / ROLLED_BACK_FILE))
+    def rolled_back(self) -> list[int]:
+        """The steps of the reports that rollbacks have undone, in the order in which they were written."""
+        return [step for step, _ in _lines(self.folder / ROLLED_BACK_FILE)]
 
     @cached_property
     def audit(self) -> RecordedAudit | None:
@@ -252,38 +262,23 @@ class RecordedRun:
         """The content of `units.json`; empty without that file."""
         return _record(self.folder / UNITS_FILE, _UNITS) or []
 
-    @cached_property
-    def _columns(self) -> dict[str, tuple[array[int], array[float]]]:
-        """Steps and values of each metric, in the order of their first report."""
-        columns: dict[str, tuple[array[int], array[float]]] = {}
-        for report in self.reports:
-            step = int(report["step"])
-            for tag, value in report.items():
-                if tag != "step":
-                    if tag not in columns:
-                        columns[tag] = array("q"), array("d")
-                    steps, values = columns[tag]
-                    steps.append(step)
-                    values.append(value)
-        return columns
-
     def values(self, tag: str) -> list[tuple[int, float]]:
         """Return (step, value) of all reports with a metric."""
-        return list(zip(*self._columns[tag], strict=True)) if tag in self._columns else []
+        return list(zip(*self.reports.columns.get(tag, ((), ())), strict=True))
 
     def last(self, tag: str) -> float | None:
         """Return the last value of a metric, or None."""
-        return self._columns[tag][1][-1] if tag in self._columns else None
+        return self.reports.columns[tag][1][-1] if tag in self.reports.columns else None
 
-    @cached_property
+    @property
     def tags(self) -> list[str]:
         """All metrics of the run, in the order of their first report."""
-        return list(self._columns)
+        return list(self.reports.columns)
 
     @cached_property
     def _slow_steps(self) -> set[int | None]:
         """The step of the first report after each start."""
-        steps = [int(report["step"]) for report in self.reports]
+        steps = self.reports.steps
         later = (bisect_right(steps, start.step) for start in self.starts)
         return {steps[index] if index < len(steps) else None for index in later}
 
@@ -296,9 +291,10 @@ class RecordedRun:
     @property
     def num_ranks(self) -> int | None:
         """Number of ranks of the last report with a throughput, or None."""
-        for report in reversed(self.reports):
-            for tag, value in report.items():
-                ratio = value / (report.get(f"{tag}_per_device") or math.nan) if tag.endswith("_per_second") else math.nan
+        for tag in self.tags:
+            if tag.endswith("_per_second") and (of_device := self.values(f"{tag}_per_device")):
+                step, value = self.values(tag)[-1]
+                ratio = value / of_device[-1][1] if of_device[-1][0] == step and of_device[-1][1] else math.nan
                 if 1 <= ratio < _MOST_STEPS:
                     return round(ratio)
         return None
@@ -317,7 +313,7 @@ def load_run(folder: Path) -> RecordedRun:
         raise UserError(f"error: {folder}: {reason}") from None
     except (OSError, JsonError) as error:
         raise UserError(f"error: {path}: not the configuration of a run ({reason_of(error)})") from None
-    reports = tuple(_merged(_reports(folder / METRICS_FILE)))
+    reports = _merged(_lines(folder / METRICS_FILE))
     return RecordedRun(folder, known.job.name, config, reports, _state(folder, known.training.steps, reports))
 
 
@@ -356,7 +352,7 @@ def _no_run(folder: Path) -> str:
     return f"error: {folder}: not a run folder (it has neither {LOCK_FILE} nor {METRICS_FILE}){hint}"
 
 
-def _reports(path: Path) -> Iterator[Report]:
+def _lines(path: Path) -> Iterator[Report]:
     """Yield the reports of a file. A last line that is not complete is still being written, or was truncated by a
     kill, and is dropped. Raises UserError for any other line that is no report."""
     tags: dict[str, str] = {}
@@ -385,7 +381,7 @@ def _report(line: bytes, tags: dict[str, str]) -> Report:
     step = table.pop("step", None)
     if type(step) is not int or not 0 <= step < _MOST_STEPS:
         raise ValueError(f'"step" must be a whole number below {_MOST_STEPS:,}')
-    report: Report = {"step": step}
+    report: dict[str, float] = {}
     for tag, value in table.items():
         if tag not in tags:
             if len(tags) == MOST_METRICS:
@@ -395,7 +391,7 @@ def _report(line: bytes, tags: dict[str, str]) -> Report:
             except ValueError as error:
                 raise ValueError(f"the name of a metric {error}") from None
         report[tags[tag]] = value if type(value) is float and SMALLEST < abs(value) < LARGEST else _number(tag, value)
-    return report
+    return step, report
 
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -410,26 +406,51 @@ def _number(tag: str, value: Any) -> float:
     raise ValueError(f'"{tag}" must be a number, "nan", "inf" or "-inf"')
 
 
-def _merged(lines: Iterator[Report]) -> list[Report]:
+def _merged(lines: Iterator[Report]) -> Reports:
     """Return one report for each step. A run that starts again at an earlier step replaces the later ones."""
-    merged: list[Report] = []
-    for report in lines:
-        while merged and merged[-1]["step"] > report["step"]:
-            merged.pop()
-        if merged and merged[-1]["step"] == report["step"]:
-            merged[-1] |= report
+    steps = array("q")  # of all reports, also of those that are replaced
+    kept: list[int] = []  # indices of the others
+    columns: dict[str, tuple[array[int], array[float]]] = {}  # index of the report, and value
+    has_repeated = False
+    for step, report in lines:
+        while kept and steps[kept[-1]] > step:
+            kept.pop()
+            has_repeated = True
+        if kept and steps[kept[-1]] == step:
+            has_repeated = True
         else:
-            merged.append(report)
-    return merged
+            kept.append(len(steps))
+            steps.append(step)
+        for tag, value in report.items():
+            column = columns.get(tag) or columns.setdefault(tag, (array("q"), array("d")))
+            column[0].append(kept[-1])
+            column[1].append(value)
+    if has_repeated:
+        columns = _without_replaced(columns, {*kept})
+    for indices, _ in columns.values():
+        indices[:] = array("q", map(steps.__getitem__, indices))
+    return Reports(array("q", map(steps.__getitem__, kept)), columns)
 
 
-def _state(folder: Path, total_steps: int, reports: tuple[Report, ...]) -> State:
+def _without_replaced(
+    columns: Mapping[str, tuple[array[int], array[float]]], kept: set[int]
+) -> dict[str, tuple[array[int], array[float]]]:
+    """Return the last value of each report in `kept`."""
+    found = {}
+    for tag, column in columns.items():
+        last = {index: value for index, value in zip(*column, strict=True) if index in kept}
+        if last:
+            found[tag] = array("q", last), array("d", last.values())
+    return found
+
+
+def _state(folder: Path, total_steps: int, reports: Reports) -> State:
     launch = _launch(folder)
     if _is_locked(folder / LOCK_FILE) or (launch is not None and launch.agent_alive_here() is not None):
         return "running"
     if launch is None or not launch.has_ended:
         return "failed"
-    reported = max((report["step"] for report in reports[-1:]), default=0)
+    reported = max(reports.steps[-1:], default=0)
     saved = max(complete_steps(checkpoint_folder(folder)), default=0)
     return "finished" if max(reported, saved) >= total_steps else "stopped"
 

@@ -28,7 +28,7 @@ from titan_launch.report.figures import (
     time_parts,
 )
 from titan_launch.report.page import charts, folded, page, paragraphs, section, table
-from titan_launch.report.recorded_run import AuditedUnit, RecordedRun, RecordedUnit, Report
+from titan_launch.report.recorded_run import AuditedUnit, RecordedRun, RecordedUnit
 
 _PEAKS = {"planned": PREDICTED, "measured": MEASURED}
 _LOSSES = (LOSS, "validation/loss", "validation/ema_loss")
@@ -139,7 +139,7 @@ def _skips(run: RecordedRun) -> str:
         rises = [step for (_, before), (step, now) in zip([(0, 0.0), *values], values, strict=False) if now > before]
         if rises:
             rows.append((name, f"{values[-1][1]:.0f}", _steps(rises)))
-    undone = [int(report["step"]) for report in run.rolled_back]
+    undone = run.rolled_back
     if undone:
         rows.append(("undone reports", str(len(undone)), _steps(undone)))
     return table(("event", "number", "reported at steps"), rows)
@@ -167,7 +167,6 @@ def _config(run: RecordedRun) -> str:
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
     """Return the figures of a run as plain data."""
-    last: Report = run.reports[-1] if run.reports else {}
     tag = speed_tag(run)
     speed, seconds = spread(run.steady(tag)) if tag else None, spread(run.steady(STEP_SECONDS))
     return {
@@ -176,7 +175,7 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
         "state": run.state,
         "step": run.last_step,
         "steps": run.total_steps,
-        "loss": last.get(LOSS),
+        "loss": dict(run.values(LOSS)).get(max(run.reports.steps[-1:], default=0)),
         "speed": None if speed is None else speed.median,
         "speed_unit": None if tag is None else speed_unit(tag),
         "seconds_per_step": None if seconds is None else seconds.median,

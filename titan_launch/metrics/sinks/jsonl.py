@@ -100,7 +100,9 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the numbers and the lines of a file of reports. Raises UserError for a line that is too long, and
     OSError."""
     with open_regular(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES + 1), b""), start=1):
+        number = 0
+        while line := file.readline(MOST_LINE_BYTES + 1):
+            number += 1
             if len(line) > MOST_LINE_BYTES:
                 reason = f"not a report of a run: a line of more than {MOST_LINE_BYTES >> 20} MiB"
                 raise UserError(f"error: {path}:{number}: {reason}; delete the line, or move the file away")

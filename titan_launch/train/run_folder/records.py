@@ -18,7 +18,7 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.resume_compatibility import Difference, differences
 from titan_launch.core.errors import Stopped, config_error, format_key
 from titan_launch.core.files import read_regular, replace_text
-from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as
+from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, reason_of
 from titan_launch.core.signals import RESTART_STATUS
 from titan_launch.train.run_folder.attempt import Attempt, Launch, launch_of, parse_launch
 
