@@ -83,6 +83,7 @@ ALLOWED = {
     ("read", "checkpoint/writer.py"): "the index that DCP has just written",
     ("read", "core/process.py"): "marks in a temporary folder of this start",
     ("read", "metrics/sinks/jsonl.py"): "the run's own open file of reports",
+    ("read", "train/build.py"): "a log that is written",
     ("read", "train/run_folder/folder.py"): "the lock and the run folder itself; their kinds are checked before",
     ("read", "data/prepare.py"): "the lock of a folder that this process has created, or has found to be its own",
     # Messages of this start's processes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shutil
@@ -23,6 +24,7 @@ from tests.report.recorded import add_log, audit, record, reports
 from tests.sampling import rest_is_slow
 from tests.train.jobs import tiny_job
 from titan_launch.cli import main
+from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
 from titan_launch.report import recorded_run
 from titan_launch.report.comparison import Comparison
@@ -30,6 +32,9 @@ from titan_launch.report.figures import summary, to_json
 from titan_launch.report.page import write_page
 from titan_launch.report.recorded_run import load_run
 from titan_launch.report.run_page import describe_run, run_page
+from titan_launch.train.health.flight_recorder import FOLDER, record_path, unfinished_collectives
+from titan_launch.train.run_folder.attempt import Attempt
+from titan_launch.train.run_folder.folder import check_earlier_run, effective_load, recorded_modes
 
 CONFIG = "config.json: not the configuration of a run"
 REPORT = "not a report of a run"
@@ -186,9 +191,6 @@ REFUSED: dict[str, tuple[Making, str]] = {
     "config: name is a table": (config("job", "name", value={}), CONFIG),
     "config: a long name": (config("job", "name", value="a" * 1_000_000), CONFIG),
     "config: name of lines": (config("job", "name", value="good\nerror: gone"), CONFIG),
-    "config: sources are a number": (config("data", "sources", value=1), CONFIG),
-    "config: sources are numbers": (config("data", "sources", value=[1]), CONFIG),
-    "config: sources are a table": (config("data", "sources", value={"a": 1}), CONFIG),
     "config: deep": (written("config.json", DEEP), CONFIG),
     "config: half of a surrogate pair": (config("model", "extra", value="\ud800"), CONFIG),
     "config: NaN": (config("model", "extra", value=float("nan")), CONFIG),
@@ -264,6 +266,9 @@ def many_attempts(folder: Path) -> None:
 
 
 HARMLESS: dict[str, Making] = {
+    "config: sources are a number": config("data", "sources", value=1),
+    "config: sources are numbers": config("data", "sources", value=[1]),
+    "config: sources are a table": config("data", "sources", value={"a": 1}),
     "metrics: differences beyond float64": written(
         "metrics.jsonl",
         "".join(
@@ -649,3 +654,67 @@ def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path,
             raise AssertionError(f"{name}: {content[:2000]!r}") from error
         (run / name).write_bytes(original)
     assert shown > len(everything) / every / 10  # enough of them get past the readers
+
+
+@pytest.mark.parametrize("every", [15, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_mutated_records_of_a_run_to_resume_are_read_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
+    run = tmp_path / "tiny"
+    shutil.copytree(trained, run)
+    job = JobConfig.model_validate(json.loads((trained / "config.json").read_text()))
+    chance = random.Random(2)
+    everything = [
+        (name, text.encode(errors="surrogatepass"))
+        for name in ("config.json", LAUNCH)
+        for text in mutated_json((run / name).read_text())
+    ]
+    everything += [
+        (name, mutated_bytes((run / name).read_bytes(), chance))
+        for name in ("config.json", LAUNCH)
+        for _ in range(1000)
+    ]
+    chance.shuffle(everything)
+    for name, content in everything[::every]:
+        original = (run / name).read_bytes()
+        (run / name).write_bytes(content)
+        try:
+            check_earlier_run(run, job, effective_load(run, job, Attempt()))
+            recorded_modes(run, job, Attempt())
+        except UserError as error:
+            assert len(str(error)) < 20_000
+        except Exception as error:
+            raise AssertionError(f"{name}: {content[:2000]!r}") from error
+        (run / name).write_bytes(original)
+
+
+def test_flight_records_that_would_take_forever_are_passed_over(tmp_path: Path) -> None:
+    nested: Any = ("a", "a")
+    for _ in range(60):
+        nested = (nested, nested)  # the hash of it, and its text, take 2**60 operations
+    good = {
+        "process_group": ("5", "dp"),
+        "collective_seq_id": 8,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "profiling_name": "nccl:all_gather",
+        "state": "started",
+        "retired": False,
+    }
+    for rank, changes in enumerate(
+        (
+            {},
+            {"process_group": ("5", nested)},
+            {"process_group": (nested, "dp")},
+            {"profiling_name": nested},
+            {"profiling_name": "a" * 5000},
+            {"collective_seq_id": 10**5000},
+            {"collective_seq_id": nested},
+            {"is_p2p": nested},
+        )
+    ):
+        path = record_path(tmp_path, FOLDER, rank)
+        path.parent.mkdir(exist_ok=True)
+        groups = {"5": {"name": "5", "desc": "dp", "ranks": "[0, 1]"}}
+        path.write_bytes(pickle.dumps({"entries": [{**good, **changes}], "pg_config": groups}))
+    os.mkfifo(record_path(tmp_path, FOLDER, 100))
+    found = list(unfinished_collectives(tmp_path, since=0))
+    assert found[0].startswith("nccl:all_gather number 8 of group dp: started by rank 0")

@@ -91,18 +91,12 @@ class _Model:
 
 
 @dataclass(frozen=True)
-class _Data:
-    sources: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class _Config:
     """The parts of `config.json` that must have a certain form."""
 
     job: _Job
     training: _Training
     model: _Model = field(default_factory=_Model)
-    data: _Data = field(default_factory=_Data)
 
 
 _CONFIG = TypeAdapter(_Config)
