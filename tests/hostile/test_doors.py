@@ -7,7 +7,7 @@ core/json_files.py. This test finds every other place in the source.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -144,6 +144,9 @@ PENDING: dict[tuple[str, str], str] = {
 """Places that are being replaced, each with the part of the work that does it. They may be gone already."""
 
 
+_KINDS = {function: kind for kind, functions in FUNCTIONS.items() for function in functions}
+
+
 def modules() -> dict[str, Path]:
     """Return the files of the package by name."""
     return {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -151,12 +154,11 @@ def modules() -> dict[str, Path]:
 
 def doors(source: str) -> Iterator[tuple[str, int]]:
     """Yield the kind and the line of every call that FUNCTIONS and METHODS name."""
-    tree = ast.parse(source)
-    names = dict(_imported(tree))
-    kinds = {function: kind for kind, functions in FUNCTIONS.items() for function in functions}
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    types = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}  # `Popen[bytes]`
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(source)))
+    names = dict(_imported(nodes))
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    types = {id(node.value) for node in nodes if isinstance(node, ast.Subscript)}  # `Popen[bytes]`
+    for node in nodes:
         if isinstance(node, ast.Call):
             if _reads(node, names):
                 yield "read", node.lineno
@@ -164,18 +166,16 @@ def doors(source: str) -> Iterator[tuple[str, int]]:
                 yield METHODS[node.func.attr], node.lineno
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in types:
             name = _full_name(node, names)
-            if name in kinds and (id(node) in called or "." in name):  # also a function that is handed on
-                yield kinds[name], node.lineno
+            if name in _KINDS and (id(node) in called or "." in name):  # also a function that is handed on
+                yield _KINDS[name], node.lineno
 
 
-def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield (
-                    alias.asname or alias.name.partition(".")[0],
-                    alias.name if alias.asname else (alias.name.partition(".")[0]),
-                )
+                package = alias.name.partition(".")[0]
+                yield (alias.asname, alias.name) if alias.asname else (package, package)
         elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
             for alias in node.names:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"

@@ -23,6 +23,8 @@ from tests.hostile.runner import Runner
 from tests.report.recorded import add_log, audit, record, reports
 from tests.sampling import rest_is_slow
 from tests.train.jobs import tiny_job
+from titan_launch.checkpoint.index import read_index
+from titan_launch.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest, write_manifest
 from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
@@ -30,7 +32,7 @@ from titan_launch.report import recorded_run
 from titan_launch.report.comparison import Comparison
 from titan_launch.report.figures import summary, to_json
 from titan_launch.report.page import write_page
-from titan_launch.report.recorded_run import load_run
+from titan_launch.report.recorded_run import RecordedRun, load_run
 from titan_launch.report.run_page import describe_run, run_page
 from titan_launch.train.health.flight_recorder import FOLDER, record_path, unfinished_collectives
 from titan_launch.train.run_folder.attempt import Attempt
@@ -63,15 +65,14 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def show(folder: Path, other: Path) -> str:
+def show(folder: Path, other: RecordedRun, is_first: bool = True) -> str:
     """Return everything that the commands show of a run, alone and beside another."""
-    found = load_run(folder)
-    texts = [*summary(found), run_page(found), to_json(describe_run(found))]
-    for pair in ([found, load_run(other)], [load_run(other), found]):
-        comparison = Comparison(pair)
-        texts += [comparison.as_text(), comparison.as_page(), to_json(comparison.as_data())]
-        if comparison.step is not None:
-            texts += comparison.loss_differs(0.1)
+    run = load_run(folder)
+    comparison = Comparison([run, other] if is_first else [other, run])
+    texts = [*summary(run), run_page(run), to_json(describe_run(run))]
+    texts += [comparison.as_text(), comparison.as_page(), to_json(comparison.as_data())]
+    if comparison.step is not None:
+        texts += comparison.loss_differs(0.1)
     return "\n".join(texts)
 
 
@@ -338,12 +339,13 @@ HARMLESS: dict[str, Making] = {
 
 
 HEAVY = {"metrics: many lines", "config: many values", "logs: many ranks", "logs: many attempts", "logs: 5 GB"}
-"""Folders that take a second or more. Their tests are slow, apart from those in the sample."""
+"""Folders that take a second or more. Their tests are slow."""
 
 
 def cases(table: Mapping[str, Any], every: int) -> list[Any]:
     """Return every `every`-th name of a table; the others are slow."""
-    return rest_is_slow([*quick(table), *(name for name in table if name in HEAVY)], every)
+    heavy = (pytest.param(name, marks=[pytest.mark.slow]) for name in table if name in HEAVY)
+    return [*rest_is_slow(quick(table), every), *heavy]
 
 
 def quick(table: Mapping[str, Any]) -> list[str]:
@@ -356,14 +358,15 @@ def test_a_bad_folder_is_one_error(runs: Path, name: str) -> None:
     make, sentence = (REFUSED | REFUSED_IN_PAGES)[name]
     make(runs / "bad")
     with pytest.raises(UserError, match=re.escape(sentence)) as caught:
-        show(runs / "bad", runs / "good")
+        show(runs / "bad", load_run(runs / "good"))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", quick(HARMLESS))
 def test_a_strange_folder_has_a_page(runs: Path, name: str) -> None:
     HARMLESS[name](runs / "bad")
-    assert show(runs / "bad", runs / "good").isascii()
+    for is_first in (True, False):
+        assert show(runs / "bad", load_run(runs / "good"), is_first).isascii()
 
 
 @pytest.mark.parametrize("name", cases(REFUSED, 8))
@@ -634,9 +637,9 @@ def mutations(run: Path) -> list[tuple[str, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("every", [20, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
-    good = record(tmp_path / "good", reports())
+    good = load_run(record(tmp_path / "good", reports()))
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     shown = 0
@@ -646,7 +649,7 @@ def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path,
         original = (run / name).read_bytes()
         (run / name).write_bytes(content)
         try:
-            show(run, good)
+            show(run, good, len(content) % 2 == 0)
             shown += 1
         except UserError as error:
             assert "\n" not in str(error) and len(str(error)) < 2000, error
@@ -656,7 +659,7 @@ def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path,
     assert shown > len(everything) / every / 10  # enough of them get past the readers
 
 
-@pytest.mark.parametrize("every", [15, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("every", [25, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_mutated_records_of_a_run_to_resume_are_read_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
     run = tmp_path / "tiny"
     shutil.copytree(trained, run)
@@ -718,3 +721,43 @@ def test_flight_records_that_would_take_forever_are_passed_over(tmp_path: Path) 
     os.mkfifo(record_path(tmp_path, FOLDER, 100))
     found = list(unfinished_collectives(tmp_path, since=0))
     assert found[0].startswith("nccl:all_gather number 8 of group dp: started by rank 0")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[" + b"[1]," * 200_000 + b"1]", "more entries than the files have tensors"),
+        (b"[" + b"1," * 400_000 + b"1]", "more entries than the files have tensors"),
+        (b'{"tensors": {' + b" " * (3 << 20) + b"}}", "more entries than the files have tensors"),
+        (b"[" * 100_000, "more entries than the files have tensors"),
+        (b"{", "index.json has more entries|index.json is damaged"),
+        (b"", "index.json is damaged"),
+    ],
+)
+def test_an_index_is_compared_with_its_checkpoint_before_it_is_parsed(
+    trained: Path, tmp_path: Path, content: bytes, reason: str
+) -> None:
+    folder = tmp_path / "step-4"
+    shutil.copytree(trained / "checkpoints" / "step-4", folder)
+    (folder / "index.json").write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=reason):
+        read_index(folder)
+
+
+def test_a_manifest_with_a_loss_that_is_not_a_number_is_read(tmp_path: Path) -> None:
+    fields: dict[str, Any] = dict.fromkeys(("gradient_accumulation", "activation_checkpoint", "data", "versions"), {})
+    manifest = Manifest(
+        step=1,
+        world_size=1,
+        config_digest="",
+        base=None,
+        command="",
+        commit=None,
+        validation_loss=math.nan,
+        files={},
+        **fields,
+    )
+    (tmp_path / "step-1").mkdir()
+    write_manifest(tmp_path / "step-1", manifest)
+    loss = read_manifest(tmp_path / "step-1").validation_loss
+    assert loss is not None and math.isnan(loss)
