@@ -745,7 +745,6 @@ def test_an_index_is_compared_with_its_checkpoint_before_it_is_parsed(
 
 
 def test_a_manifest_with_a_loss_that_is_not_a_number_is_read(tmp_path: Path) -> None:
-    fields: dict[str, Any] = dict.fromkeys(("gradient_accumulation", "activation_checkpoint", "data", "versions"), {})
     manifest = Manifest(
         step=1,
         world_size=1,
@@ -754,8 +753,11 @@ def test_a_manifest_with_a_loss_that_is_not_a_number_is_read(tmp_path: Path) -> 
         command="",
         commit=None,
         validation_loss=math.nan,
+        gradient_accumulation={},
+        activation_checkpoint={},
+        data={},
+        versions={},
         files={},
-        **fields,
     )
     (tmp_path / "step-1").mkdir()
     write_manifest(tmp_path / "step-1", manifest)

@@ -61,6 +61,9 @@ _LOG_HEAD, _LOG_TAIL = MIB // 4, MIB // 16
 _MOST_ERROR_BYTES = 128 * MIB
 """Limit of the bytes of these other logs. Those of the newest start are read first."""
 
+_MOST_RECORD_BYTES = 64 * MIB
+"""Limit of `units.json` and of `precision_audit.json`, which has 1 kB for each module."""
+
 _LONGEST_MESSAGE = 1000
 
 
@@ -475,7 +478,7 @@ def _is_locked(path: Path) -> bool:
 
 def _record(path: Path, adapter: TypeAdapter[_T]) -> _T | None:
     try:
-        return parse_as(adapter, read_regular(path, MOST_BYTES))
+        return parse_as(adapter, read_regular(path, _MOST_RECORD_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, JsonError) as error:
