@@ -43,7 +43,7 @@ MOST_REPORTS = 500_000
 MOST_FOLDERS = 200_000
 """Limit of the folders in which runs are looked for."""
 
-MOST_METRICS = 10_000
+MOST_METRICS = 20_000
 """Limit of the different metrics of a run."""
 
 LARGEST, SMALLEST = 1e150, 1e-150

@@ -18,8 +18,11 @@ from titan_launch.metrics.sinks.base import Sink
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in the run folder."""
 
-MOST_LINE_BYTES = 4 << 20
-"""Limit of a line. A report of 50,000 metrics has 3 MiB."""
+MOST_LINE_BYTES = 32 << 20
+"""Limit of a line. A report of 500,000 metrics has 30 MiB."""
+
+_MOST_VALUES = 1_000_000
+"""Limit of the values in a line. Each takes up to 500 bytes of memory while the line is parsed."""
 
 _NO_LINE: tuple[int, dict[str, float | str], int] = (-1, {}, 0)
 
@@ -119,7 +122,9 @@ _REPORT = TypeAdapter(_Report)
 
 def _step_of(line: bytes, location: str) -> int:
     try:
-        return _REPORT.validate_json(line, strict=True).step
+        if line.count(b",") + line.count(b"[") + line.count(b"{") <= _MOST_VALUES:
+            return _REPORT.validate_json(line, strict=True).step
+        raise UserError(f"{location}: the line has more than {_MOST_VALUES:,} values; delete the line")
     except ValidationError:
         reason = 'is not a report of a run (a JSON object with an integer "step")'
         raise UserError(f"{location}: the line {reason}; correct the line, or move the file away") from None
