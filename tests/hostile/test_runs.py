@@ -763,3 +763,33 @@ def test_a_manifest_with_a_loss_that_is_not_a_number_is_read(tmp_path: Path) -> 
     write_manifest(tmp_path / "step-1", manifest)
     loss = read_manifest(tmp_path / "step-1").validation_loss
     assert loss is not None and math.isnan(loss)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (sparse("metrics.jsonl", 1 << 30), "metrics.jsonl:1: not a report of a run: a line of more than 32 MiB"),
+        (line('{"step": 1, "a": [' + "[1]," * 1_000_000 + "1]}"), "metrics.jsonl:1: the line has more than"),
+        (line('{"step": 1e999}'), "metrics.jsonl:1: the line is not a report of a run"),
+        (fifo_at("metrics.jsonl"), "metrics.jsonl is not a regular file"),
+        (
+            written("config.json", "[" + "[1]," * 2_000_000 + "1]"),
+            "config.json is damaged (more than 2,000,000",
+        ),
+        (sparse("config.json", 1 << 33), "config.json is damaged (larger than 16 MiB"),
+        (written(LAUNCH, DEEP), "launch.json is damaged (more than 64 nested"),
+        (config("data", "sources", value=[1]), "tiny holds a run of another experiment"),
+    ],
+)
+def test_a_bad_folder_is_not_resumed(
+    runner: Runner, trained: Path, tmp_path: Path, make: Making, sentence: str
+) -> None:
+    shutil.copytree(trained, tmp_path / "tiny")
+    job = json.loads((trained / "config.json").read_text())
+    job["job"]["dump_folder"] = str(tmp_path)
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    make(tmp_path / "tiny")
+    before = sorted(path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir())
+    ended = runner.run(["train", "--config", "job.json"], tmp_path)
+    assert ended.status == 2 and sentence in ended.stderr and "Traceback" not in ended.text, ended.text
+    assert sorted(path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir()) == before

@@ -368,6 +368,8 @@ def _lines(path: Path) -> Iterator[Report]:
         return
     except OSError as error:
         raise UserError(f"error: {path}: {reason_of(error)}") from None
+    except ValueError as error:
+        raise UserError(f"error: {error}") from None
 
 
 def _report(line: bytes, tags: dict[str, str]) -> Report:

@@ -92,23 +92,26 @@ def _length_until(path: Path, last_step: int) -> int:
     Steps never decrease within a file.
     """
     length = 0
-    for number, line in numbered_lines(path):
-        if not line.endswith(b"\n") or _step_of(line, f"{path}:{number}") > last_step:
-            break
-        length += len(line)
+    try:
+        for number, line in numbered_lines(path):
+            if not line.endswith(b"\n") or _step_of(line, f"{path}:{number}") > last_step:
+                break
+            length += len(line)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     return length
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the numbers and the lines of a file of reports. Raises UserError for a line that is too long, and
-    OSError."""
+    """Yield the numbers and the lines of a file of reports. Raises OSError, and ValueError for a line that is too
+    long."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(MOST_LINE_BYTES + 1):
             number += 1
             if len(line) > MOST_LINE_BYTES:
                 reason = f"not a report of a run: a line of more than {MOST_LINE_BYTES >> 20} MiB"
-                raise UserError(f"error: {path}:{number}: {reason}; delete the line, or move the file away")
+                raise ValueError(f"{path}:{number}: {reason}; delete the line, or move the file away")
             yield number, line
 
 
