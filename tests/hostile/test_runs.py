@@ -637,7 +637,7 @@ def mutations(run: Path) -> list[tuple[str, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("every", [40, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("every", [50, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
     good = load_run(record(tmp_path / "good", reports()))
     run = tmp_path / "run"
@@ -767,19 +767,22 @@ def test_a_manifest_with_a_loss_that_is_not_a_number_is_read(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("make", "sentence"),
-    [
-        (sparse("metrics.jsonl", 1 << 30), "metrics.jsonl:1: not a report of a run: a line of more than 32 MiB"),
-        (line('{"step": 1, "a": [' + "[1]," * 1_000_000 + "1]}"), "metrics.jsonl:1: the line has more than"),
-        (line('{"step": 1e999}'), "metrics.jsonl:1: the line is not a report of a run"),
-        (fifo_at("metrics.jsonl"), "metrics.jsonl is not a regular file"),
-        (
-            written("config.json", "[" + "[1]," * 2_000_000 + "1]"),
-            "config.json is damaged (more than 2,000,000",
-        ),
-        (sparse("config.json", 1 << 33), "config.json is damaged (larger than 16 MiB"),
-        (written(LAUNCH, DEEP), "launch.json is damaged (more than 64 nested"),
-        (config("data", "sources", value=[1]), "tiny holds a run of another experiment"),
-    ],
+    rest_is_slow(
+        [
+            (sparse("metrics.jsonl", 1 << 30), "metrics.jsonl:1: not a report of a run: a line of more than 32 MiB"),
+            (line('{"step": 1, "a": [' + "[1]," * 1_000_000 + "1]}"), "metrics.jsonl:1: the line has more than"),
+            (line('{"step": 1e999}'), "metrics.jsonl:1: the line is not a report of a run"),
+            (fifo_at("metrics.jsonl"), "metrics.jsonl is not a regular file"),
+            (
+                written("config.json", "[" + "[1]," * 2_000_000 + "1]"),
+                "config.json is damaged (more than 2,000,000",
+            ),
+            (sparse("config.json", 1 << 33), "config.json is damaged (larger than 16 MiB"),
+            (written(LAUNCH, DEEP), "launch.json is damaged (more than 64 nested"),
+            (config("data", "sources", value=[1]), "tiny holds a run of another experiment"),
+        ],
+        2,
+    ),
 )
 def test_a_bad_folder_is_not_resumed(
     runner: Runner, trained: Path, tmp_path: Path, make: Making, sentence: str
