@@ -20,7 +20,7 @@ from titan_launch.report.recorded_run import find_runs, load_run
 
 
 def steps(folder: Path) -> list[int]:
-    return [int(report["step"]) for report in load_run(folder).reports]
+    return list(load_run(folder).reports.steps)
 
 
 def test_a_run_is_running_while_a_process_holds_its_lock(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_rollback_is_shown_and_its_reports_do_not_count(tmp_path: Path) -> Non
     sink.close()
     run = load_run(folder)
     assert run.values("train/loss") == [(1, 1), (2, 1), (3, 3)]
-    assert [report["step"] for report in run.rolled_back] == [3, 4]
+    assert run.rolled_back == [3, 4]
     assert "There were 2 steps skipped, 1 rollback." in summary(run)
 
 
@@ -135,6 +135,6 @@ def test_a_real_run_that_fails_and_is_resumed_is_right_in_every_record(tmp_path:
     assert (status, printed) == (0, "")
     run = load_run(tmp_path / "tiny")
     assert (run.state, [(start.step, start.is_error) for start in run.starts]) == ("finished", [(0, True), (3, False)])
-    assert [int(report["step"]) for report in run.reports] == [1, 2, 3, 4, 5, 6]
+    assert list(run.reports.steps) == [1, 2, 3, 4, 5, 6]
     assert [saved.step for saved in run.checkpoints] == [6, 3]
     assert (tmp_path / "tiny" / "logs" / "attempt-2" / "rank_0.log").read_text().count("done: 6 steps")

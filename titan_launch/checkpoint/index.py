@@ -37,7 +37,8 @@ from torch.futures import Future
 
 from titan_launch.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import read_regular
+from titan_launch.core.files import MIB, open_regular, read_regular
+from titan_launch.core.terminal import one_line
 
 INDEX_FILE = "index.json"
 """Name of the file with the launcher's index."""
@@ -91,6 +92,12 @@ class _IndexFile:
 
 _INDEX = TypeAdapter(_IndexFile)
 
+_MOST_BYTES = 1 << 30
+"""Limit of the index, and of DCP's index. A checkpoint of 3,000 tensors on 1,024 ranks has 400 MiB."""
+
+_BYTES_PER_VALUE = 6
+"""Least number of bytes of an index for each of its values. A value takes up to 500 bytes of memory."""
+
 
 def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
     """Return the index of the tensors that DCP has written. `places`: position of each part, from DCP's writer."""
@@ -119,22 +126,30 @@ def index_text(index: Index, dcp_index: bytes) -> str:
 def read_index(folder: Path) -> Index:
     """Return the index of a checkpoint. Raises DamagedCheckpointError if a file is missing or invalid."""
     try:
-        file = _INDEX.validate_json(read_regular(folder / INDEX_FILE), strict=True)
-        dcp_index = read_regular(folder / DCP_INDEX_FILE)
+        content = read_regular(folder / INDEX_FILE, _MOST_BYTES)
+        dcp_index = read_regular(folder / DCP_INDEX_FILE, _MOST_BYTES)
         # `sizes` has only regular files of the folder: an entry of the index must not refer to a link or a FIFO.
         sizes = {
             entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)
         }
     except OSError as error:
         raise DamagedCheckpointError(f"{Path(error.filename).name} cannot be read: {error.strerror}") from None
+    if len(content) > MIB + sum(sizes.values()) / 4 or _number_of_values(content) > len(content) / _BYTES_PER_VALUE:
+        raise DamagedCheckpointError(f"{INDEX_FILE} has more entries than the files have tensors")
+    try:
+        file = _INDEX.validate_json(content, strict=True)
     except ValidationError:
         raise DamagedCheckpointError(f"{INDEX_FILE} is damaged") from None
     if hashlib.sha256(dcp_index).hexdigest() != file.dcp_index_sha256:
         raise DamagedCheckpointError(f"{DCP_INDEX_FILE} and {INDEX_FILE} are not from the same save")
     for name, tensor in file.tensors.items():
         if not _is_possible(tensor, sizes):
-            raise DamagedCheckpointError(f"{INDEX_FILE} has an invalid entry for the tensor {name}")
+            raise DamagedCheckpointError(f"{INDEX_FILE} has an invalid entry for the tensor {one_line(name)[:200]}")
     return file.tensors
+
+
+def _number_of_values(content: bytes) -> int:
+    return content.count(b",") + content.count(b"[") + content.count(b"{")
 
 
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
@@ -236,7 +251,7 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     """Return a part of a tensor, read as plain bytes. Raises DamagedCheckpointError for an unreadable or invalid
     record."""
     try:
-        with open(folder / chunk.file, "rb") as file:
+        with open_regular(folder / chunk.file) as file:
             file.seek(chunk.start)
             content = _content_of(file.read(chunk.length))
     except OSError as error:

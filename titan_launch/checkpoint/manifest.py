@@ -8,17 +8,19 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from titan_launch.core.files import read_regular, replace_text
+from titan_launch.core.files import open_regular, read_regular, replace_text
 from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as
+from titan_launch.core.terminal import one_line
 
 MANIFEST_FILE = "manifest.json"
 """Name of the manifest's file. The file is written last: a checkpoint without a manifest is not complete."""
 
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})")
 _CHUNK_BYTES = 1 << 22
 
 
@@ -30,7 +32,7 @@ class DamagedCheckpointError(Exception):
 class FileRecord:
     """Size and checksum of a written file."""
 
-    bytes: int
+    bytes: Annotated[int, Field(ge=0, lt=2**62)]
     crc32: str
     """Eight hexadecimal digits. The checksum detects damage, not forgery: see docs/explanation/security.md."""
 
@@ -129,12 +131,13 @@ def read_manifest(folder: Path) -> Manifest:
     Also raises this error if the folder has the name of another step than the manifest. Such a folder is a copy.
     """
     try:
-        file = _MANIFEST.validate_json(read_regular(folder / MANIFEST_FILE), strict=True)
+        content = read_regular(folder / MANIFEST_FILE, MOST_BYTES)
+        file = parse_as(_MANIFEST, content, allows_nan=True)  # of a run with a validation loss that is NaN
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} is missing") from None
     except OSError as error:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} cannot be read: {error.strerror}") from None
-    except ValidationError:
+    except JsonError:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} is damaged") from None
     if _crc32(_content(file.manifest)) != file.crc32:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} does not match its checksum")
@@ -161,10 +164,10 @@ def check(folder: Path, share: slice = slice(None)) -> Manifest:
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         if Path(name).name != name:
-            raise DamagedCheckpointError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {name}")
+            raise DamagedCheckpointError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {one_line(name)}")
         path = folder / name
         if not path.is_file():
-            raise DamagedCheckpointError(f"{name} is missing")
+            raise DamagedCheckpointError(f"{one_line(name)} is missing")
         size = path.stat().st_size
         if size != record.bytes:
             raise DamagedCheckpointError(f"{name} has {size:,} bytes instead of {record.bytes:,}")
@@ -183,7 +186,7 @@ def _check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> N
 def record_of(path: Path) -> FileRecord:
     """Read a file and return its size and checksum."""
     size, checksum = 0, 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)

@@ -9,6 +9,7 @@ from typing import Any
 from titan_launch.commands.parser import Parser
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import OK
+from titan_launch.core.terminal import one_line
 from titan_launch.plan.report.table import aligned
 from titan_launch.report.figures import to_json
 from titan_launch.report.recorded_run import find_runs, load_run
@@ -49,10 +50,10 @@ def _row(folder: Path) -> dict[str, Any]:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if "error" in row:
-        return (row["folder"], row["error"], "", "", "", "")
+        return (one_line(row["folder"]), one_line(row["error"]), "", "", "", "")
     loss, speed, seconds = row["loss"], row["speed"], row["seconds_per_step"]
     return (
-        row["folder"],
+        one_line(row["folder"]),
         row["state"],
         f"{row['step']}/{row['steps']}",
         "" if loss is None else f"{loss:.4f}",

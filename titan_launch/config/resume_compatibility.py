@@ -164,7 +164,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
     old, new = dict(_leaves(before, ())), dict(_leaves(now, ()))
     return [
         Difference(key, old.get(key), new.get(key), role_of(key))
-        for key in sorted(old.keys() | new.keys())
+        for key in sorted(old.keys() | new.keys(), key=lambda key: [(isinstance(part, str), part) for part in key])
         if old.get(key) != new.get(key)
     ]
 
@@ -184,8 +184,8 @@ def _leaves(table: Mapping[str, Any], key: KeyPath) -> Iterator[tuple[KeyPath, A
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*key, name))
-        elif (*key, name) == ("data", "sources"):  # the sources of a mixture
+        elif (*key, name) == ("data", "sources") and isinstance(value, list):  # the sources of a mixture
             for index, source in enumerate(value):
-                yield from _leaves(source, (*key, name, index))
+                yield from _leaves(source if isinstance(source, Mapping) else {"": source}, (*key, name, index))
         else:
             yield (*key, name), value

@@ -104,9 +104,12 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     """Return the content of a regular file. Raises OSError, also for other kinds of file, and for a file of more than
     `most_bytes`."""
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size  # read(n) allocates n bytes
-        content = file.read(-1 if most_bytes is None else min(most_bytes, size + MIB) + 1)
-    if most_bytes is not None and len(content) > most_bytes:
+        if most_bytes is None:
+            return file.read()
+        size = os.fstat(file.fileno()).st_size  # 0 for a file of /proc
+        # `read` allocates memory for all bytes that it may read.
+        content = b"" if size > most_bytes else file.read(min(most_bytes, max(size, 16 * MIB)) + 1)
+    if max(size, len(content)) > most_bytes:
         reason = f"larger than {most_bytes / MIB:,.4g} MiB, the limit of such a file"
         raise OSError(errno.EFBIG, reason, str(path))
     return content

@@ -7,9 +7,15 @@ from collections.abc import Iterable
 from json.decoder import JSONDecodeError
 from math import isinf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from titan_launch.core.files import MIB, read_regular
+from titan_launch.core.terminal import one_line
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+_T = TypeVar("_T")
 
 MOST_BYTES = 16 * MIB
 """Default limit of a file."""
@@ -22,6 +28,10 @@ MOST_DEPTH = 64
 
 MOST_DIGITS = 300
 """Limit of the digits of a number. Any shorter whole number is within the range of float64."""
+
+
+_LONGEST_PLACE = 200
+"""Longest text that says where a value is. Keys may be long."""
 
 
 class JsonError(ValueError):
@@ -45,10 +55,10 @@ def parse_json(content: bytes | str, most_values: int = MOST_VALUES) -> Any:
     for half of a surrogate pair, and for a text outside of the limits.
     """
     text = _decoded(content)
-    if text.count(",") + text.count("[") + text.count("{") > most_values:
-        raise JsonError(f"more than {most_values:,} values")
+    _check_number_of_values(text, most_values)
     value = _parsed(_STRICT, text)
-    _check_depth(value)
+    if text.count("[") + text.count("{") > MOST_DEPTH:
+        _check_depth(value)
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -68,6 +78,31 @@ def parse_record(line: bytes) -> Any:
     return value
 
 
+def parse_as(adapter: TypeAdapter[_T], content: bytes, allows_nan: bool = False) -> _T:
+    """Return the value in a JSON text as a type. Raises JsonError, also for values of other types.
+
+    `allows_nan`: allow NaN and infinities where the type has floating-point numbers.
+    """
+    from pydantic import ValidationError  # imported here, because it takes longer than the rest of this module
+
+    if allows_nan:
+        _check_number_of_values(_decoded(content), MOST_VALUES)
+        parse_record(content)
+    else:
+        parse_json(content)
+    try:
+        return adapter.validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = one_line(".".join(map(str, first["loc"])))[:_LONGEST_PLACE]
+        raise JsonError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+
+
+def reason_of(error: OSError | JsonError) -> str:
+    """Return a clause that says why a file cannot be read. The clause does not name the file."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def _decoded(content: bytes | str) -> str:
     try:
         return content if isinstance(content, str) else content.decode("utf-8-sig")
@@ -84,6 +119,11 @@ def _parsed(decoder: json.JSONDecoder, text: str) -> Any:
         raise JsonError(f"{error.msg} at line {error.lineno}, column {error.colno}", error.lineno) from None
     except RecursionError:
         raise JsonError(_TOO_DEEP) from None
+
+
+def _check_number_of_values(text: str, most_values: int) -> None:
+    if text.count(",") + text.count("[") + text.count("{") > most_values:
+        raise JsonError(f"more than {most_values:,} values")
 
 
 _TOO_DEEP = f"more than {MOST_DEPTH} nested arrays and objects"

@@ -109,8 +109,9 @@ def _parts(points: Points) -> Iterator[Points]:
 
 def _ticks(low: float, high: float, is_whole: bool = False) -> list[float]:
     """Return about five round numbers that enclose an interval."""
-    if low == high:
-        low, high = (low - 1, high + 1) if is_whole or not low else (low - abs(low) / 10, high + abs(high) / 10)
+    size = max(abs(low), abs(high))
+    if high - low <= 1e-12 * size:  # ticks between them could be equal
+        low, high = (low - 1, high + 1) if is_whole or not size else (low - size / 10, high + size / 10)
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)

@@ -12,6 +12,7 @@ from typing import Any
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.resume_compatibility import differences
 from titan_launch.core.errors import KeyPath, UserError, format_key
+from titan_launch.core.terminal import one_line
 from titan_launch.plan.report.table import aligned
 from titan_launch.report.charts import Points, line_chart, stacked_bars
 from titan_launch.report.figures import (
@@ -86,10 +87,10 @@ class Comparison:
         """Return the comparison as text."""
         letters = [chr(ord("A") + index) for index in range(len(self.runs))]
         where = [
-            f"{letter} = {run.folder}: {run.state}, step {run.last_step} of {run.total_steps}"
+            f"{letter} = {one_line(str(run.folder))}: {run.state}, step {run.last_step} of {run.total_steps}"
             for letter, run in zip(letters, self.runs, strict=True)
         ]
-        rows = [[f"  {key}", *(_short(value) for value in values)] for key, values in self.keys.items()]
+        rows = [[f"  {one_line(key)}", *(_short(value) for value in values)] for key, values in self.keys.items()]
         keys = [f"configuration: {len(rows) or 'no'} different {'key' if len(rows) == 1 else 'keys'}", *aligned(rows)]
         head = ["", *letters, *(f"{letter} against A" for letter in letters[1:])]
         figures = aligned([head, *([line.name, *line.cells, *line.changes()[1:]] for line in self.lines)])
@@ -117,7 +118,7 @@ class Comparison:
     def as_page(self) -> str:
         """Return the comparison as a page."""
         states = [
-            (name, str(run.folder), run.state, f"{run.last_step} of {run.total_steps}")
+            (name, one_line(str(run.folder)), run.state, f"{run.last_step} of {run.total_steps}")
             for name, run in zip(self.names, self.runs, strict=True)
         ]
         keys = [(key, *(_short(value, 200) for value in values)) for key, values in self.keys.items()]
@@ -183,7 +184,7 @@ def _distinct_names(runs: Sequence[RecordedRun]) -> list[str]:
     """Return the shortest ends of the folders' paths that are all different."""
     parts = [run.folder.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
-        names = [str(Path(*path[-length:])) for path in parts]
+        names = [one_line(str(Path(*path[-length:]))) for path in parts]
         if len({*names}) == len(names):
             return names
     raise UserError(f"error: {runs[0].folder}: the same run is named twice; name different runs")

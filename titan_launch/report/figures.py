@@ -76,7 +76,7 @@ def _mean_of_steps(run: RecordedRun, tag: str) -> float:
     values = run.values(tag)
     first = [0, *(step for step, _ in values)]
     total = sum((step - before) * value for (step, value), before in zip(values, first, strict=False))
-    return total / values[-1][0]
+    return total / max(values[-1][0], 1)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -93,7 +93,7 @@ def memory_peaks(run: RecordedRun) -> dict[str, float]:
 def summary(run: RecordedRun) -> list[str]:
     """Return the summary of a run: sentences, each with one fact."""
     sentences = [_state(run)]
-    if not run.reports:
+    if not run.reports.steps:
         return [*sentences, "There is no report yet."]
     sentences += [_fall("training loss", run, LOSS), _validation(run), _speed(run), _share_of_data(run), _memory(run)]
     sentences += [_not_finite(run), _interruptions(run), _saved(run)]
@@ -152,7 +152,10 @@ def _share_of_data(run: RecordedRun) -> str:
     parts = time_parts(run)
     if "data" not in parts:
         return ""
-    share = 100 * parts["data"] / sum(parts.values())
+    total = sum(parts.values())
+    if not total > 0:
+        return ""
+    share = 100 * parts["data"] / total
     return f"Training waits for data in {share:.1f} % of its time."
 
 
@@ -172,8 +175,9 @@ def _not_finite(run: RecordedRun) -> str:
 
 
 def _interruptions(run: RecordedRun) -> str:
-    skipped, rollbacks = int(run.last("train/skipped_steps") or 0), int(run.last("train/rollbacks") or 0)
-    again = f"The ranks were started {counted(len(run.starts), 'time')}" if len(run.starts) > 1 else ""
+    last = (run.last(tag) or 0 for tag in ("train/skipped_steps", "train/rollbacks"))
+    skipped, rollbacks = (int(value) if math.isfinite(value) else 0 for value in last)
+    again = f"The ranks were started {counted(run.num_starts, 'time')}" if run.num_starts > 1 else ""
     lost = [f"{counted(skipped, 'step')} skipped"] if skipped else []
     lost += [f"{counted(rollbacks, 'rollback')}"] if rollbacks else []
     if again:

@@ -1,27 +1,35 @@
-"""A run as its folder records it, also while the run writes to the folder. Nothing here changes the folder."""
+"""A run as its folder records it, also while the run writes to the folder. Nothing here changes the folder.
+
+The folder may come from a stranger. Each file has a limit, and the parts of it that are shown are checked.
+"""
 
 from __future__ import annotations
 
 import fcntl
-import json
+import math
+import os
 import re
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, checkpoint_name, complete_steps, read_manifest
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import read_regular
-from titan_launch.metrics.sinks.jsonl import METRICS_FILE
-from titan_launch.train.run_folder.attempt import Launch, attempt_name, next_attempt, parse_launch
+from titan_launch.core.files import MIB, open_regular, read_regular
+from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, parse_json, reason_of
+from titan_launch.core.terminal import one_line
+from titan_launch.metrics.sinks.jsonl import METRICS_FILE, numbered_lines
+from titan_launch.train.run_folder.attempt import Launch, attempt_name, attempt_numbers, parse_launch
 from titan_launch.train.run_folder.folder import LOCK_FILE, checkpoint_folder
 from titan_launch.train.run_folder.records import AUDIT_FILE, CONFIG_FILE, LAUNCH_FILE, ROLLED_BACK_FILE, UNITS_FILE
 
@@ -29,8 +37,106 @@ State = Literal["running", "finished", "stopped", "failed"]
 """State of a run. `finished`: the last step is done. `stopped`: a signal ended the run in order. `failed`: an error
 ended the run, or the run was killed."""
 
-Report = dict[str, float]
-"""Metrics of a step by tag, and the step as `step`."""
+MOST_REPORTS = 500_000
+"""Limit of the reports in a file."""
+
+MOST_FOLDERS = 200_000
+"""Limit of the folders in which runs are looked for."""
+
+MOST_METRICS = 20_000
+"""Limit of the different metrics of a run."""
+
+LARGEST, SMALLEST = 1e150, 1e-150
+"""Larger numbers count as infinite and smaller ones as 0, so that sums, differences and quotients of two numbers are
+finite."""
+
+_MOST_STEPS = 10**15
+_LONGEST_NAME = 500
+_MOST_STARTS = 200
+"""Limit of the starts that are shown: the last ones."""
+
+_LOG_HEAD, _LOG_TAIL = MIB // 4, MIB // 16
+"""Bytes at the start and at the end of a start's first log that are read. Of the other logs, only the end is read."""
+
+_MOST_ERROR_BYTES = 128 * MIB
+"""Limit of the bytes of these other logs. Those of the newest start are read first."""
+
+_MOST_RECORD_BYTES = 64 * MIB
+"""Limit of `units.json` and of `precision_audit.json`, which has 1 kB for each module."""
+
+_LONGEST_MESSAGE = 1000
+
+
+def _plain_name(text: str) -> str:
+    if not text or len(text) > _LONGEST_NAME or one_line(text) != text:
+        raise ValueError(f"must be of 1 to {_LONGEST_NAME} characters, without line ends and control characters")
+    return text
+
+
+_Count = Annotated[int, Field(ge=0, lt=_MOST_STEPS)]
+_Name = Annotated[str, AfterValidator(_plain_name)]
+
+
+@dataclass(frozen=True)
+class _Job:
+    name: _Name
+
+
+@dataclass(frozen=True)
+class _Training:
+    steps: _Count
+
+
+@dataclass(frozen=True)
+class _Model:
+    name: _Name = "a model"
+    flavor: _Name | None = None
+
+
+@dataclass(frozen=True)
+class _Config:
+    """The parts of `config.json` that must have a certain form."""
+
+    job: _Job
+    training: _Training
+    model: _Model = field(default_factory=_Model)
+
+
+_CONFIG = TypeAdapter(_Config)
+
+
+@dataclass(frozen=True)
+class RecordedUnit:
+    """A row of `units.json`."""
+
+    name: str
+    parameters: Annotated[int, Field(ge=0, lt=2**62)]
+    storage_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    output_dtype: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class AuditedUnit:
+    """A unit in `precision_audit.json`."""
+
+    name: str
+    as_planned: bool
+
+
+@dataclass(frozen=True)
+class RecordedAudit:
+    """The content of `precision_audit.json`."""
+
+    differences: list[str]
+    units: list[AuditedUnit]
+
+
+_UNITS = TypeAdapter(list[RecordedUnit])
+_AUDIT = TypeAdapter(RecordedAudit)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -66,6 +172,21 @@ class Saved:
     validation_loss: float | None
 
 
+Report = tuple[int, dict[str, float]]
+"""A step, and its metrics by tag."""
+
+
+@dataclass(frozen=True)
+class Reports:
+    """The reports of a run. The numbers are in arrays, because a long run has tens of millions of them."""
+
+    steps: Sequence[int]
+    """The steps with a report, strictly increasing."""
+
+    columns: Mapping[str, tuple[Sequence[int], Sequence[float]]]
+    """Steps and values of each metric, in the order of their first report."""
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """The records of a run."""
@@ -77,15 +198,13 @@ class RecordedRun:
     config: Mapping[str, Any]
     """The content of `config.json`: the resolved job, as nested tables."""
 
-    reports: tuple[Report, ...]
-    """The reports, with strictly increasing steps."""
-
+    reports: Reports
     state: State
 
     @property
     def last_step(self) -> int:
         """The last step with a report or a checkpoint, or 0."""
-        return max([0, *(int(report["step"]) for report in self.reports[-1:]), *self.checkpoint_steps])
+        return max([0, *self.reports.steps[-1:], *self.checkpoint_steps])
 
     @property
     def total_steps(self) -> int:
@@ -110,44 +229,55 @@ class RecordedRun:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """All starts of the run, from their logs."""
+        """The last starts of the run, at most 200, from their logs."""
         logs = self.folder / "logs"
-        folders = ((number, logs / attempt_name(number)) for number in range(1, next_attempt(logs)))
-        return [_start(number, folder) for number, folder in folders if folder.is_dir()]
+        reader = _Logs(_MOST_ERROR_BYTES)
+        folders = ((number, logs / attempt_name(number)) for number in self._attempts[: -_MOST_STARTS - 1 : -1])
+        return [reader.start(number, folder) for number, folder in folders if os.path.isdir(folder)][::-1]
+
+    @property
+    def num_starts(self) -> int:
+        """Number of all starts of the run."""
+        return len(self._attempts)
 
     @cached_property
-    def rolled_back(self) -> list[Report]:
-        """The reports that rollbacks have undone, in the order in which they were written."""
-        return list(_lines(self.folder / ROLLED_BACK_FILE))
+    def _attempts(self) -> list[int]:
+        return attempt_numbers(self.folder / "logs")
 
     @cached_property
-    def audit(self) -> Mapping[str, Any] | None:
+    def rolled_back(self) -> list[int]:
+        """The steps of the reports that rollbacks have undone, in the order in which they were written."""
+        return [step for step, _ in _lines(self.folder / ROLLED_BACK_FILE)]
+
+    @cached_property
+    def audit(self) -> RecordedAudit | None:
         """The content of `precision_audit.json`; None without that file."""
-        return _json_or_none(self.folder / AUDIT_FILE)
+        return _record(self.folder / AUDIT_FILE, _AUDIT)
 
     @cached_property
-    def units(self) -> list[dict[str, Any]]:
+    def units(self) -> list[RecordedUnit]:
         """The content of `units.json`; empty without that file."""
-        return _json_or_none(self.folder / UNITS_FILE) or []
+        return _record(self.folder / UNITS_FILE, _UNITS) or []
 
     def values(self, tag: str) -> list[tuple[int, float]]:
         """Return (step, value) of all reports with a metric."""
-        return [(int(report["step"]), report[tag]) for report in self.reports if tag in report]
+        return list(zip(*self.reports.columns.get(tag, ((), ())), strict=True))
 
     def last(self, tag: str) -> float | None:
         """Return the last value of a metric, or None."""
-        return next((report[tag] for report in reversed(self.reports) if tag in report), None)
+        return self.reports.columns[tag][1][-1] if tag in self.reports.columns else None
 
-    @cached_property
+    @property
     def tags(self) -> list[str]:
         """All metrics of the run, in the order of their first report."""
-        return list(dict.fromkeys(tag for report in self.reports for tag in report if tag != "step"))
+        return list(self.reports.columns)
 
     @cached_property
     def _slow_steps(self) -> set[int | None]:
         """The step of the first report after each start."""
-        steps = [int(report["step"]) for report in self.reports]
-        return {next((step for step in steps if step > start.step), None) for start in self.starts}
+        steps = self.reports.steps
+        later = (bisect_right(steps, start.step) for start in self.starts)
+        return {steps[index] if index < len(steps) else None for index in later}
 
     def steady(self, tag: str) -> list[float]:
         """Return the values of a metric without those of the first report after each start, which has the slow first
@@ -158,10 +288,12 @@ class RecordedRun:
     @property
     def num_ranks(self) -> int | None:
         """Number of ranks of the last report with a throughput, or None."""
-        for report in reversed(self.reports):
-            for tag, value in report.items():
-                if tag.endswith("_per_second") and report.get(f"{tag}_per_device"):
-                    return round(value / report[f"{tag}_per_device"])
+        for tag in self.tags:
+            if tag.endswith("_per_second") and (of_device := self.values(f"{tag}_per_device")):
+                step, value = self.values(tag)[-1]
+                ratio = value / of_device[-1][1] if of_device[-1][0] == step and of_device[-1][1] else math.nan
+                if 1 <= ratio < _MOST_STEPS:
+                    return round(ratio)
         return None
 
 
@@ -171,98 +303,161 @@ def load_run(folder: Path) -> RecordedRun:
         raise UserError(_no_run(folder))
     path = folder / CONFIG_FILE
     try:
-        config = json.loads(read_regular(path))
-        training = config["training"]["steps"]
-        name = str(config["job"]["name"])
+        content = read_regular(path, MOST_BYTES)
+        known, config = parse_as(_CONFIG, content), parse_json(content)
     except FileNotFoundError:
         reason = f"the run ended before its first step (there is no {CONFIG_FILE}); read {folder / 'logs'}"
         raise UserError(f"error: {folder}: {reason}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"error: {path}: not the configuration of a run ({_clause(error)})") from None
-    if not isinstance(training, int):
-        raise UserError(f"error: {path}: not the configuration of a run (training.steps = {training})")
-    reports = tuple(_merged(_lines(folder / METRICS_FILE)))
-    return RecordedRun(folder, name, config, reports, _state(folder, training, reports))
+    except (OSError, JsonError) as error:
+        raise UserError(f"error: {path}: not the configuration of a run ({reason_of(error)})") from None
+    reports = _merged(_lines(folder / METRICS_FILE))
+    return RecordedRun(folder, known.job.name, config, reports, _state(folder, known.training.steps, reports))
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[Path]:
-    """Return the run folders at or below a folder, at most `depth` levels below, sorted by path."""
-    if _is_run(folder):
-        return [folder]
-    if not depth:
-        return []
+    """Return the run folders at or below a folder, at most `depth` levels below, sorted by path. Raises UserError for
+    more than MOST_FOLDERS folders."""
+    found: list[Path] = []
+    level, number = [folder], 1
+    for _ in range(depth + 1):
+        found += [entry for entry in level if _is_run(entry)]
+        runs = set(found)
+        level = [below for entry in level if entry not in runs for below in _folders_in(entry)]
+        number += len(level)
+        if number > MOST_FOLDERS:
+            raise UserError(f"error: {folder}: more than {MOST_FOLDERS:,} folders; name a folder with fewer")
+    return sorted(found)
+
+
+def _folders_in(folder: Path) -> list[Path]:
     try:
-        below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink())
+        with os.scandir(folder) as entries:
+            return [folder / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
-    return [run for entry in below for run in find_runs(entry, depth - 1)]
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / LOCK_FILE).is_file() or (folder / METRICS_FILE).is_file()
+    return os.path.isfile(folder / LOCK_FILE) or os.path.isfile(folder / METRICS_FILE)
 
 
 def _no_run(folder: Path) -> str:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return f"error: {folder}: there is no such folder; `titan-launch runs` lists the runs in outputs"
-    below = [str(run) for run in find_runs(folder)]
+    below = [one_line(str(run)) for run in find_runs(folder)]
     hint = f"; runs below it: {', '.join(below[:5])}{' ...' * (len(below) > 5)}" if below else ""
     return f"error: {folder}: not a run folder (it has neither {LOCK_FILE} nor {METRICS_FILE}){hint}"
-
-
-def _clause(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _lines(path: Path) -> Iterator[Report]:
     """Yield the reports of a file. A last line that is not complete is still being written, or was truncated by a
     kill, and is dropped. Raises UserError for any other line that is no report."""
+    tags: dict[str, str] = {}
     try:
-        content = read_regular(path)
+        for number, line in numbered_lines(path):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                if number > MOST_REPORTS:
+                    raise JsonError(f"more than {MOST_REPORTS:,} reports")
+                yield _report(line, tags)
+            except (JsonError, ValueError) as error:
+                reason = f'not a report of a run (a JSON object with an integer "step" and numbers): {error}'
+                raise UserError(f"error: {path}:{number}: {reason}; correct the line, or delete it") from None
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UserError(f"error: {path}: {error.strerror}") from None
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            return
-        try:
-            report = {str(tag): float(value) for tag, value in json.loads(line).items()}
-            report["step"] = int(report["step"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            reason = 'not a report of a run (a JSON object with an integer "step" and numbers)'
-            raise UserError(f"error: {path}:{number}: {reason}; correct the line, or delete it") from None
-        yield report
+        raise UserError(f"error: {path}: {reason_of(error)}") from None
+    except ValueError as error:
+        raise UserError(f"error: {error}") from None
 
 
-def _merged(lines: Iterator[Report]) -> list[Report]:
+def _report(line: bytes, tags: dict[str, str]) -> Report:
+    """Return a report. Raises ValueError. `tags`: the metrics so far; equal ones are one string, to save memory."""
+    table = parse_json(line)
+    if not isinstance(table, dict):
+        raise ValueError("not an object")
+    step = table.pop("step", None)
+    if type(step) is not int or not 0 <= step < _MOST_STEPS:
+        raise ValueError(f'"step" must be a whole number below {_MOST_STEPS:,}')
+    report: dict[str, float] = {}
+    for tag, value in table.items():
+        if tag not in tags:
+            if len(tags) == MOST_METRICS:
+                raise ValueError(f"more than {MOST_METRICS:,} different metrics")
+            try:
+                tags[tag] = _plain_name(tag)
+            except ValueError as error:
+                raise ValueError(f"the name of a metric {error}") from None
+        report[tags[tag]] = value if type(value) is float and SMALLEST < abs(value) < LARGEST else _number(tag, value)
+    return step, report
+
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _number(tag: str, value: Any) -> float:
+    if type(value) in (int, float):
+        size = abs(value)
+        return 0.0 if size <= SMALLEST else float(value) if size < LARGEST else math.copysign(math.inf, value)
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return _NOT_FINITE[value]
+    raise ValueError(f'"{tag}" must be a number, "nan", "inf" or "-inf"')
+
+
+def _merged(lines: Iterator[Report]) -> Reports:
     """Return one report for each step. A run that starts again at an earlier step replaces the later ones."""
-    merged: list[Report] = []
-    for report in lines:
-        while merged and merged[-1]["step"] > report["step"]:
-            merged.pop()
-        if merged and merged[-1]["step"] == report["step"]:
-            merged[-1] |= report
+    steps = array("q")  # of all reports, also of those that are replaced
+    kept: list[int] = []  # indices of the others
+    columns: dict[str, tuple[array[int], array[float]]] = {}  # index of the report, and value
+    has_repeated = False
+    for step, report in lines:
+        while kept and steps[kept[-1]] > step:
+            kept.pop()
+            has_repeated = True
+        if kept and steps[kept[-1]] == step:
+            has_repeated = True
         else:
-            merged.append(report)
-    return merged
+            kept.append(len(steps))
+            steps.append(step)
+        for tag, value in report.items():
+            column = columns.get(tag) or columns.setdefault(tag, (array("q"), array("d")))
+            column[0].append(kept[-1])
+            column[1].append(value)
+    if has_repeated:
+        columns = _without_replaced(columns, {*kept})
+    for indices, _ in columns.values():
+        indices[:] = array("q", map(steps.__getitem__, indices))
+    return Reports(array("q", map(steps.__getitem__, kept)), columns)
 
 
-def _state(folder: Path, total_steps: int, reports: tuple[Report, ...]) -> State:
+def _without_replaced(
+    columns: Mapping[str, tuple[array[int], array[float]]], kept: set[int]
+) -> dict[str, tuple[array[int], array[float]]]:
+    """Return the last value of each report in `kept`."""
+    found = {}
+    for tag, column in columns.items():
+        last = {index: value for index, value in zip(*column, strict=True) if index in kept}
+        if last:
+            found[tag] = array("q", last), array("d", last.values())
+    return found
+
+
+def _state(folder: Path, total_steps: int, reports: Reports) -> State:
     launch = _launch(folder)
     if _is_locked(folder / LOCK_FILE) or (launch is not None and launch.agent_alive_here() is not None):
         return "running"
     if launch is None or not launch.has_ended:
         return "failed"
-    reported = max((report["step"] for report in reports[-1:]), default=0)
+    reported = max(reports.steps[-1:], default=0)
     saved = max(complete_steps(checkpoint_folder(folder)), default=0)
     return "finished" if max(reported, saved) >= total_steps else "stopped"
 
 
 def _launch(folder: Path) -> Launch | None:
     try:
-        return parse_launch(read_regular(folder / LAUNCH_FILE))
-    except (OSError, ValidationError):
+        return parse_launch(read_regular(folder / LAUNCH_FILE, MOST_BYTES))
+    except (OSError, JsonError):
         return None
 
 
@@ -276,44 +471,75 @@ def _is_locked(path: Path) -> bool:
     fields = [0] * 5
     fields[_TYPE] = fcntl.F_WRLCK
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *fields))
     except OSError:
         return False
     return bool(struct.unpack(_FLOCK, answer)[_TYPE] != fcntl.F_UNLCK)
 
 
-def _json_or_none(path: Path) -> Any:
+def _record(path: Path, adapter: TypeAdapter[_T]) -> _T | None:
     try:
-        return json.loads(read_regular(path))
+        return parse_as(adapter, read_regular(path, _MOST_RECORD_BYTES))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"error: {path} is damaged ({_clause(error)}); delete it") from None
+    except (OSError, JsonError) as error:
+        raise UserError(f"error: {path} is damaged ({reason_of(error)}); delete it") from None
 
 
-_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} ([A-Z]+) titan_launch[\w.]*: (.*)")
-_RESUMED = re.compile(r"resumed from .*step-(\d+)")
+_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} ([A-Z]+) titan_launch[\w.]*: (.*)", re.ASCII)
+_RESUMED = re.compile(r"resumed from .*step-(\d{1,15})\b", re.ASCII)
 
 
-def _start(number: int, folder: Path) -> Start:
-    logs = sorted(folder.glob("rank_*.log"), key=lambda path: (len(path.name), path.name))
-    lines: list[tuple[str, str, str]] = []
-    errors: list[tuple[str, str, str]] = []
-    for index, path in enumerate(logs):
-        with suppress(OSError):
-            found = _LOG_LINE.findall(read_regular(path).decode(errors="replace"))
-            lines = lines if index else found
-            errors += [line for line in found if line[1] == "ERROR"]
-    resumed = [int(match[1]) for _, _, text in lines if (match := _RESUMED.match(text))]
-    times = [datetime.fromisoformat(time) for time, _, _ in (*lines[:1], *lines[-1:])]
-    last = min(errors)[2] if errors else lines[-1][2] if lines else ""
-    return Start(
-        number=number,
-        step=resumed[0] if resumed else 0,
-        began=times[0] if times else None,
-        ended=times[-1] if times else None,
-        num_logs=len(logs),
-        end=last,
-        is_error=bool(errors),
-    )
+@dataclass
+class _Logs:
+    """A reader of logs with a limit on the bytes of those of other ranks than the first."""
+
+    bytes_left: int
+
+    def start(self, number: int, folder: Path) -> Start:
+        """Return the start whose logs are in a folder."""
+        logs = sorted(folder.glob("rank_*.log"), key=lambda path: (len(path.name), path.name))
+        lines = self._lines(logs[0], _LOG_HEAD) if logs else []
+        errors = [line for line in lines if line[1] == "ERROR"]
+        for path in logs[1:]:
+            errors += [line for line in self._lines(path, 0) if line[1] == "ERROR"][:1]
+        resumed = [int(match[1]) for _, _, text in lines if (match := _RESUMED.match(text))]
+        times = [time for text, _, _ in (*lines[:1], *lines[-1:]) if (time := _time(text)) is not None]
+        last = min(errors)[2] if errors else lines[-1][2] if lines else ""
+        return Start(
+            number=number,
+            step=resumed[0] if resumed else 0,
+            began=times[0] if times else None,
+            ended=times[-1] if times else None,
+            num_logs=len(logs),
+            end=one_line(last[:_LONGEST_MESSAGE]),
+            is_error=bool(errors),
+        )
+
+    def _lines(self, path: Path, head: int) -> list[tuple[str, str, str]]:
+        """Return the time, level and text of the lines at the end of a log, and of those in its first `head` bytes. If
+        `head` is 0, the log is read for its errors."""
+        if not head and self.bytes_left <= 0:
+            return []
+        try:
+            with open_regular(path) as file:
+                content = file.read(head)
+                if os.fstat(file.fileno()).st_size > head + _LOG_TAIL:
+                    file.seek(-_LOG_TAIL, os.SEEK_END)
+                    content += b"\n"
+                content += file.read(_LOG_TAIL)
+        except OSError:
+            return []
+        if not head:
+            self.bytes_left -= len(content)
+            if b"ERROR" not in content:
+                return []
+        return _LOG_LINE.findall(content.decode(errors="replace"))
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:  # such as month 13
+        return None

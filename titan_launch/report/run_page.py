@@ -10,6 +10,7 @@ from typing import Any
 
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.core.errors import leaves
+from titan_launch.core.terminal import one_line
 from titan_launch.metrics.tags import tag_of
 from titan_launch.report.charts import Points, line_chart, stacked_bars
 from titan_launch.report.figures import (
@@ -27,7 +28,7 @@ from titan_launch.report.figures import (
     time_parts,
 )
 from titan_launch.report.page import charts, folded, page, paragraphs, section, table
-from titan_launch.report.recorded_run import RecordedRun, Report
+from titan_launch.report.recorded_run import AuditedUnit, RecordedRun, RecordedUnit
 
 _PEAKS = {"planned": PREDICTED, "measured": MEASURED}
 _LOSSES = (LOSS, "validation/loss", "validation/ema_loss")
@@ -42,7 +43,7 @@ def run_page(run: RecordedRun) -> str:
         f"{run.name}: step {run.last_step}",
         [
             f"<h1>{escape(run.name)} {state}</h1>",
-            f'<p class="dim">{escape(str(run.folder))}, as of {now}</p>',
+            f'<p class="dim">{escape(one_line(str(run.folder)))}, as of {now}</p>',
             section("Summary", paragraphs(summary(run))),
             section("Loss and speed", charts(_main_charts(run))),
             section(
@@ -81,7 +82,7 @@ def _all_charts(run: RecordedRun) -> Iterator[str]:
 
 def _times(parts: dict[str, float]) -> str:
     total = sum(parts.values())
-    rows = [(name, f"{value:.4g}", f"{100 * value / total:.1f} %") for name, value in parts.items()]
+    rows = [(name, f"{value:.4g}", f"{100 * value / total:.1f} %" if total else "") for name, value in parts.items()]
     return table(("part", "seconds per step", "share"), rows)
 
 
@@ -99,21 +100,21 @@ def _memory(run: RecordedRun) -> str:
 
 
 def _precision(run: RecordedRun) -> str:
-    audited = {} if run.audit is None else {unit["name"]: unit for unit in run.audit["units"]}
-    rows = [(unit["name"], _unit_cells(unit, audited.get(unit["name"]))) for unit in run.units]
+    audited = {} if run.audit is None else {unit.name: unit for unit in run.audit.units}
+    rows = [(unit.name, _unit_cells(unit, audited.get(unit.name))) for unit in run.units]
     lines = []
     for cells, group in groupby(rows, key=lambda row: row[1]):
         names = [name for name, _ in group]
         lines.append((names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} units)", *cells))
     head = ("unit", "parameters", "storage", "compute", "reduction", "output", "reason", "observed")
-    differences = [] if run.audit is None else run.audit["differences"]
+    differences = [] if run.audit is None else run.audit.differences
     return paragraphs(differences) + table(head, lines)
 
 
-def _unit_cells(unit: dict[str, Any], audited: dict[str, Any] | None) -> tuple[str, ...]:
-    observed = "" if audited is None else "as planned" if audited["as_planned"] else "differs"
-    dtypes = (unit["storage_dtype"], unit["compute_dtype"], unit["reduce_dtype"], unit["output_dtype"] or "unchanged")
-    return (f"{unit['parameters']:,}", *dtypes, unit["reason"], observed)
+def _unit_cells(unit: RecordedUnit, audited: AuditedUnit | None) -> tuple[str, ...]:
+    observed = "" if audited is None else "as planned" if audited.as_planned else "differs"
+    dtypes = (unit.storage_dtype, unit.compute_dtype, unit.reduce_dtype, unit.output_dtype or "unchanged")
+    return (f"{unit.parameters:,}", *dtypes, unit.reason, observed)
 
 
 def _starts(run: RecordedRun) -> str:
@@ -138,7 +139,7 @@ def _skips(run: RecordedRun) -> str:
         rises = [step for (_, before), (step, now) in zip([(0, 0.0), *values], values, strict=False) if now > before]
         if rises:
             rows.append((name, f"{values[-1][1]:.0f}", _steps(rises)))
-    undone = [int(report["step"]) for report in run.rolled_back]
+    undone = run.rolled_back
     if undone:
         rows.append(("undone reports", str(len(undone)), _steps(undone)))
     return table(("event", "number", "reported at steps"), rows)
@@ -166,7 +167,6 @@ def _config(run: RecordedRun) -> str:
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
     """Return the figures of a run as plain data."""
-    last: Report = run.reports[-1] if run.reports else {}
     tag = speed_tag(run)
     speed, seconds = spread(run.steady(tag)) if tag else None, spread(run.steady(STEP_SECONDS))
     return {
@@ -175,7 +175,7 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
         "state": run.state,
         "step": run.last_step,
         "steps": run.total_steps,
-        "loss": last.get(LOSS),
+        "loss": dict(run.values(LOSS)).get(max(run.reports.steps[-1:], default=0)),
         "speed": None if speed is None else speed.median,
         "speed_unit": None if tag is None else speed_unit(tag),
         "seconds_per_step": None if seconds is None else seconds.median,

@@ -10,10 +10,14 @@ import torch
 
 from titan_launch.checkpoint.state import SizedPart, Values
 from titan_launch.core.errors import RunError, config_error
+from titan_launch.core.json_files import parse_json
 from titan_launch.data.loader import StreamLoader
 from titan_launch.data.sources import Batch, StreamSource
 from titan_launch.parallel.context_parallel import SequencePart
 from titan_launch.plan.layout import Layout
+
+_MOST_VALUES = 20_000_000
+"""Limit of the values in the state of a stream, which may hold samples that are being shuffled."""
 
 
 class StreamBatches(SizedPart):
@@ -92,5 +96,7 @@ class StreamBatches(SizedPart):
     def load_state_dict(self, state: Values) -> None:
         """Continue after a saved position. After a rollback the stream goes on instead: a started iterator stays."""
         if self._key in state and self._batches is None:
-            saved: dict[str, Any] = json.loads(state[self._key].numpy().tobytes())
+            saved: Any = parse_json(state[self._key].numpy().tobytes(), _MOST_VALUES)
+            if not isinstance(saved, dict):
+                raise ValueError("the position in the stream is not a JSON object")
             self._loader.load_state_dict(saved)

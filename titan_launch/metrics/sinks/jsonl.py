@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,11 @@ from titan_launch.metrics.sinks.base import Sink
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in the run folder."""
 
+MOST_LINE_BYTES = 32 << 20
+"""Limit of a line. A report of 500,000 metrics has 30 MiB."""
+
+_MOST_VALUES = 1_000_000
+"""Limit of the values in a line. Each takes up to 500 bytes of memory while the line is parsed."""
 
 _NO_LINE: tuple[int, dict[str, float | str], int] = (-1, {}, 0)
 
@@ -87,12 +92,27 @@ def _length_until(path: Path, last_step: int) -> int:
     Steps never decrease within a file.
     """
     length = 0
-    with open_regular(path) as file:
-        for number, line in enumerate(file, start=1):
+    try:
+        for number, line in numbered_lines(path):
             if not line.endswith(b"\n") or _step_of(line, f"{path}:{number}") > last_step:
                 break
             length += len(line)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     return length
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the numbers and the lines of a file of reports. Raises OSError, and ValueError for a line that is too
+    long."""
+    with open_regular(path) as file:
+        number = 0
+        while line := file.readline(MOST_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MOST_LINE_BYTES:
+                reason = f"not a report of a run: a line of more than {MOST_LINE_BYTES >> 20} MiB"
+                raise ValueError(f"{path}:{number}: {reason}; delete the line, or move the file away")
+            yield number, line
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,9 @@ _REPORT = TypeAdapter(_Report)
 
 def _step_of(line: bytes, location: str) -> int:
     try:
-        return _REPORT.validate_json(line, strict=True).step
+        if line.count(b",") + line.count(b"[") + line.count(b"{") <= _MOST_VALUES:
+            return _REPORT.validate_json(line, strict=True).step
+        raise UserError(f"{location}: the line has more than {_MOST_VALUES:,} values; delete the line")
     except ValidationError:
         reason = 'is not a report of a run (a JSON object with an integer "step")'
         raise UserError(f"{location}: the line {reason}; correct the line, or move the file away") from None

@@ -3,7 +3,6 @@ reads these files to report the unfinished collective."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import pickletools
@@ -17,7 +16,9 @@ import torch.distributed as dist
 
 from titan_launch.config.sections.run import UNWATCHED_GROUPS
 from titan_launch.core.errors import listed
-from titan_launch.core.files import read_regular
+from titan_launch.core.files import MIB, read_regular
+from titan_launch.core.json_files import parse_json
+from titan_launch.core.terminal import one_line
 from titan_launch.distributed.torch_private import flight_record, flight_record_entries, process_groups
 
 FOLDER = "flight_recorder"
@@ -27,6 +28,14 @@ GLOO_FOLDER = "flight_recorder_gloo"
 """Folder of the records of gloo in a run with NCCL. `torchfrtrace` cannot compare both backends at once."""
 
 _PREFIX = "rank_"
+
+_MOST_BYTES = 256 * MIB
+"""Limit of a record. A record of 20,000 collectives with stack traces has about 60 MiB."""
+
+_MOST_OPCODES = 8_000_000
+"""Limit of the values in a record, and of the operations that build them. One takes up to 70 bytes of memory."""
+
+_LONGEST_TEXT = 1000
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class _Collective:
     is_p2p: bool
 
     def __str__(self) -> str:
-        return f"{self.name} number {self.number} of group {self.description}"
+        return one_line(f"{self.name} number {self.number} of group {self.description}")
 
 
 @dataclass(frozen=True)
@@ -97,22 +106,28 @@ def _read_records(folder: Path, since: float) -> Iterator[tuple[int, _Record]]:
         rank = path.name.removeprefix(_PREFIX)
         try:
             if rank.isdecimal() and path.stat().st_mtime >= since:
-                yield int(rank), _parse(_load(read_regular(path)))
+                yield int(rank), _parse(_load(read_regular(path, _MOST_BYTES)))
         except Exception:  # an aborted process may leave a damaged record; other records remain useful
             continue
 
 
 def _parse(trace: dict[str, Any]) -> _Record:
-    members = {name: tuple(json.loads(group["ranks"])) for name, group in trace["pg_config"].items()}
+    groups = {name: parse_json(group["ranks"]) for name, group in trace["pg_config"].items()}
+    members = {str(name): tuple(int(rank) for rank in ranks) for name, ranks in groups.items()}
     started: list[_Collective] = []
     unfinished: _Collective | None = None
     for entry in trace["entries"]:
-        group, description = entry["process_group"]
+        (group, description), name = entry["process_group"], entry["profiling_name"]
+        if not all(isinstance(text, str) and len(text) < _LONGEST_TEXT for text in (group, description, name)):
+            raise ValueError("a name that is no text")  # a hash of nested tuples may take forever
         if description in UNWATCHED_GROUPS:
             continue
-        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        is_p2p = bool(entry["is_p2p"])
+        number = entry["p2p_seq_id" if is_p2p else "collective_seq_id"]
+        if not isinstance(number, int) or number.bit_length() > 64:
+            raise ValueError("a sequence number that is no number")
         ranks = members.get(group, ())
-        started.append(_Collective(group, ranks, description, entry["profiling_name"], number, entry["is_p2p"]))
+        started.append(_Collective(group, ranks, description, name, number, is_p2p))
         if not entry["retired"] and entry["state"] != "completed":
             unfinished = unfinished or started[-1]
     return _Record(started, unfinished)
@@ -133,7 +148,9 @@ def _load(content: bytes) -> Any:
 
     The index of a memo entry is limited, because the unpickler allocates a table of that size.
     """
-    for opcode, argument, _ in pickletools.genops(content):
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        if number > _MOST_OPCODES:
+            raise pickle.UnpicklingError(f"a flight record has more than {_MOST_OPCODES:,} opcodes")
         if opcode.name not in _PLAIN_OPCODES or ("PUT" in opcode.name and int(argument or 0) > len(content)):
             raise pickle.UnpicklingError(f"a flight record has the opcode {opcode.name} {argument}")
     return pickle.loads(content)

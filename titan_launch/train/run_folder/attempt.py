@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
+from titan_launch.core.json_files import parse_as
 from titan_launch.core.signals import process_fields
 
 _PREFIX = "attempt-"
+_NUMBER = re.compile(rf"{_PREFIX}([1-9][0-9]{{0,8}})")
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class AgentProcess:
     folder: str
     """torchrun's folder for the errors of its ranks. Each launch has its own folder; restarts use the same folder."""
 
-    pid: int
+    pid: Annotated[int, Field(ge=0, lt=2**31)]
     """Id of the parent process of the rank: torchrun, or a script between torchrun and the rank."""
 
     started: int | None
@@ -81,8 +85,8 @@ _LAUNCH = TypeAdapter(Launch)
 
 
 def parse_launch(text: bytes) -> Launch:
-    """Parse the text of `Launch.to_json`. Raises ValidationError for any other text."""
-    return _LAUNCH.validate_json(text, strict=True)
+    """Parse the text of `Launch.to_json`. Raises JsonError for any other text."""
+    return parse_as(_LAUNCH, text)
 
 
 def launch_of(attempt: Attempt, has_ended: bool) -> Launch:
@@ -111,8 +115,16 @@ def attempt_name(number: int) -> str:
 
 def next_attempt(logs: Path) -> int:
     """Return the next free number of an attempt in a folder of logs, which need not exist. The first is 1."""
-    numbers = [entry.name.removeprefix(_PREFIX) for entry in logs.glob(f"{_PREFIX}*")]
-    return max((int(number) for number in numbers if number.isdecimal()), default=0) + 1
+    return max(attempt_numbers(logs), default=0) + 1
+
+
+def attempt_numbers(logs: Path) -> list[int]:
+    """Return the numbers of the attempts in a folder of logs, which need not exist, in increasing order."""
+    try:
+        found = (_NUMBER.fullmatch(name) for name in os.listdir(logs))
+    except OSError:
+        return []
+    return sorted(int(match[1]) for match in found if match)
 
 
 def _agent_of(environment: Mapping[str, str]) -> AgentProcess | None:

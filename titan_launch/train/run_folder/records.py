@@ -18,6 +18,7 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.resume_compatibility import Difference, differences
 from titan_launch.core.errors import Stopped, config_error, format_key
 from titan_launch.core.files import read_regular, replace_text
+from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, reason_of
 from titan_launch.core.signals import RESTART_STATUS
 from titan_launch.train.run_folder.attempt import Attempt, Launch, launch_of, parse_launch
 
@@ -94,7 +95,7 @@ def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
     path = folder / CONFIG_FILE
     with damage_explained(path, f"move {folder} away", config):
         try:
-            saved = _SECTIONS.validate_json(read_regular(path))
+            saved = parse_as(_SECTIONS, read_regular(path, MOST_BYTES))
         except FileNotFoundError:
             return None
     try:
@@ -109,7 +110,7 @@ def recorded_launch(folder: Path, config: JobConfig) -> Launch | None:
     path = folder / LAUNCH_FILE
     with damage_explained(path, "delete it", config):
         try:
-            return parse_launch(read_regular(path))
+            return parse_launch(read_regular(path, MOST_BYTES))
         except FileNotFoundError:
             return None
 
@@ -119,7 +120,7 @@ def damage_explained(path: Path, remedy: str, config: JobConfig) -> Iterator[Non
     """Raise ConfigError for a file in the run folder that cannot be read or parsed."""
     try:
         yield
-    except (OSError, ValidationError) as error:
-        cause = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+    except (OSError, JsonError, ValidationError) as error:
+        cause = error.errors()[0]["msg"] if isinstance(error, ValidationError) else reason_of(error)
         reason = f"{path} is damaged ({cause}); {remedy}, or choose another name"
         raise config_error(("job", "name"), reason, config.job.name) from None
