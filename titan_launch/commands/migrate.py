@@ -12,6 +12,7 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.migration import Migration, Note, migrate
 from titan_launch.core.errors import UserError, format_key
 from titan_launch.core.process import OK
+from titan_launch.core.terminal import one_line, say
 from titan_launch.recipes.writing import Row, Table, check_new, job_text, print_open_problems, write_new
 
 
@@ -40,12 +41,12 @@ def run(arguments: Namespace) -> int:
         head.append(str(description))
     write_new(new, job_text(head, _tables(migration)))
     lost, needless = ([note for note in migration.notes if note.changes_run is value] for value in (True, False))
-    print(f"wrote {new}: {len(migration.new)} keys")
+    say(f"wrote {new}: {len(migration.new)} keys")
     for title, notes in (("not carried", lost), ("left out, without a change of the run", needless)):
         if notes:
-            print(f"{title}:", *(f"  {line}" for line in _lines(old, notes)), sep="\n")
+            say("\n".join([f"{title}:", *(f"  {one_line(line)}" for line in _lines(old, notes))]))
     print_open_problems(new)
-    print(f"next: titan-launch plan --config {new}")
+    say(f"next: titan-launch plan --config {new}")
     return OK
 
 

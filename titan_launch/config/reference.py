@@ -28,6 +28,7 @@ from titan_launch.config.loading.schema_walk import TAGGED, Kinds, alternatives,
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import MIXED_KINDS, DataSource, MixtureData, MixtureEntry
 from titan_launch.config.sections.model import ModelConfig
+from titan_launch.core.terminal import say
 
 _EXTENDS = {
     "description": "Path of a job file that this file extends, or an array of paths, relative to this file. Tables are "
@@ -457,7 +458,7 @@ def main() -> None:
     for path, text in documents().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        print(path)
+        say(str(path))
 
 
 if __name__ == "__main__":

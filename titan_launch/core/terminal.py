@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
+import warnings
 from typing import TextIO
 
 _LINES = ("\n", "\t")
@@ -51,9 +52,33 @@ def as_message(text: str) -> str:
     return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in others)])
 
 
-def say(text: str = "", file: TextIO | None = None, end: str = "\n") -> None:
-    """Print a text, and flush it. `file`: standard output by default."""
-    print(printable(text), file=sys.stdout if file is None else file, end=end, flush=True)
+def say(text: str = "", file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+    """Print a text with escapes in place of control characters. `file`: standard output by default."""
+    say_escaped(printable(text), file, end, flush)
+
+
+def say_data(text: str, end: str = "\n", flush: bool = False) -> None:
+    """Print a text that other programs may read, to standard output: with escapes on a terminal, else as it is."""
+    (say if sys.stdout.isatty() else say_escaped)(text, end=end, flush=flush)
+
+
+def say_escaped(text: str, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+    """Print a text as it is. The caller has escaped it, and may have added colours and the like."""
+    print(text, file=sys.stdout if file is None else file, end=end, flush=flush)
+
+
+def escape_warnings() -> None:
+    """Let Python's warnings, whose texts may have names from files, also be printed with escapes."""
+    warnings.formatwarning = _format_warning
+
+
+_PLAIN_FORMAT = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return as_message(_PLAIN_FORMAT(message, category, filename, lineno, line))
 
 
 def _is_plain(text: str) -> bool:

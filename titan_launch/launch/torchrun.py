@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from titan_launch.core.patches import environment, replaced, without_garbage_collection
 from titan_launch.core.process import EXITED_DIRECTLY, FAILED, remove_folders
 from titan_launch.core.signals import AGENT_PID, signal_name, signals_handled
+from titan_launch.core.terminal import as_message, say
 from titan_launch.launch.options import Processes
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _run_torchrun(
     except SignalException as error:
         return 128 + error.sigval
     except RendezvousError as error:
-        print(f"error: {_rendezvous_failure(error)}", file=sys.stderr)
+        say(f"error: {_rendezvous_failure(error)}", file=sys.stderr)
         return 1
     return 0
 
@@ -184,12 +185,12 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
     left = [rank for rank, failure in failures.items() if failure.message == EXITED_DIRECTLY]
     if left and not killed:
         status = exit_codes[left[0]]
-        print(f"error: rank {left[0]} ended with status {status}: {EXITED_DIRECTLY}", file=sys.stderr)
+        say(f"error: rank {left[0]} ended with status {status}: {EXITED_DIRECTLY}", file=sys.stderr)
         return status or FAILED
     if not killed:
         status = next((code for code in exit_codes.values() if code > 0), 0)
         if not status:
-            print(f"error: rank {min(exit_codes)} was ended by SIGTERM", file=sys.stderr)
+            say(f"error: rank {min(exit_codes)} was ended by SIGTERM", file=sys.stderr)
         return status or 128 + signal.SIGTERM
     rank, number = next(iter(killed.items()))
     hint = ""
@@ -197,7 +198,7 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
         hint = "; the usual cause is that the host ran out of memory"
     elif number == signal.SIGABRT:
         hint = _abort_cause(run_folder, stopping.last_start)
-    print(f"error: rank {rank} was killed by {signal_name(number)}{hint}", file=sys.stderr)
+    say(as_message(f"error: rank {rank} was killed by {signal_name(number)}{hint}"), file=sys.stderr)
     return 128 + number
 
 

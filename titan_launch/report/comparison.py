@@ -12,6 +12,7 @@ from typing import Any
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.resume_compatibility import differences
 from titan_launch.core.errors import KeyPath, UserError, format_key
+from titan_launch.core.terminal import one_line
 from titan_launch.plan.report.table import aligned
 from titan_launch.report.charts import Points, line_chart, stacked_bars
 from titan_launch.report.figures import (
@@ -86,7 +87,7 @@ class Comparison:
         """Return the comparison as text."""
         letters = [chr(ord("A") + index) for index in range(len(self.runs))]
         where = [
-            f"{letter} = {run.folder}: {run.state}, step {run.last_step} of {run.total_steps}"
+            f"{letter} = {one_line(str(run.folder))}: {run.state}, step {run.last_step} of {run.total_steps}"
             for letter, run in zip(letters, self.runs, strict=True)
         ]
         rows = [[f"  {key}", *(_short(value) for value in values)] for key, values in self.keys.items()]
@@ -94,7 +95,7 @@ class Comparison:
         head = ["", *letters, *(f"{letter} against A" for letter in letters[1:])]
         figures = aligned([head, *([line.name, *line.cells, *line.changes()[1:]] for line in self.lines)])
         only = [
-            f"only in {letter}: {', '.join(self.only_in_some[name])}"
+            f"only in {letter}: {one_line(', '.join(self.only_in_some[name]))}"
             for letter, name in zip(letters, self.names, strict=True)
             if name in self.only_in_some
         ]

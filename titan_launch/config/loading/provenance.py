@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key
+from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, toml_string
 
 
 class KeyLocation(NamedTuple):
@@ -91,18 +91,12 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return _toml_string(value)
+        return toml_string(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{format_key((key,))} = {toml_value(item)}' for key, item in value.items())}}}"
     return "null" if value is None else str(value)
-
-
-def _toml_string(text: str) -> str:
-    import json  # the escapes of JSON are valid in TOML
-
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _shorten(text: str) -> str:
