@@ -45,6 +45,12 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else text.translate(_KEEPING_NOTHING)
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """Return a text without its middle, if it is longer than `most` characters."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[: half - 2]} ... {text[-half + 3 :]}"
+
+
 def as_message(text: str) -> str:
     """Return an error or a log message. Each line after its first begins with white space, so that no part of it looks
     like a message of its own."""
