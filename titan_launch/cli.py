@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from titan_launch import __version__
 from titan_launch.commands.parser import OVERRIDES, Parser
 from titan_launch.core.errors import UserError, did_you_mean
 from titan_launch.core.process import BAD_INPUT, FAILED, OK, announce_once
-from titan_launch.core.terminal import escape_warnings
+from titan_launch.core.terminal import escape_warnings, shortened
 
 COMMANDS = {
     "train": "train as one rank of the process group that torchrun describes, or alone (the default command)",
@@ -50,6 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except BrokenPipeError:  # `| head`
         return FAILED
+    except OSError as error:
+        if error.errno not in _WRONG_PATHS:
+            raise
+        announce_once(
+            f"error: {shortened(str(error.filename), 300)}: {error.strerror}; name another path, or correct it"
+        )
+        return BAD_INPUT
+
+
+_WRONG_PATHS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)
+"""Errors of paths that a command line or a job names."""
 
 
 def parse_arguments(args: Sequence[str]) -> Namespace:

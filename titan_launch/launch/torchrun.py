@@ -22,10 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_launch.core.errors import UserError
 from titan_launch.core.patches import environment, replaced, without_garbage_collection
-from titan_launch.core.process import EXITED_DIRECTLY, FAILED, remove_folders
+from titan_launch.core.process import BAD_INPUT, EXITED_DIRECTLY, FAILED, remove_folders
 from titan_launch.core.signals import AGENT_PID, signal_name, signals_handled
-from titan_launch.core.terminal import as_message, say
+from titan_launch.core.terminal import as_message, say, shortened
 from titan_launch.launch.options import Processes
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _run_torchrun(
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with without_garbage_collection():
         _import_torch_quietly()
-        from torch.distributed import launcher
+        from torch.distributed import DistError, launcher
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -91,9 +92,14 @@ def _run_torchrun(
         return 128 + signal.SIGKILL if stopping.has_killed else report_failure(error.failures)
     except SignalException as error:
         return 128 + error.sigval
-    except RendezvousError as error:
-        say(f"error: {_rendezvous_failure(error)}", file=sys.stderr)
-        return 1
+    except (RendezvousError, DistError) as error:
+        is_in_use = "EADDRINUSE" in str(error)
+        say(as_message(f"error: {_PORT_IN_USE if is_in_use else _rendezvous_failure(error)}"), file=sys.stderr)
+        return BAD_INPUT if is_in_use else FAILED
+    except (AssertionError, ImportError, OSError, ValueError) as error:
+        if stopping.last_start:  # otherwise no rank was started, and the options are wrong
+            raise
+        raise UserError(f"error: torchrun cannot start with these options: {_first_line(error)}") from None
     return 0
 
 
@@ -228,9 +234,20 @@ def _rendezvous_failure(error: Exception) -> str:
     reasons = {
         "RendezvousClosedError": "the run has ended on another host, so this host cannot join",
         "RendezvousTimeoutError": "fewer hosts than --nnodes joined before the timeout (--rdzv-conf)",
+        "DistNetworkError": f"the host of rank 0 (--master-addr, --master-port) cannot be reached: {_first_line(error)}",
         "RendezvousConnectionError": "the host of the rendezvous (--rdzv-endpoint) is gone or cannot be reached",
     }
-    return reasons.get(type(error).__name__, f"the rendezvous of the hosts failed: {error!r}")
+    return reasons.get(type(error).__name__, f"the rendezvous of the hosts failed: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return shortened(str(error).partition("\n")[0] or type(error).__name__, 500)
+
+
+_PORT_IN_USE = (
+    "the port of the rendezvous is in use on this host, perhaps by another run; choose another port with --master-port "
+    "or --rdzv-endpoint"
+)
 
 
 def _share_cores(processes: int) -> None:

@@ -114,7 +114,9 @@ class _Reader:
             return []
         folder = os.path.dirname(file.path)
         paths = [name if _is_plain(name) else _join(folder, name) for name in names]
-        return [(path, f"{place}: extends = {shortened(toml_value(name))}") for path, name in zip(paths, names, strict=True)]
+        return [
+            (path, f"{place}: extends = {shortened(toml_value(name))}") for path, name in zip(paths, names, strict=True)
+        ]
 
 
 _SUFFIXES = (".toml", ".json")

@@ -35,7 +35,10 @@ def outside_of_limits(value: Any, key: KeyPath = ()) -> tuple[KeyPath, str] | No
         if isinstance(value, dict):
             for name, item in value.items():
                 if len(name) > MOST_KEY_LENGTH or "\0" in name:
-                    return key, f"has a key of {len(name):,} characters; a key has at most {MOST_KEY_LENGTH}, and no NUL"
+                    return (
+                        key,
+                        f"has a key of {len(name):,} characters; a key has at most {MOST_KEY_LENGTH}, and no NUL",
+                    )
                 waiting.append(((*key, name), item))
         elif isinstance(value, list):
             waiting += [((*key, index), item) for index, item in enumerate(value)]

@@ -14,7 +14,6 @@ from titan_launch.config.loading.schema_walk import kinds_of
 from titan_launch.core.errors import ConfigError, KeyPath, UserError, config_error, format_key
 from titan_launch.core.terminal import shortened
 
-
 _MAX_TEXT_LENGTH = 300
 
 
