@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -170,13 +170,15 @@ def _expand_braces(text: str) -> list[str]:
             strings.append(pattern)
             continue
         if found[2]:
-            numbers = range(int(found[2]), int(found[3]) + 1)
-            count, words = len(numbers), (f"{number:0{len(found[2])}}" for number in numbers)
+            words: Sequence[int | str] = range(int(found[2]), int(found[3]) + 1)
         else:
-            count, words = found[1].count(",") + 1, iter(found[1].split(","))
-        if (count := count + len(strings) + len(patterns)) > MOST_SHARDS or count * len(pattern) > _MOST_CHARACTERS:
+            words = found[1].split(",")
+        count = len(words) + len(strings) + len(patterns)
+        if count > MOST_SHARDS or count * len(pattern) > _MOST_CHARACTERS:
             raise ValueError(_TOO_MANY)
-        patterns += [pattern[: found.start()] + word + pattern[found.end() :] for word in words][::-1]
+        width = len(found[2] or "")
+        before, after = pattern[: found.start()], pattern[found.end() :]
+        patterns += [f"{before}{str(word).zfill(width)}{after}" for word in reversed(words)]
     return strings
 
 

@@ -60,13 +60,13 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
     options = dict(options)
     per_node = _processes_per_node(options.pop("nproc-per-node", "auto"))
     nodes = options.pop("nnodes", "1")
-    numbers = [_number(part, 1, _MOST) for part in nodes.split(":", 1)]
-    if None in numbers or numbers != sorted(map(int, numbers)):  # type: ignore[type-var]
+    numbers = [_number(part, 1, _MOST) or 0 for part in nodes.split(":", 1)]
+    if 0 in numbers or numbers != sorted(numbers):
         raise _wrong("nnodes", nodes, "must be a whole number of at least 1, or min:max")
-    most_nodes = int(nodes.rpartition(":")[2])
-    for name, (first, last) in {**_RANGES, "node-rank": (0, most_nodes - 1)}.items():
+    for name, (first, last) in {**_RANGES, "node-rank": (0, numbers[-1] - 1)}.items():
         if name in options and _number(options[name], first, last) is None:
-            raise _wrong(name, options[name], f"must be a whole number from {first} to {last}")
+            hint = f", since --nnodes is {nodes}" if name == "node-rank" else ""
+            raise _wrong(name, options[name], f"must be a whole number from {first} to {last}{hint}")
     host, colon, port = options.get("rdzv-endpoint", "").rpartition(":")
     if colon and (not host or _number(port, 1, _LAST_PORT) is None):
         reason = f"must have the form HOST:PORT, with a port from 1 to {_LAST_PORT}"

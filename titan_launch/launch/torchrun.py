@@ -234,7 +234,7 @@ def _rendezvous_failure(error: Exception) -> str:
     reasons = {
         "RendezvousClosedError": "the run has ended on another host, so this host cannot join",
         "RendezvousTimeoutError": "fewer hosts than --nnodes joined before the timeout (--rdzv-conf)",
-        "DistNetworkError": f"the host of rank 0 (--master-addr, --master-port) cannot be reached: {_first_line(error)}",
+        "DistNetworkError": f"host 0 (--master-addr, --master-port) cannot be reached: {_first_line(error)}",
         "RendezvousConnectionError": "the host of the rendezvous (--rdzv-endpoint) is gone or cannot be reached",
     }
     return reasons.get(type(error).__name__, f"the rendezvous of the hosts failed: {_first_line(error)}")
