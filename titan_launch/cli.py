@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ from keyword import iskeyword
 from titan_launch import __version__
 from titan_launch.commands.parser import OVERRIDES, Parser
 from titan_launch.core.errors import UserError, did_you_mean
-from titan_launch.core.process import BAD_INPUT, FAILED, OK, announce_once
-from titan_launch.core.terminal import escape_warnings, shortened
+from titan_launch.core.process import BAD_INPUT, FAILED, OK, announce_once, wrong_path
+from titan_launch.core.terminal import escape_warnings
 
 COMMANDS = {
     "train": "train as one rank of the process group that torchrun describes, or alone (the default command)",
@@ -52,16 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`
         return FAILED
     except OSError as error:
-        if error.errno not in _WRONG_PATHS:
+        if (text := wrong_path(error)) is None:
             raise
-        announce_once(
-            f"error: {shortened(str(error.filename), 300)}: {error.strerror}; name another path, or correct it"
-        )
+        announce_once(text)
         return BAD_INPUT
-
-
-_WRONG_PATHS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)
-"""Errors of paths that a command line or a job names."""
 
 
 def parse_arguments(args: Sequence[str]) -> Namespace:

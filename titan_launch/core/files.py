@@ -93,6 +93,8 @@ def remove(path: Path) -> None:
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading. Raises OSError for other kinds of file. (Opening a FIFO would wait for a
     writer.)"""
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "a path cannot have the character NUL", str(path))
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, Stopped, UserError
-from titan_launch.core.terminal import as_message, printable, say_escaped
+from titan_launch.core.terminal import as_message, printable, say_escaped, shortened
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -107,6 +108,8 @@ def _run(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str
     except KeyboardInterrupt:
         return _announce("interrupted", INTERRUPTED)
     except BaseException as error:
+        if isinstance(error, OSError) and (text := wrong_path(error)):
+            return _announce(text, BAD_INPUT)
         import traceback
 
         from titan_launch.core.import_string import raised_in_user_forward, user_traceback
@@ -116,6 +119,13 @@ def _run(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str
         where = f" on rank {rank}" if rank else ""
         announce_once(f"error: the run failed{where}; see the traceback above", trace)
         return FAILED
+
+
+def wrong_path(error: OSError) -> str | None:
+    """Return the message for the error of a path that cannot exist or be entered; None for other errors."""
+    if error.errno not in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR) or error.filename is None:
+        return None
+    return f"error: {shortened(str(error.filename), 300)}: {error.strerror}; name another path, or correct it"
 
 
 def _announce(text: str, status: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli
 
-from titan_launch.config.loading.limits import MOST_DEPTH, outside_of_limits
+from titan_launch.config.loading.limits import MOST_DEPTH, MOST_KEY_LENGTH, outside_of_limits
 from titan_launch.config.loading.provenance import Provenance, Source, report, toml_value
 from titan_launch.config.loading.schema_walk import kinds_of
 from titan_launch.core.errors import ConfigError, KeyPath, UserError, config_error, format_key
@@ -50,8 +50,8 @@ def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None 
         try:
             key = _parse_key((aliases or {}).get(name, name))
             parsed = True if value is None else parse_value(value)
-            if len(key) > MOST_DEPTH:
-                raise ValueError(f"a key has at most {MOST_DEPTH} parts")
+            if len(key) > MOST_DEPTH or max(map(len, key)) > MOST_KEY_LENGTH:
+                raise ValueError(f"a key has at most {MOST_DEPTH} parts, each of at most {MOST_KEY_LENGTH} characters")
             if found := outside_of_limits(parsed, key):
                 raise ValueError(found[1])
             overrides.append(Override(text, key, parsed))
