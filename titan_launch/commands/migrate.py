@@ -46,12 +46,12 @@ def run(arguments: Namespace) -> int:
         head.append(shortened(description, 1000))
     write_new(new, job_text(head, _tables(migration)))
     lost, needless = ([note for note in migration.notes if note.changes_run is value] for value in (True, False))
-    say(f"wrote {new}: {len(migration.new)} keys")
+    say(one_line(f"wrote {new}: {len(migration.new)} keys"))
     for title, notes in (("not carried", lost), ("left out, without a change of the run", needless)):
         if notes:
             say("\n".join([f"{title}:", *(f"  {one_line(line)}" for line in _lines(old, notes))]))
     print_open_problems(new)
-    say(f"next: titan-launch plan --config {new}")
+    say(one_line(f"next: titan-launch plan --config {new}"))
     return OK
 
 

@@ -19,7 +19,7 @@ from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import refuse_weights_folder
 from titan_launch.core.process import run_and_exit
-from titan_launch.core.terminal import say, say_data
+from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
@@ -174,7 +174,7 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     if options.plot is not None:
         title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
         plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
-        say(f"picture: {options.plot}", file=sys.stderr)
+        say(one_line(f"picture: {options.plot}"), file=sys.stderr)
     if options.as_json:
         say_data(json.dumps(_describe(planned, locate_key), indent=2))
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titan_launch.commands.parser import Parser
 from titan_launch.core.process import OK
-from titan_launch.core.terminal import as_message, say
+from titan_launch.core.terminal import as_message, one_line, say
 from titan_launch.report.figures import summary
 from titan_launch.report.page import write_page
 from titan_launch.report.recorded_run import load_run
@@ -32,5 +32,5 @@ def run(arguments: Namespace) -> int:
     text = run_page(recorded)
     say("\n".join(map(as_message, summary(recorded))))
     write_page(path, text, "--out")
-    say(f"page: {path}")
+    say(one_line(f"page: {path}"))
     return OK

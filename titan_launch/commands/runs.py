@@ -9,7 +9,7 @@ from typing import Any
 from titan_launch.commands.parser import Parser
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import OK
-from titan_launch.core.terminal import say, say_data
+from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.plan.report.table import aligned
 from titan_launch.report.figures import to_json
 from titan_launch.report.recorded_run import find_runs, load_run
@@ -34,7 +34,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         say_data(to_json(rows))
     elif not rows:
-        say(f"{folder}: no run")
+        say(one_line(f"{folder}: no run"))
     else:
         head = ("run", "state", "step", "loss", "speed", "s/step")
         say("\n".join(aligned([head, *map(_cells, rows)])))
