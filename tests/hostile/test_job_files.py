@@ -30,7 +30,7 @@ from titan_launch.core.errors import ConfigError, UserError
 MANY = 5000
 
 TEXTS: dict[str, tuple[str | bytes, str]] = {
-    "large.toml": ("#" + "x" * 20_000_000, "larger than 4 MiB"),
+    "large.toml": ("#" + "x" * 20_000_000, "larger than 1 MiB"),
     "nul.toml": (b"[training]\nsteps\0=1", "not valid TOML"),
     "not_utf8.toml": (b"[training]\n\xff=1", "not UTF-8 text"),
     "long_key.toml": (f"[training]\n{'k' * MANY}=1", "has a key of 5,000 characters"),
@@ -70,7 +70,9 @@ TEXTS: dict[str, tuple[str | bytes, str]] = {
     "extends_many.toml": (f"extends={[f'x{i}.toml' for i in range(30_000)]}", "more than 100 files"),
     "chain0.toml": ('extends="chain1.toml"', "more than 100 files"),
     "keys.toml": ("[training]\n" + "".join(f"k{i}=1\n" for i in range(60_000)), "unknown key"),
-    "rules.toml": ("[[precision.rules]]\nmatch='a'\n" * 20_000, "an array has at most 1,000 tables"),
+    "rules.toml": ("[[precision.rules]]\nmatch='a'\n" * 20_000, "an array has at most 1,000"),
+    "tables.toml": ("[[a]]\n" * 150_000, "has more than 100,000 values"),
+    "paths.toml": ("[data]\nkind='text'\npath=[" + "'a'," * 90_000 + "]", "at most 10,000; use a glob"),
     "range.toml": ('[data]\nkind="images"\npath="{0..999999999}.tar"', "more than 100,000 files"),
     "ranges.toml": ('[data]\nkind="images"\npath="{0..999}{0..999}{0..999}.tar"', "more than 100,000 files"),
     "range_digits.toml": (f'[data]\nkind="images"\npath="{{0..{"9" * MANY}}}.tar"', "no file matches"),
@@ -144,6 +146,7 @@ OVERRIDES = {
     "--training.steps.99999999999999999999=1": "contains no keys",
     f"--precision.rules.{'9' * 99}.match=a": "is empty; use index 0",
     f"--training.{'k' * MANY}=1": "each of at most 200 characters",
+    f"--model.args.n_layers={10**9}": "must be at most 1000",
     "--job.name=\x1b[31m": "must consist of letters",
     "--\x1b=1": "unknown option",
     f"--{'k' * MANY}=1": "unknown option",

@@ -26,7 +26,10 @@ _NEW_TOKENS = 128
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `generate`."""
     parser.usage = "titan-launch generate SOURCE [--prompt TEXT] [options]"
-    parser.epilog = 'example:\n  titan-launch generate outputs/llama_bn --prompt "import " --max-new-tokens 64'
+    parser.epilog = (
+        "A terminal shows control characters of the text as escapes, such as \\x1b. A pipe or a file gets them as they "
+        'are.\n\nexample:\n  titan-launch generate outputs/llama_bn --prompt "import " --max-new-tokens 64'
+    )
     add_model(parser)
     group = parser.add_argument_group("prompt", "without these options: each line of the standard input is a prompt")
     group.add_argument("--prompt", metavar="TEXT", help="text to continue")

@@ -153,7 +153,7 @@ def _read_text(path: str) -> str:
     if os.path.isdir(path):
         raise _FileError(f"{shown}: is a folder; name a job file in it")
     try:
-        data = read_regular(Path(path), MOST_BYTES)
+        data = read_regular(Path(path), MOST_BYTES[".json" if _is_json(path) else ".toml"])
     except FileNotFoundError:
         raise _FileError(f"{shown}: no such file{_similar_file(path)}") from None
     except OSError as error:

@@ -7,8 +7,11 @@ from typing import Any
 from titan_launch.core.errors import KeyPath
 from titan_launch.core.files import MIB
 
-MOST_BYTES = 4 * MIB
-"""Limit of a job file. The `config.json` of a run with a model of 21,000 named classes has 2 MiB."""
+MOST_BYTES = {".toml": MIB, ".json": 4 * MIB}
+"""Limits of job files. The `config.json` of a run with a model of 21,000 named classes has 2 MiB."""
+
+MOST_VALUES = 100_000
+"""Limit of the values in a job file."""
 
 MOST_FILES = 100
 """Limit of the files of a job: the job file, and those that it extends."""
@@ -17,7 +20,10 @@ MOST_DEPTH = 32
 """Limit of nested tables and arrays. Code that walks through a job is recursive."""
 
 MOST_ITEMS = 1_000
-"""Limit of the tables in an array of tables. Rules compare each of them with all others."""
+"""Limit of the items of an array. Rules and patterns are compared with each other, or with all modules."""
+
+MOST_PATHS = 10_000
+"""Limit of the items of an array `path`."""
 
 MOST_KEY_LENGTH = 200
 
@@ -27,9 +33,11 @@ _INTEGERS = range(-(2**63), 2**63)
 
 def outside_of_limits(value: Any, key: KeyPath = ()) -> tuple[KeyPath, str] | None:
     """Return the key of the first value that a job may not have, and the reason; None for a value within the limits."""
-    waiting = [(key, value)]
+    waiting, count = [(key, value)], 0
     while waiting:
         key, value = waiting.pop()
+        if (count := count + 1) > MOST_VALUES:
+            return (), f"has more than {MOST_VALUES:,} values, the limit of a job file"
         if reason := _why_outside(key, value):
             return key, reason
         if isinstance(value, dict):
@@ -52,6 +60,7 @@ def _why_outside(key: KeyPath, value: Any) -> str | None:
         return "has the character NUL, which no name or path can have; remove it"
     if isinstance(value, int) and value not in _INTEGERS:
         return "must be a whole number of 64 bits"
-    if isinstance(value, list) and len(value) > MOST_ITEMS and any(isinstance(item, dict) for item in value):
-        return f"has {len(value):,} tables; an array has at most {MOST_ITEMS:,} tables"
+    if isinstance(value, list):
+        most, remedy = (MOST_PATHS, "; use a glob") if key[-1:] == ("path",) else (MOST_ITEMS, "")
+        return f"has {len(value):,} items; an array has at most {most:,}{remedy}" if len(value) > most else None
     return None
