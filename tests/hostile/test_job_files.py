@@ -128,7 +128,7 @@ def test_a_path_that_is_no_job_file_ends_in_one_sentence(name: str, folder: Path
 
 
 @pytest.mark.parametrize("command", ["plan", "data", "launch", "train", "migrate", "prepare"])
-@pytest.mark.parametrize("name", ["fifo.toml", "zero.toml", "chain0.toml", "deep_repeated.toml", "digits.toml"])
+@pytest.mark.parametrize("name", ["fifo.toml", "digits.toml"])
 def test_every_command_reads_jobs_in_this_way(command: str, name: str, folder: Path, runner: Runner) -> None:
     arguments = [name, "new.toml"] if command == "migrate" else ["--config", name]
     out = ["--out=out"] if command == "prepare" else []
@@ -290,7 +290,7 @@ def _only_user_errors(action: Callable[[], object], case: object) -> None:
     assert time.monotonic() - start < 10, case
 
 
-@sampled("cases", CASES, every=25)
+@sampled("cases", CASES, every=60)
 def test_any_value_of_any_key_is_loaded_or_refused(
     cases: tuple[Any, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +306,7 @@ def test_any_value_of_any_key_is_loaded_or_refused(
         _only_user_errors(lambda: load_job("case.json"), (key, repr(value)[:100], text[:60]))
 
 
-@sampled("seeds", range(6000), every=12)
+@sampled("seeds", range(6000), every=20)
 def test_damaged_bytes_are_loaded_or_refused(
     seeds: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,7 +340,7 @@ def test_damaged_bytes_are_loaded_or_refused(
         _only_user_errors(lambda: load_job("case.toml"), (seed, bytes(content)))
 
 
-@sampled("seeds", range(6000), every=12)
+@sampled("seeds", range(6000), every=20)
 def test_damaged_overrides_are_parsed_or_refused(seeds: tuple[int, ...]) -> None:
     pieces = (
         "--",
@@ -380,8 +380,9 @@ SWITCHED_ON: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_any_value_of_a_key_of_torchtitan_is_migrated_or_refused() -> None:
-    for key in TITAN_KEYS:
+@sampled("keys", TITAN_KEYS, every=4)
+def test_any_value_of_a_key_of_torchtitan_is_migrated_or_refused(keys: tuple[str, ...]) -> None:
+    for key in keys:
         *sections, name = key.split(".")
         for value in VALUES:
             for others in SWITCHED_ON:
