@@ -180,6 +180,9 @@ GPU.
 merged in order, and the file itself last. Tables are merged key by key. Any other value, including an array, replaces
 the earlier one. A file that is reached in several ways is merged once, where it is first reached.
 
+A job has at most 100 files. A TOML file has at most 1 MiB, and a JSON file at most 4 MiB. A file has at most 100,000
+values, 1,000 items in an array (10,000 in an array `path`), 32 nested tables and arrays, and integers of 64 bits.
+
 ## Overrides
 
 Every key can be set on the command line: `--training.steps=20` or `--training.steps 20`. Overrides take precedence over
