@@ -491,7 +491,7 @@ def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
         seen.append(losses(job.parent))
         assert_header(result.stdout, ranks=1 if "--nproc-per-node" not in command else 2)
         assert ("\nFSDP2 units\nunit " in result.stdout) is ("torch.distributed.run" not in command)
-        assert "FSDP2 units\nunit " in (job.parent / "tiny" / "logs" / "attempt-1" / "rank_0.log").read_text()
+        assert "run: FSDP2 units\n" in (job.parent / "tiny" / "logs" / "attempt-1" / "rank_0.log").read_text()
     assert seen[1] == pytest.approx(seen[0], rel=1e-6) and seen[2] == pytest.approx(seen[0], rel=1e-6)
 
 

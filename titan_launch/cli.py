@@ -11,7 +11,8 @@ from keyword import iskeyword
 from titan_launch import __version__
 from titan_launch.commands.parser import OVERRIDES, Parser
 from titan_launch.core.errors import ConfigError, UserError, did_you_mean
-from titan_launch.core.process import BAD_INPUT, FAILED, OK, announce_once
+from titan_launch.core.process import BAD_INPUT, FAILED, OK, announce_once, wrong_path
+from titan_launch.core.terminal import escape_warnings
 
 COMMANDS = {
     "train": "train as one rank of the process group that torchrun describes, or alone (the default command)",
@@ -37,6 +38,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Return the exit status: 0, 1 if a run fails, 2 for bad input."""
     args = list(sys.argv[1:] if argv is None else argv)
+    escape_warnings()
     try:
         try:
             arguments = parse_arguments(args or ["--help"])
@@ -51,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except BrokenPipeError:  # `| head`
         return FAILED
+    except OSError as error:
+        if (text := wrong_path(error)) is None:
+            raise
+        announce_once(text)
+        return BAD_INPUT
 
 
 def parse_arguments(args: Sequence[str]) -> Namespace:

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from titan_launch.commands.parser import Parser, at_least, check_weights, load_to_train
 from titan_launch.core.process import OK
+from titan_launch.core.terminal import one_line, say
 
 
 def add_arguments(parser: Parser) -> None:
@@ -18,5 +19,5 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Check the job, and print that no problem was found. Raises UserError with all problems."""
     check_weights(load_to_train(arguments, arguments.world_size))
-    print(f"{arguments.config}: no problems found (`plan` also checks the model; a run also checks the data)")
+    say(one_line(f"{arguments.config}: no problems found (`plan` also checks the model; a run also checks the data)"))
     return OK

@@ -9,6 +9,7 @@ from pathlib import Path
 from titan_launch.commands.parser import Parser, number_from
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import FAILED, OK
+from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.report.comparison import Comparison
 from titan_launch.report.figures import to_json
 from titan_launch.report.page import write_page
@@ -47,10 +48,13 @@ def run(arguments: Namespace) -> int:
         exceeded += comparison.slower(arguments.fail_if_slower)
     if arguments.fail_if_loss_differs is not None:
         exceeded += comparison.loss_differs(arguments.fail_if_loss_differs)
-    print(to_json(comparison.as_data()) if arguments.json else comparison.as_text())
+    if arguments.json:
+        say_data(to_json(comparison.as_data()))
+    else:
+        say(comparison.as_text())
     if arguments.html is not None:
         write_page(Path(arguments.html), comparison.as_page(), "--html")
-        print(f"page: {arguments.html}", file=sys.stderr)
+        say(one_line(f"page: {arguments.html}"), file=sys.stderr)
     for sentence in exceeded:
-        print(f"failed: {sentence}", file=sys.stderr)
+        say(one_line(f"failed: {sentence}"), file=sys.stderr)
     return FAILED if exceeded else OK

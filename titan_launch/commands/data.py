@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from titan_launch.commands.parser import Parser, at_least, load
 from titan_launch.core.process import run_and_exit
+from titan_launch.core.terminal import one_line, printable, say_data, say_escaped
 from titan_launch.plan.layout import plan_layout, smallest_world_size
 
 _WIDTH = 24
@@ -57,7 +58,10 @@ def run(arguments: Namespace) -> NoReturn:
         report = describe_data(config, plan_layout(config.parallelism, config.training, world_size), arguments.samples)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # text of any language, on any terminal
-        print(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report, _marks())))
+        if arguments.json:
+            say_data(json.dumps(report, indent=2))
+        else:
+            say_escaped("\n".join(_lines(report, _marks())))
 
     run_and_exit(print_data, loaded.provenance.describe)
 
@@ -87,7 +91,7 @@ def _lines(report: dict[str, Any], marks: tuple[str, str]) -> Iterator[str]:
 
 def _source_lines(source: dict[str, Any]) -> Iterator[str]:
     rest = dict(source)
-    yield f"{rest.pop('section')} {rest.pop('name')}".rstrip()
+    yield one_line(f"{rest.pop('section')} {rest.pop('name')}".rstrip())
     for name, value in rest.items():
         label = _LABELS.get(name, name)
         if name == "document_lengths":
@@ -107,31 +111,31 @@ def _source_lines(source: dict[str, Any]) -> Iterator[str]:
 
 def _sample_lines(sample: dict[str, Any], marks: tuple[str, str]) -> Iterator[str]:
     if "index" in sample:
-        source = f" of {sample['source']}" if sample["source"] else ""
+        source = f" of {one_line(sample['source'])}" if sample["source"] else ""
         yield f"sample {sample['position']} of the run: sample {sample['index']:,}{source}"
     else:
         yield f"sample {sample['position']} of data-parallel rank {sample['data_parallel_rank']}"
     if "class" in sample:
-        yield f"  class {sample['class']}, shape {' x '.join(map(str, sample['shape']))}"
+        yield f"  class {one_line(str(sample['class']))}, shape {' x '.join(map(str, sample['shape']))}"
     for document in sample.get("documents", ()):
         yield f"--- document of {_tokens(document['tokens'])}"
         before, after = marks
-        passages = ((_printable(passage["text"]), passage["counts"]) for passage in document["text"])
+        passages = ((printable(passage["text"]), passage["counts"]) for passage in document["text"])
         yield "".join(text if counts else f"{before}{text}{after}" for text, counts in passages)
     if sample.get("padding"):
         yield f"--- padding of {_tokens(sample['padding'])}"
 
 
 def _row(name: str, value: str, indent: int = 0) -> str:
-    return f"{' ' * indent}{name:{_WIDTH - indent}}{_printable(value)}"
+    return f"{' ' * indent}{name:{_WIDTH - indent}}{one_line(value)}"
 
 
 def _histogram(counts: dict[str, int]) -> Iterator[str]:
     shown = dict(list(counts.items())[:_MAX_ROWS])
     largest = max(shown.values(), default=1)
     numbers = max(len(f"{count:,}") for count in shown.values())
-    labels = max(map(len, map(_printable, shown)))
-    for label, count in zip(map(_printable, shown), shown.values(), strict=True):
+    labels = max(map(len, map(one_line, shown)))
+    for label, count in zip(map(one_line, shown), shown.values(), strict=True):
         bar = "#" * max(count > 0, round(_BAR * count / largest))
         yield f"    {label:>{labels}}  {count:{numbers},}  {bar}".rstrip()
     if len(counts) > _MAX_ROWS:
@@ -150,10 +154,3 @@ def _ranks(number: int) -> str:
 
 def _tokens(number: int) -> str:
     return "1 token" if number == 1 else f"{number:,} tokens"
-
-
-def _printable(text: str) -> str:
-    """Return a text without control characters, which could change the terminal."""
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
-    )

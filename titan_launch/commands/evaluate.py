@@ -11,6 +11,7 @@ from titan_launch.commands.parser import Parser, at_least
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import refuse_weights_folder
 from titan_launch.core.process import OK
+from titan_launch.core.terminal import say
 
 
 def add_arguments(parser: Parser) -> None:
@@ -50,7 +51,7 @@ def run(arguments: Namespace) -> int:
 
     results = evaluate(model, tasks, arguments.limit, arguments.num_fewshot, arguments.batch_size, include)
     for table in tables(results):
-        print(table)
+        say(table)
     if out is not None:
         out.write_text(as_json(results), encoding="utf-8")
     return OK

@@ -8,6 +8,7 @@ from pathlib import Path
 from titan_launch.commands.parser import Parser, add_source, at_least
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import OK
+from titan_launch.core.terminal import as_message, say
 
 
 def add_arguments(parser: Parser) -> None:
@@ -49,7 +50,7 @@ def run(arguments: Namespace) -> int:
         base=arguments.base,
     )
     try:
-        print(export(Path(arguments.source), Path(arguments.out), options))
+        say(as_message(export(Path(arguments.source), Path(arguments.out), options)))
     except (WeightsError, DamagedCheckpointError) as error:
         raise UserError(f"error: {arguments.source}: {error}") from None
     return OK

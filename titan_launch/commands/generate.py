@@ -14,6 +14,7 @@ from titan_launch.commands.parser import Parser, add_source, at_least, number_fr
 from titan_launch.core.errors import ConfigError, UserError, format_key
 from titan_launch.core.patches import without_garbage_collection
 from titan_launch.core.process import FAILED, INTERRUPTED, OK
+from titan_launch.core.terminal import as_message, one_line, say, say_data
 
 if TYPE_CHECKING:
     from titan_launch.inference.language_model import LanguageModel
@@ -25,7 +26,10 @@ _NEW_TOKENS = 128
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `generate`."""
     parser.usage = "titan-launch generate SOURCE [--prompt TEXT] [options]"
-    parser.epilog = 'example:\n  titan-launch generate outputs/llama_bn --prompt "import " --max-new-tokens 64'
+    parser.epilog = (
+        "A terminal shows control characters of the text as escapes, such as \\x1b. A pipe or a file gets them as they "
+        'are.\n\nexample:\n  titan-launch generate outputs/llama_bn --prompt "import " --max-new-tokens 64'
+    )
     add_model(parser)
     group = parser.add_argument_group("prompt", "without these options: each line of the standard input is a prompt")
     group.add_argument("--prompt", metavar="TEXT", help="text to continue")
@@ -68,7 +72,7 @@ def load_model(arguments: Namespace) -> LanguageModel:
     try:
         saved = open_saved_model(source, arguments.step, arguments.ema, arguments.base)
         for note in saved.notes:
-            print(f"note: {note}", file=sys.stderr)
+            say(f"note: {one_line(note)}", sys.stderr)
         dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
         model = load_language_model(saved, source, device, dtype, arguments.model)
     except (WeightsError, DamagedCheckpointError) as error:
@@ -76,7 +80,7 @@ def load_model(arguments: Namespace) -> LanguageModel:
     except ConfigError as error:
         (problem, *_) = error.problems
         raise UserError(f"error: {source}: {format_key(problem.key)}: {problem.reason}") from None
-    print(f"model: {model.description}", file=sys.stderr)
+    say(f"model: {one_line(model.description)}", sys.stderr)
     return model
 
 
@@ -98,9 +102,9 @@ def run(arguments: Namespace) -> int:
             except UserError as error:
                 if not is_interactive:
                     raise
-                print(error, file=sys.stderr)
+                say(as_message(str(error)), sys.stderr)
     except KeyboardInterrupt:
-        print()
+        say()
         return INTERRUPTED
     except BrokenPipeError:
         return FAILED
@@ -124,7 +128,7 @@ def _typed() -> Iterator[str]:
     """Yield the lines of the standard input. A terminal shows where to type."""
     while True:
         if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
+            say("> ", sys.stderr, end="", flush=True)
         try:
             line = sys.stdin.readline()
         except UnicodeDecodeError:
@@ -144,7 +148,7 @@ def _generator(model: LanguageModel, arguments: Namespace) -> Callable[[str], No
     generator = torch.Generator().manual_seed(arguments.seed or 0)
     if not has_cache(model.module):
         name = type(model.module).__name__
-        print(f"note: {name} has no cache: each token computes the whole sequence again", file=sys.stderr)
+        say(f"note: {name} has no cache: each token computes the whole sequence again", file=sys.stderr)
 
     def generate(prompt: str) -> None:
         try:
@@ -157,10 +161,10 @@ def _generator(model: LanguageModel, arguments: Namespace) -> Callable[[str], No
         for piece in generate_text(
             model, tokens, most, sampling, generator, arguments.stop, on_token=lambda: new.append(None)
         ):
-            print(piece, end="", flush=True)
+            say_data(piece, end="", flush=True)
         seconds = time.perf_counter() - start
-        print(flush=True)
+        say(flush=True)
         speed = f"{len(new) / seconds:,.1f} tokens/s"
-        print(f"prompt: {len(tokens)} tokens; new: {len(new)} tokens in {seconds:.2f} s, {speed}", file=sys.stderr)
+        say(f"prompt: {len(tokens)} tokens; new: {len(new)} tokens in {seconds:.2f} s, {speed}", file=sys.stderr)
 
     return generate

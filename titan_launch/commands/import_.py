@@ -10,6 +10,7 @@ from titan_launch.commands.parser import Parser
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import OK
+from titan_launch.core.terminal import one_line, say
 
 if TYPE_CHECKING:
     from titan_launch.inference.saved_model import SavedModel
@@ -36,7 +37,7 @@ def run(arguments: Namespace) -> int:
     except WeightsError as error:
         raise UserError(f"error: {folder}: {error}") from None
     for line in (*(f"note: {note}" for note in saved.notes), summary):
-        print(line)
+        say(one_line(line))
     return OK
 
 

@@ -15,6 +15,7 @@ from titan_launch.config.loading.load import load_job
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError, did_you_mean
 from titan_launch.core.process import OK
+from titan_launch.core.terminal import one_line, say
 from titan_launch.launch.options import PROCESSES_WITHOUT_GPU, find_gpus
 from titan_launch.plan.hardware import find_device, planned_device_exists
 from titan_launch.recipes.folders import look_at_model
@@ -48,7 +49,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Write the job file, and print what to do next."""
     if arguments.list:
-        print("\n".join(_listing()))
+        say("\n".join(_listing()))
         return OK
     name = arguments.name
     if name is None:
@@ -60,12 +61,12 @@ def run(arguments: Namespace) -> int:
     check_new(file, "init")
     if name in RECIPES:
         write_new(file, _recipe(arguments, file))
-        print(f"wrote {file}: {RECIPES[name].title}")
+        say(one_line(f"wrote {file}: {RECIPES[name].title}"))
         print_open_problems(file)
     else:
         write_new(file, _copy(name, file))
-        print(f"wrote {file}: a copy of the config {name}")
-    print(f"next: titan-launch launch --config {file}")
+        say(one_line(f"wrote {file}: a copy of the config {name}"))
+    say(one_line(f"next: titan-launch launch --config {file}"))
     return OK
 
 

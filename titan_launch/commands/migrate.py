@@ -10,8 +10,9 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.files import JobFile, read_job
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.migration import Migration, Note, migrate
-from titan_launch.core.errors import UserError, format_key
+from titan_launch.core.errors import ConfigError, UserError, format_key
 from titan_launch.core.process import OK
+from titan_launch.core.terminal import one_line, say, shortened
 from titan_launch.recipes.writing import Row, Table, check_new, job_text, print_open_problems, write_new
 
 
@@ -34,25 +35,31 @@ def run(arguments: Namespace) -> int:
     if unknown := [name for name, value in old.table.items() if not isinstance(value, dict)]:
         place = old.find((unknown[0],))[1]
         raise UserError(f"error: {place}: {unknown[0]}: not a section; migrate reads job files of TorchTitan v0.2")
-    migration = migrate(old.table, arguments.world_size)
+    try:
+        migration = migrate(old.table, arguments.world_size)
+    except ConfigError as error:
+        (problem,) = error.problems
+        shown = f"{format_key(problem.key)} = {shortened(toml_value(problem.value))}"
+        raise UserError(f"error: {old.find(problem.key)[1]}: {shown}: {problem.reason}") from None
     head = [f"Converted from {arguments.old}, a job file of TorchTitan."]
     if description := old.table.get("job", {}).get("description"):
-        head.append(str(description))
+        head.append(shortened(description, 1000))
     write_new(new, job_text(head, _tables(migration)))
     lost, needless = ([note for note in migration.notes if note.changes_run is value] for value in (True, False))
-    print(f"wrote {new}: {len(migration.new)} keys")
+    say(one_line(f"wrote {new}: {len(migration.new)} keys"))
     for title, notes in (("not carried", lost), ("left out, without a change of the run", needless)):
         if notes:
-            print(f"{title}:", *(f"  {line}" for line in _lines(old, notes)), sep="\n")
+            say("\n".join([f"{title}:", *(f"  {one_line(line)}" for line in _lines(old, notes))]))
     print_open_problems(new)
-    print(f"next: titan-launch plan --config {new}")
+    say(one_line(f"next: titan-launch plan --config {new}"))
     return OK
 
 
 def _lines(old: JobFile, notes: list[Note]) -> list[str]:
     ordered = sorted(notes, key=lambda note: old.find(note.key)[0])
     return [
-        f"{old.find(note.key)[1]}: {format_key(note.key)} = {toml_value(note.value)}: {note.reason}" for note in ordered
+        f"{old.find(note.key)[1]}: {format_key(note.key)} = {shortened(toml_value(note.value))}: {note.reason}"
+        for note in ordered
     ]
 
 

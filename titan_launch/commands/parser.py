@@ -14,6 +14,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob, load_job
 from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.core.import_string import refuse_imports_from
+from titan_launch.core.terminal import shortened
 from titan_launch.plan.hardware import planned_device_exists
 
 OVERRIDES = """\
@@ -102,15 +103,18 @@ class Parser(ArgumentParser):
             hint = f"; {remedy}"
         else:
             hint = did_you_mean(option, [*known, *(f"--{section}" for section in _sections())])
-        self.error(f"unknown option {name}{hint}")
+        self.error(f"unknown option {shortened(name, 200)}{hint}")
+
+
+_MOST_DIGITS = 18
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
     """Return an argparse type for whole numbers of at least `minimum`."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise ArgumentTypeError(f'must be a whole number of at least {minimum}, not "{text}"')
+        if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < minimum:
+            raise ArgumentTypeError(f'must be a whole number of at least {minimum}, not "{shortened(text)}"')
         return int(text)
 
     return parse
@@ -124,7 +128,7 @@ def number_from(minimum: float, maximum: float = math.inf) -> Callable[[str], fl
             if minimum <= float(text) <= maximum and math.isfinite(float(text)):
                 return float(text)
         wanted = f"from {minimum:g} to {maximum:g}" if math.isfinite(maximum) else f"of at least {minimum:g}"
-        raise ArgumentTypeError(f'must be a number {wanted}, not "{text}"')
+        raise ArgumentTypeError(f'must be a number {wanted}, not "{shortened(text)}"')
 
     return parse
 

@@ -19,6 +19,7 @@ from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import refuse_weights_folder
 from titan_launch.core.process import run_and_exit
+from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
@@ -173,11 +174,11 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     if options.plot is not None:
         title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
         plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
-        print(f"picture: {options.plot}", file=sys.stderr)
+        say(one_line(f"picture: {options.plot}"), file=sys.stderr)
     if options.as_json:
-        print(json.dumps(_describe(planned, locate_key), indent=2))
+        say_data(json.dumps(_describe(planned, locate_key), indent=2))
     else:
-        print(_format(planned, locate_key, options.verbose))
+        say(_format(planned, locate_key, options.verbose))
 
 
 def _try(planned: _Planned, rank: int) -> None:
@@ -191,7 +192,7 @@ def _try(planned: _Planned, rank: int) -> None:
     config = planned.resolution.config
     is_on_gpu = config.job.device != "cpu" and torch.cuda.is_available()
     run_trial(config, planned.layout, rank, torch.device("cuda" if is_on_gpu else "cpu"))
-    print(f"trial: rank {rank} has trained two steps on {'the GPU' if is_on_gpu else 'the CPU'}", file=sys.stderr)
+    say(f"trial: rank {rank} has trained two steps on {'the GPU' if is_on_gpu else 'the CPU'}", file=sys.stderr)
 
 
 def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
@@ -205,10 +206,10 @@ def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
     if is_auto(config):
         resolution = _plan(config, world_size, PlanOptions(only_own=True)).resolution
         config = resolution.config
-        print(f"auto: {resolution.reason}")
+        say(f"auto: {resolution.reason}")
     from titan_launch.trace.dry_run import dry_run
 
-    print(dry_run(config, layout, hardware, rank))
+    say(dry_run(config, layout, hardware, rank))
 
 
 def _hardware(config: JobConfig, world_size: int) -> Hardware:
@@ -253,7 +254,7 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: Engi
         raise UserError(f"--engine analytic: does not support {unknown}; use --engine trace")
     if wanted == "trace" or unknown is not None:
         if wanted is None:
-            print(f"the analytic engine does not support {unknown}; the job is traced", file=sys.stderr, flush=True)
+            say(f"the analytic engine does not support {unknown}; the job is traced", file=sys.stderr, flush=True)
         return _traced(config, layout, hardware)
     inventory = model_inventory(config)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)

@@ -18,6 +18,7 @@ from titan_launch.config.sections.data import DATA_KINDS, CorpusData, FilesData
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
 from titan_launch.core.process import INTERRUPTED, run_and_exit
+from titan_launch.core.terminal import one_line, say, say_escaped
 
 if TYPE_CHECKING:
     from titan_launch.config.job import JobConfig
@@ -137,12 +138,12 @@ def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
     folder = Path(arguments.out, "tokenizer")
     config = TokenizerConfig(kind="huggingface", path=str(folder))
     if folder.exists():
-        print(f"tokenizer: {folder} exists and is used; delete {arguments.out} to train another one")
+        say(f"tokenizer: {folder} exists and is used; delete {arguments.out} to train another one")
         return config
     start = time.monotonic()
     size = train_tokenizer(training_texts(corpus), arguments.train_tokenizer, folder)
     fewer = "" if size == arguments.train_tokenizer else f" (the text has no pairs for {arguments.train_tokenizer:,})"
-    print(f"tokenizer: {size:,} tokens{fewer}, trained in {time.monotonic() - start:,.0f} s, in {folder}")
+    say(f"tokenizer: {size:,} tokens{fewer}, trained in {time.monotonic() - start:,.0f} s, in {folder}")
     return config
 
 
@@ -152,7 +153,7 @@ def _write(corpus: Corpus, digests: Sequence[str], folder: Path, num_workers: in
     parts = corpus.parts()
     progress = Progress(len(parts), sum(part.num_bytes for part in parts))
     size = f"{len(corpus.files):,} files, {progress.total_bytes / 1e6:,.1f} MB"
-    print(f"{folder}: {size}, in parts: {len(parts):,}", flush=True)
+    say(f"{folder}: {size}, in parts: {len(parts):,}", flush=True)
     advice = "run the same command again to continue: finished parts are kept"
     try:
         header = prepare(corpus, folder, num_workers, progress.advance, digests)
@@ -164,7 +165,7 @@ def _write(corpus: Corpus, digests: Sequence[str], folder: Path, num_workers: in
         reason = f"{error.filename or folder} cannot be written: {error.strerror}; correct this, then {advice}"
         raise RunError(reason) from None
     progress.clear()
-    print(f"{folder}: {_summary(header)}{progress.speed()}")
+    say(f"{folder}: {one_line(_summary(header))}{progress.speed()}")
     if not header.num_tokens:
         raise UserError(f"{folder} has no tokens: {_why_empty(header)}; name more text")
     if verify:
@@ -191,7 +192,7 @@ def _verify(out: Path) -> None:
             header = verify_token_files(folder)
         except TokenFilesError as error:
             raise UserError(f"{folder} {error}") from None
-        print(f"{folder}: verified {header.num_tokens:,} tokens of {header.num_documents:,} documents")
+        say(f"{folder}: verified {header.num_tokens:,} tokens of {header.num_documents:,} documents")
 
 
 _CLEAR_LINE = "\r\x1b[K"
@@ -216,8 +217,9 @@ class Progress:
             self._shown = now
             size = f"{self._bytes / 1e6:,.0f} of {self.total_bytes / 1e6:,.0f} MB{self.speed()}"
             line = f"parts: {self.parts:,} of {self.total_parts:,}, {size}"
-            sys.stderr.write(f"{_CLEAR_LINE}{line}" if self._is_terminal else f"{line}\n")
-            sys.stderr.flush()
+            is_redrawn = self._is_terminal
+            start, end = (_CLEAR_LINE, "") if is_redrawn else ("", "\n")
+            say_escaped(start + line, sys.stderr, end, flush=True)
 
     def speed(self) -> str:
         """Return the throughput so far; "" if nothing was done."""
@@ -227,8 +229,7 @@ class Progress:
     def clear(self) -> None:
         """Remove the line from a terminal."""
         if self._is_terminal:
-            sys.stderr.write(_CLEAR_LINE)
-            sys.stderr.flush()
+            say_escaped(_CLEAR_LINE, sys.stderr, end="", flush=True)
 
 
 def _percentage(text: str) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titan_launch.commands.parser import Parser
 from titan_launch.core.process import OK
+from titan_launch.core.terminal import as_message, one_line, say
 from titan_launch.report.figures import summary
 from titan_launch.report.page import write_page
 from titan_launch.report.recorded_run import load_run
@@ -29,7 +30,7 @@ def run(arguments: Namespace) -> int:
     recorded = load_run(Path(arguments.run_folder))
     path = recorded.folder / PAGE_FILE if arguments.out is None else Path(arguments.out)
     text = run_page(recorded)
-    print("\n".join(summary(recorded)))
+    say("\n".join(map(as_message, summary(recorded))))
     write_page(path, text, "--out")
-    print(f"page: {path}")
+    say(one_line(f"page: {path}"))
     return OK

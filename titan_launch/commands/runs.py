@@ -9,7 +9,7 @@ from typing import Any
 from titan_launch.commands.parser import Parser
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import OK
-from titan_launch.core.terminal import one_line
+from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.plan.report.table import aligned
 from titan_launch.report.figures import to_json
 from titan_launch.report.recorded_run import find_runs, load_run
@@ -32,12 +32,12 @@ def run(arguments: Namespace) -> int:
         raise UserError(f"error: {folder}: there is no such folder; name the folder with the runs (job.dump_folder)")
     rows = [_row(path) for path in find_runs(folder)]
     if arguments.json:
-        print(to_json(rows))
+        say_data(to_json(rows))
     elif not rows:
-        print(f"{folder}: no run")
+        say(one_line(f"{folder}: no run"))
     else:
         head = ("run", "state", "step", "loss", "speed", "s/step")
-        print("\n".join(aligned([head, *map(_cells, rows)])))
+        say("\n".join(aligned([head, *map(_cells, rows)])))
     return OK
 
 

@@ -76,11 +76,33 @@ def dry_run(arguments: Namespace) -> NoReturn:
     run_and_exit(lambda: _import_and_build(loaded, world_size, rank), loaded.provenance.describe)
 
 
+_VARIABLES = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 1}
+"""The variables of torchrun that are numbers, each with its minimum."""
+
+_LAST_PORT = 65535
+
+
 def _world_size() -> int:
-    try:
-        return at_least(1)(os.environ.get("WORLD_SIZE", "1"))
-    except ArgumentTypeError as error:
-        raise UserError(f"error: environment variable WORLD_SIZE: {error}") from None
+    """Return the number of ranks, from the variables of torchrun. Raises UserError for variables that are wrong."""
+    given = {}
+    for name, minimum in _VARIABLES.items():
+        try:
+            given[name] = at_least(minimum)(os.environ.get(name, str(minimum)))
+        except ArgumentTypeError as error:
+            raise UserError(f"error: environment variable {name}: {error}") from None
+    world_size = given["WORLD_SIZE"]
+    for name, total in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if given[name] >= given[total] and total in os.environ:
+            reason = f"must be less than {total} ({given[total]}), not {given[name]}"
+            raise UserError(f"error: environment variable {name}: {reason}")
+    if given["MASTER_PORT"] > _LAST_PORT:
+        reason = f"must be a port from 1 to {_LAST_PORT}, not {given['MASTER_PORT']}"
+        raise UserError(f"error: environment variable MASTER_PORT: {reason}")
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 or "RANK" in os.environ else ()
+    if missing := [name for name in needed if not os.environ.get(name)]:
+        reason = "torchrun sets it for each rank; start the run with titan-launch launch, or with torchrun"
+        raise UserError(f"error: environment variable {missing[0]}: is missing; {reason}")
+    return world_size
 
 
 def _import_and_train(loaded: LoadedJob, stop: StopRequest, arguments: Namespace) -> None:

@@ -18,7 +18,8 @@ from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS, foreign_ke
 from titan_launch.config.loading.schema_walk import tables
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.parallelism import ParallelismConfig
-from titan_launch.core.errors import KeyPath, format_key
+from titan_launch.core.errors import KeyPath, config_error, format_key
+from titan_launch.core.json_files import JsonError, read_json
 
 DEFAULTS: dict[str, Any] = {
     "model.name": "llama3",
@@ -231,12 +232,52 @@ def migrate(old: Mapping[str, Any], ranks: int | None = None) -> Migration:
 
 
 def _value(table: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return the value of a key of the old file, or `default`. Raises ConfigError for a value of another type than
+    TorchTitan has there."""
     found: Any = table
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
             return default
         found = found[part]
+    kind, noun = _KINDS.get(key) or _KINDS_OF_DEFAULTS.get(type(DEFAULTS.get(key)), (object, ""))
+    is_right = isinstance(found, kind) and (isinstance(found, bool) <= (kind in (bool, object)))
+    if not is_right or (kind is list and not all(isinstance(item, str) for item in found)):
+        raise config_error(tuple(key.split(".")), f"must be {noun}", found)
+    if kind is int and found < 1 and key in _POSITIVE:
+        raise config_error(tuple(key.split(".")), "must be at least 1", found)
     return found
+
+
+_KINDS_OF_DEFAULTS: dict[type, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    str: (str, "a string"),
+    list: (list, "an array of strings"),
+}
+_DEGREES = ("tensor", "context", "pipeline", "expert", "expert_tensor")
+_KINDS: dict[str, tuple[Any, str]] = {
+    **{f"parallelism.{name}_parallel_degree": (int, "a whole number") for name in _DEGREES},
+    **{f"parallelism.data_parallel_{name}_degree": (int, "a whole number") for name in ("shard", "replicate")},
+    "training.dataloader.num_workers": (int, "a whole number"),
+    "job.description": (str, "a string"),
+    "model.tokenizer_path": (str, "a string"),
+    "training.dataset_path": (str, "a string"),
+    "validation.dataset_path": (str, "a string"),
+    "checkpoint.initial_load_path": (str, "a string"),
+    "checkpoint.async_mode": (str, "a string"),
+    "checkpoint.exclude_from_loading": (list, "an array of strings"),
+    "quantize.linear.float8.filter_fqns": (list, "an array of strings"),
+    "activation_checkpoint.selective_ac_option": (str | int, "a string"),
+}
+"""Types of keys without a default in `DEFAULTS`, or of several types."""
+
+_POSITIVE = (
+    "training.steps",
+    "training.local_batch_size",
+    "training.seq_len",
+    *(f"parallelism.{name}_parallel_degree" for name in _DEGREES),
+)
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -283,10 +324,11 @@ def _data(job: Migration) -> None:
         folder = job.value("model.tokenizer_path")
     job.put("tokenizer.kind", "huggingface")
     job.put("tokenizer.path", folder)
-    with suppress(OSError, ValueError, AttributeError):
-        token = json.loads(Path(folder, "tokenizer_config.json").read_text(encoding="utf-8")).get("bos_token")
+    with suppress(OSError, JsonError):
+        settings = read_json(Path(folder, "tokenizer_config.json"))
+        token = settings.get("bos_token") if isinstance(settings, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
-        if token:
+        if token and isinstance(token, str):
             job.put("tokenizer.begin_of_document", token, "TorchTitan begins documents with the bos_token")
     _dataset(job, "training", "data")
     workers = job.value("training.dataloader.num_workers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -47,9 +47,9 @@ def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[s
     """Return the files that one entry names, in no particular order."""
     if entry == PYTHON_STDLIB:
         return _python_stdlib()
-    if Path(entry).is_dir():
+    if os.path.isdir(entry):
         return (found for found in _files_below(Path(entry), "*") if _uncompressed(found[0]).endswith(suffixes))
-    if Path(entry).is_file():
+    if os.path.isfile(entry):
         return iter([(Path(entry).name, Path(entry))])
     return _files_like(entry)
 
@@ -70,16 +70,57 @@ def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:
 
 
 def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
+    return ((name, Path(name)) for name in _names_like(pattern) if os.path.isfile(name))
+
+
+def _names_like(pattern: str) -> Iterator[str]:
+    """Return the paths that match a glob. `**` stands for a folder and all folders below it.
+
+    Python's `glob` follows each link to a folder, and does not end if two of them lead upwards.
+    """
     import glob
 
-    return ((name, Path(name)) for name in glob.iglob(pattern, recursive=True) if Path(name).is_file())
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    at = parts.index("**")
+    root = os.sep.join([*parts[:at], ""])
+    rest = [part for index, part in enumerate(parts[at:]) if part != "**" or parts[at + index - 1] != "**"][1:] or ["*"]
+    for found in glob.iglob(root) if root else [""]:
+        for folder in _folders_from(found):
+            yield from _names_like(os.path.join(glob.escape(folder), *rest))
+
+
+def _folders_from(root: str) -> Iterator[str]:
+    """Return a folder and all folders below it, without hidden ones. A link is followed if its target was not reached
+    before."""
+    reached = set()
+    waiting = [(root, False)]
+    while waiting:
+        folder, is_link = waiting.pop()
+        try:
+            state = os.stat(folder or ".")
+            if is_link and (state.st_dev, state.st_ino) in reached:
+                continue
+            with os.scandir(folder or ".") as entries:
+                inside = sorted(
+                    (os.path.join(folder, entry.name), entry.is_symlink())
+                    for entry in entries
+                    if entry.is_dir() and not entry.name.startswith(".")
+                )
+        except OSError:
+            continue
+        reached.add((state.st_dev, state.st_ino))
+        waiting += reversed(inside)
+        yield folder
 
 
 def images_named(path: str) -> Literal["digits", "folder", "shards", "npz"]:
     """Return the kind of storage that a `path` to images names."""
     if path == SKLEARN_DIGITS:
         return "digits"
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         return "folder"
     return "shards" if path.endswith(".tar") else "npz"
 
@@ -93,7 +134,8 @@ def class_folders(path: str) -> list[str]:
 def tar_shards(path: str) -> list[Path]:
     """Return the files that a path with globs and braces names: in the order of the braces, and by name within a glob.
 
-    Raises FileNotFoundError(entry) for the first entry that matches no file.
+    Raises FileNotFoundError(entry) for the first entry that matches no file, and ValueError for more than MOST_SHARDS
+    files.
     """
     shards: list[Path] = []
     for entry in _expand_braces(path):
@@ -101,15 +143,43 @@ def tar_shards(path: str) -> list[Path]:
         if not found:
             raise FileNotFoundError(entry)
         shards += found
+        if len(shards) > MOST_SHARDS:
+            raise ValueError(_TOO_MANY)
+    if not shards:
+        raise FileNotFoundError(path)
     return shards
 
 
+MOST_SHARDS = 100_000
+"""Limit of the files that a path with braces names."""
+
+_MOST_CHARACTERS = 16_000_000
+"""Limit of the characters of their paths."""
+
+_TOO_MANY = f"stands for more than {MOST_SHARDS:,} files"
+
+
 def _expand_braces(text: str) -> list[str]:
-    """Return the strings that a pattern like `{a,b}-{00..12}` stands for, as in a shell."""
-    found = re.search(r"\{([^{}]*,[^{}]*|(\d+)\.\.(\d+))\}", text)
-    if found is None:
-        return [text]
-    items, first, last = found.groups()
-    words = items.split(",") if first is None else [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
-    expanded = (text[: found.start()] + word + text[found.end() :] for word in words)
-    return [string for each in expanded for string in _expand_braces(each)]
+    """Return the strings that a pattern like `{a,b}-{00..12}` stands for, as in a shell. Raises ValueError."""
+    strings: list[str] = []
+    patterns = [text]
+    while patterns:
+        pattern = patterns.pop()
+        found = next((braces for braces in _BRACES.finditer(pattern) if braces[2] or "," in braces[1]), None)
+        if found is None:
+            strings.append(pattern)
+            continue
+        if found[2]:
+            words: Sequence[int | str] = range(int(found[2]), int(found[3]) + 1)
+        else:
+            words = found[1].split(",")
+        count = len(words) + len(strings) + len(patterns)
+        if count > MOST_SHARDS or count * len(pattern) > _MOST_CHARACTERS:
+            raise ValueError(_TOO_MANY)
+        width = len(found[2] or "")
+        before, after = pattern[: found.start()], pattern[found.end() :]
+        patterns += [f"{before}{str(word).zfill(width)}{after}" for word in reversed(words)]
+    return strings
+
+
+_BRACES = re.compile(r"\{((\d{1,9})\.\.(\d{1,9})|[^{}]*)\}")

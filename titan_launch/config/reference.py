@@ -28,6 +28,7 @@ from titan_launch.config.loading.schema_walk import TAGGED, Kinds, alternatives,
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import MIXED_KINDS, DataSource, MixtureData, MixtureEntry
 from titan_launch.config.sections.model import ModelConfig
+from titan_launch.core.terminal import say
 
 _EXTENDS = {
     "description": "Path of a job file that this file extends, or an array of paths, relative to this file. Tables are "
@@ -178,6 +179,9 @@ GPU.
 `extends` is the path of a job file, or an array of paths, relative to the file that contains it. These files are
 merged in order, and the file itself last. Tables are merged key by key. Any other value, including an array, replaces
 the earlier one. A file that is reached in several ways is merged once, where it is first reached.
+
+A job has at most 100 files. A TOML file has at most 1 MiB, and a JSON file at most 4 MiB. A file has at most 100,000
+values, 1,000 items in an array (10,000 in an array `path`), 32 nested tables and arrays, and integers of 64 bits.
 
 ## Overrides
 
@@ -457,7 +461,7 @@ def main() -> None:
     for path, text in documents().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        print(path)
+        say(str(path))
 
 
 if __name__ == "__main__":

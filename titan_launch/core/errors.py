@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
+
+from titan_launch.core.terminal import one_line
 
 
 class _Unset:
@@ -86,7 +90,18 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _format_key_part(part: str) -> str:
     is_bare = part.isascii() and part.replace("_", "").replace("-", "").isalnum()
-    return part if is_bare else f'"{part}"'
+    return part if is_bare else toml_string(part)
+
+
+_ESCAPED = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters that JSON leaves as they are."""
+
+
+def toml_string(text: str) -> str:
+    """Return a TOML string in one line, with escapes in place of control characters."""
+    import json  # the escapes of JSON are valid in TOML
+
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def nearest_multiples(number: int, of: int) -> str:
@@ -95,11 +110,15 @@ def nearest_multiples(number: int, of: int) -> str:
     return f"{below} or {above}" if below else str(above)
 
 
+_MOST_CANDIDATES = 10_000
+"""Number of candidates that are compared with a misspelt word. A file of a stranger may have more names."""
+
+
 def nearest(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
     """Return the candidate that is most similar to a misspelt word, or None. Case is ignored."""
     import difflib  # imported here to save a millisecond of every start
 
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    by_lower = {candidate.lower(): candidate for candidate in islice(candidates, _MOST_CANDIDATES)}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=similarity)
     return by_lower[near[0]] if near else None
 
@@ -107,10 +126,10 @@ def nearest(word: str, candidates: Iterable[str], similarity: float = 0.6) -> st
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return `; did you mean "steps"?`, or "" if no candidate is similar. Case is ignored."""
     near = nearest(word, candidates)
-    return f'; did you mean "{near}"?' if near else ""
+    return f'; did you mean "{one_line(near)}"?' if near else ""
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
     """Return the first `most` names, and the number of the others: "a, b, c and 2 more"."""
-    shown = ", ".join(names[:most])
+    shown = ", ".join(map(one_line, names[:most]))
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -93,6 +93,8 @@ def remove(path: Path) -> None:
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading. Raises OSError for other kinds of file. (Opening a FIFO would wait for a
     writer.)"""
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "a path cannot have the character NUL", str(path))
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -118,8 +120,15 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
 def weights_folder_around(path: Path) -> Path | None:
     """Return the folder with weights (`*.safetensors`) that `path` is, or is inside of; None if there is none. Nothing
     is written into such a folder, because other programs and runs read it."""
-    whole = path.expanduser().resolve()
-    return next((folder for folder in (whole, *whole.parents) if next(folder.glob("*.safetensors"), None)), None)
+    whole = Path(os.path.realpath(os.path.expanduser(path)))
+    return next((folder for folder in (whole, *whole.parents) if _has_weights(folder)), None)
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return next(folder.glob("*.safetensors"), None) is not None
+    except OSError:  # the name is too long, or a link leads to itself
+        return False
 
 
 def refuse_weights_folder(path: Path) -> None:

@@ -13,7 +13,14 @@ def matches(pattern: str, path: str) -> bool:
     `*`, `?` and `[...]` match within one segment. `**` matches zero or more whole segments: `**.norm` matches `norm`
     and `layers.0.norm`. `layers.*` matches `layers.0`, but not `layers.0.norm`.
     """
-    return _matches(tuple(pattern.split(".")), tuple(path.split(".")))
+    return _matches(_segments(pattern), tuple(path.split(".")))
+
+
+@functools.cache
+def _segments(pattern: str) -> tuple[str, ...]:
+    """Return the segments of a glob, with one `**` in place of several in sequence."""
+    parts = pattern.split(".")
+    return tuple(part for part, before in zip(parts, ["", *parts], strict=False) if (part, before) != ("**", "**"))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, Stopped, UserError
+from titan_launch.core.terminal import as_message, printable, say_escaped, shortened
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -106,6 +108,8 @@ def _run(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str
     except KeyboardInterrupt:
         return _announce("interrupted", INTERRUPTED)
     except BaseException as error:
+        if isinstance(error, OSError) and (text := wrong_path(error)):
+            return _announce(text, BAD_INPUT)
         import traceback
 
         from titan_launch.core.import_string import raised_in_user_forward, user_traceback
@@ -113,7 +117,15 @@ def _run(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str
         trace = user_traceback(error) if raised_in_user_forward(error) else traceback.format_exc().rstrip()
         rank = os.environ.get("RANK")
         where = f" on rank {rank}" if rank else ""
-        return _announce(f"{trace}\nerror: the run failed{where}; see the traceback above", FAILED)
+        announce_once(f"error: the run failed{where}; see the traceback above", trace)
+        return FAILED
+
+
+def wrong_path(error: OSError) -> str | None:
+    """Return the message for the error of a path that cannot exist or be entered; None for other errors."""
+    if error.errno not in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR) or error.filename is None:
+        return None
+    return f"error: {shortened(str(error.filename), 300)}: {error.strerror}; name another path, or correct it"
 
 
 def _announce(text: str, status: int) -> int:
@@ -121,15 +133,18 @@ def _announce(text: str, status: int) -> int:
     return status
 
 
-def announce_once(text: str) -> None:
+def announce_once(text: str, traceback: str = "") -> None:
     """Print an error on the first rank of this host that fails. The later errors of other ranks are its consequences.
+
+    `traceback`: lines above the error, which are not indented as the lines of an error are.
 
     The rank that creates the file of `claim_announcement` prints its error. The rank need not be rank 0, because
     torchrun may stop rank 0 before rank 0 prints.
     """
     if claim_announcement(os.environ):
         clear_line = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor behind its line
-        print(clear_line + text, file=sys.stderr, flush=True)
+        above = f"{printable(traceback)}\n" if traceback else ""
+        say_escaped(f"{clear_line}{above}{as_message(text)}", sys.stderr, flush=True)
 
 
 def claim_announcement(environment: Mapping[str, str]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
+import warnings
 from typing import TextIO
 
 _LINES = ("\n", "\t")
@@ -44,6 +45,12 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else text.translate(_KEEPING_NOTHING)
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """Return a text without its middle, if it is longer than `most` characters."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[: half - 2]} ... {text[-half + 3 :]}"
+
+
 def as_message(text: str) -> str:
     """Return an error or a log message. Each line after its first begins with white space, so that no part of it looks
     like a message of its own."""
@@ -51,9 +58,33 @@ def as_message(text: str) -> str:
     return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in others)])
 
 
-def say(text: str = "", file: TextIO | None = None, end: str = "\n") -> None:
-    """Print a text, and flush it. `file`: standard output by default."""
-    print(printable(text), file=sys.stdout if file is None else file, end=end, flush=True)
+def say(text: str = "", file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+    """Print a text with escapes in place of control characters. `file`: standard output by default."""
+    say_escaped(printable(text), file, end, flush)
+
+
+def say_data(text: str, end: str = "\n", flush: bool = False) -> None:
+    """Print a text that other programs may read, to standard output: with escapes on a terminal, else as it is."""
+    (say if sys.stdout.isatty() else say_escaped)(text, end=end, flush=flush)
+
+
+def say_escaped(text: str, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+    """Print a text as it is. The caller has escaped it, and may have added colours and the like."""
+    print(text, file=sys.stdout if file is None else file, end=end, flush=flush)
+
+
+def escape_warnings() -> None:
+    """Let Python's warnings, whose texts may have names from files, also be printed with escapes."""
+    warnings.formatwarning = _format_warning
+
+
+_PLAIN_FORMAT = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return as_message(_PLAIN_FORMAT(message, category, filename, lineno, line))
 
 
 def _is_plain(text: str) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from titan_launch.core.process import EXITED_DIRECTLY, claim_announcement, has_exited_directly
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signals_blocked
+from titan_launch.core.terminal import say
 
 _SECONDS_AFTER_A_FAILURE = 30  # the same timeout as torchrun's own
 
@@ -90,7 +91,7 @@ class ElasticAgent(LocalElasticAgent):
             most = worker_group.spec.max_restarts
             self._on_failure(result.failures)
             number = most - self._remaining_restarts + 1
-            print(f"starting all ranks again: restart {number} of at most {most}", file=sys.stderr, flush=True)
+            say(f"starting all ranks again: restart {number} of at most {most}", file=sys.stderr, flush=True)
         return result
 
     def _silent_failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titan_launch.core.errors import UserError
+from titan_launch.core.terminal import shortened
 
 PROCESSES_WITHOUT_GPU = 2
 
@@ -59,11 +60,17 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
     options = dict(options)
     per_node = _processes_per_node(options.pop("nproc-per-node", "auto"))
     nodes = options.pop("nnodes", "1")
-    if not all(part.isdecimal() and int(part) >= 1 for part in nodes.split(":", 1)):
-        raise UserError(f"error: --nnodes {nodes}: must be a whole number of at least 1, or min:max")
-    for name in ("node-rank", "master-port", "max-restarts", "shutdown-timeout"):
-        if not options.get(name, "0").isdecimal():
-            raise UserError(f"error: --{name} {options[name]}: must be a whole number")
+    numbers = [_number(part, 1, _MOST) or 0 for part in nodes.split(":", 1)]
+    if 0 in numbers or numbers != sorted(numbers):
+        raise _wrong("nnodes", nodes, "must be a whole number of at least 1, or min:max")
+    for name, (first, last) in {**_RANGES, "node-rank": (0, numbers[-1] - 1)}.items():
+        if name in options and _number(options[name], first, last) is None:
+            hint = f", since --nnodes is {nodes}" if name == "node-rank" else ""
+            raise _wrong(name, options[name], f"must be a whole number from {first} to {last}{hint}")
+    host, colon, port = options.get("rdzv-endpoint", "").rpartition(":")
+    if colon and (not host or _number(port, 1, _LAST_PORT) is None):
+        reason = f"must have the form HOST:PORT, with a port from 1 to {_LAST_PORT}"
+        raise _wrong("rdzv-endpoint", options["rdzv-endpoint"], reason)
     shutdown_timeout_s = int(options.pop("shutdown-timeout", SHUTDOWN_TIMEOUT_S))
     args = [f"--nproc-per-node={per_node}", *(f"--{name}={value}" for name, value in options.items())]
     if nodes == "1" and not {"master-addr", "master-port"} & set(options) and not any("rdzv" in o for o in options):
@@ -79,9 +86,27 @@ def _processes_per_node(text: str) -> int:
         if text == "gpu" and not gpus:
             raise UserError('error: --nproc-per-node gpu: this host has no GPU; use "auto" or a number')
         return gpus or PROCESSES_WITHOUT_GPU
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f'error: --nproc-per-node {text}: must be a whole number of at least 1, "gpu" or "auto"')
-    return int(text)
+    number = _number(text, 1, _MOST_PER_HOST)
+    if number is None:
+        reason = f'must be a whole number of at least 1 and at most {_MOST_PER_HOST:,}, "gpu" or "auto"'
+        raise _wrong("nproc-per-node", text, reason)
+    return number
+
+
+_LAST_PORT = 65535
+_MOST = 10**6
+_MOST_PER_HOST = 1024
+_RANGES = {"master-port": (1, _LAST_PORT), "max-restarts": (0, _MOST), "shutdown-timeout": (0, _MOST)}
+"""First and last value of the options that are numbers."""
+
+
+def _number(text: str, first: int, last: int) -> int | None:
+    """Return a whole number within a range, or None."""
+    return int(text) if text.isdecimal() and len(text) < 10 and first <= int(text) <= last else None
+
+
+def _wrong(name: str, text: str, reason: str) -> UserError:
+    return UserError(f"error: --{name} {shortened(text)}: {reason}")
 
 
 def count_gpus() -> int:

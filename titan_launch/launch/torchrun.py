@@ -22,9 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_launch.core.errors import UserError
 from titan_launch.core.patches import environment, replaced, without_garbage_collection
-from titan_launch.core.process import EXITED_DIRECTLY, FAILED, remove_folders
+from titan_launch.core.process import BAD_INPUT, EXITED_DIRECTLY, FAILED, remove_folders
 from titan_launch.core.signals import AGENT_PID, signal_name, signals_handled
+from titan_launch.core.terminal import as_message, say, shortened
 from titan_launch.launch.options import Processes
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def _run_torchrun(
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with without_garbage_collection():
         _import_torch_quietly()
-        from torch.distributed import launcher
+        from torch.distributed import DistError, launcher
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -90,9 +92,14 @@ def _run_torchrun(
         return 128 + signal.SIGKILL if stopping.has_killed else report_failure(error.failures)
     except SignalException as error:
         return 128 + error.sigval
-    except RendezvousError as error:
-        print(f"error: {_rendezvous_failure(error)}", file=sys.stderr)
-        return 1
+    except (RendezvousError, DistError) as error:
+        is_in_use = "EADDRINUSE" in str(error)
+        say(as_message(f"error: {_PORT_IN_USE if is_in_use else _rendezvous_failure(error)}"), file=sys.stderr)
+        return BAD_INPUT if is_in_use else FAILED
+    except (AssertionError, ImportError, OSError, ValueError) as error:
+        if stopping.last_start:  # otherwise no rank was started, and the options are wrong
+            raise
+        raise UserError(f"error: torchrun cannot start with these options: {_first_line(error)}") from None
     return 0
 
 
@@ -184,12 +191,12 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
     left = [rank for rank, failure in failures.items() if failure.message == EXITED_DIRECTLY]
     if left and not killed:
         status = exit_codes[left[0]]
-        print(f"error: rank {left[0]} ended with status {status}: {EXITED_DIRECTLY}", file=sys.stderr)
+        say(f"error: rank {left[0]} ended with status {status}: {EXITED_DIRECTLY}", file=sys.stderr)
         return status or FAILED
     if not killed:
         status = next((code for code in exit_codes.values() if code > 0), 0)
         if not status:
-            print(f"error: rank {min(exit_codes)} was ended by SIGTERM", file=sys.stderr)
+            say(f"error: rank {min(exit_codes)} was ended by SIGTERM", file=sys.stderr)
         return status or 128 + signal.SIGTERM
     rank, number = next(iter(killed.items()))
     hint = ""
@@ -197,7 +204,7 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
         hint = "; the usual cause is that the host ran out of memory"
     elif number == signal.SIGABRT:
         hint = _abort_cause(run_folder, stopping.last_start)
-    print(f"error: rank {rank} was killed by {signal_name(number)}{hint}", file=sys.stderr)
+    say(as_message(f"error: rank {rank} was killed by {signal_name(number)}{hint}"), file=sys.stderr)
     return 128 + number
 
 
@@ -227,9 +234,20 @@ def _rendezvous_failure(error: Exception) -> str:
     reasons = {
         "RendezvousClosedError": "the run has ended on another host, so this host cannot join",
         "RendezvousTimeoutError": "fewer hosts than --nnodes joined before the timeout (--rdzv-conf)",
+        "DistNetworkError": f"host 0 (--master-addr, --master-port) cannot be reached: {_first_line(error)}",
         "RendezvousConnectionError": "the host of the rendezvous (--rdzv-endpoint) is gone or cannot be reached",
     }
-    return reasons.get(type(error).__name__, f"the rendezvous of the hosts failed: {error!r}")
+    return reasons.get(type(error).__name__, f"the rendezvous of the hosts failed: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return shortened(str(error).partition("\n")[0] or type(error).__name__, 500)
+
+
+_PORT_IN_USE = (
+    "the port of the rendezvous is in use on this host, perhaps by another run; choose another port with --master-port "
+    "or --rdzv-endpoint"
+)
 
 
 def _share_cores(processes: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.core.errors import UserError, format_key
+from titan_launch.core.terminal import one_line, say
 
 _COLUMN = 39
 """Column at which comments begin, if the keys and values before them are shorter."""
@@ -36,13 +37,15 @@ class Table:
 
 def job_text(comments: Iterable[str], tables: Iterable[Table]) -> str:
     """Return a job file: comment lines, then the tables."""
-    head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
+    head = "".join(f"# {one_line(line)}".rstrip() + "\n" for line in comments)
     return head + "".join(f"\n[{table.header}]\n{_rows(table.rows)}" for table in tables if table.rows)
 
 
 def _rows(rows: Sequence[Row]) -> str:
     lines = [(f"{format_key((row.key,))} = {toml_value(row.value)}", row.comment) for row in rows]
-    return "".join(f"{line:{_COLUMN - 1}} # {comment}\n" if comment else f"{line}\n" for line, comment in lines)
+    return "".join(
+        f"{line:{_COLUMN - 1}} # {one_line(comment)}\n" if comment else f"{line}\n" for line, comment in lines
+    )
 
 
 def check_new(file: str, command: str) -> None:
@@ -69,5 +72,5 @@ def print_open_problems(file: str) -> None:
         load_job(file)
     except UserError as error:
         problems = str(error).removeprefix("error: ").splitlines()
-        lines = [f"  {line.strip()}" for line in problems if ".toml:" in line]
-        print("\n".join(["to do before the first run:", *lines]))
+        lines = [f"  {one_line(line.strip())}" for line in problems if ".toml:" in line]
+        say("\n".join(["to do before the first run:", *lines]))

@@ -95,7 +95,7 @@ class Comparison:
         head = ["", *letters, *(f"{letter} against A" for letter in letters[1:])]
         figures = aligned([head, *([line.name, *line.cells, *line.changes()[1:]] for line in self.lines)])
         only = [
-            f"only in {letter}: {', '.join(self.only_in_some[name])}"
+            f"only in {letter}: {one_line(', '.join(self.only_in_some[name]))}"
             for letter, name in zip(letters, self.names, strict=True)
             if name in self.only_in_some
         ]

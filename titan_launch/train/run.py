@@ -206,8 +206,10 @@ def _later_metrics(job: ResolvedJob) -> Iterator[str]:
 
 def log_job(job: ResolvedJob, locate_key: KeyLocator) -> None:
     """Log the job in about eight lines, and at level DEBUG the table of units."""
-    _log.info("%s", format_lines(summary_of_job(job.config, job.plan, job.layout)))
-    _log.debug("%s", format_plan(job.config, job.plan, job.layout, locate_key))
+    for line in format_lines(summary_of_job(job.config, job.plan, job.layout)).split("\n"):
+        _log.info("%s", line)
+    for line in format_plan(job.config, job.plan, job.layout, locate_key).split("\n"):
+        _log.debug("%s", line)
 
 
 def log_run(
@@ -219,7 +221,8 @@ def log_run(
         *data.describe(job.config.training.steps * job.layout.global_batch_size),
         ("folder", f"{folder} ({UNITS_FILE} has the table of the {len(job.plan.units)} FSDP2 units)"),
     ]
-    _log.info("%s", format_lines(lines))
+    for line in format_lines(lines).split("\n"):
+        _log.info("%s", line)
 
 
 def _memory(hardware: Hardware, memory_check: MemoryCheck | None) -> str:

@@ -156,7 +156,7 @@ def test_a_problem_in_a_json_file_has_no_line_number() -> None:
     ("name", "content", "message"),
     [
         ("config.json", b'{"a": 1,\n}', "error: config.json:2: not valid JSON: "),
-        ("config.json", b"[" * 100_000, "error: config.json: nested too deeply; "),
+        ("config.json", b"[" * 100_000, "error: config.json: not valid JSON: more than 64 nested"),
         ("job.toml", b"x = " + b"[" * 100_000, "error: job.toml: nested too deeply; "),
         ("config.json", b"[1]", "error: config.json: must contain a JSON object with the sections of a job"),
         ("job.toml", b"[job]\nname = '\xe9'", "error: job.toml:2: not UTF-8 text (byte 0xe9); save it as UTF-8"),

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import SampleUnit
+
+NumLayers = Annotated[int, Field(ge=1, le=1000)]
+"""A number of blocks. Plans, rules and models have an entry for each of them."""
 
 
 class ModelArgs(Section):

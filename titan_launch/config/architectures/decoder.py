@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.architectures.base import ModelArgs, NumLayers
 from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.architectures.latent_attention import LatentAttentionArgs
 from titan_launch.config.sections.base import Section
@@ -117,7 +117,7 @@ class DecoderArgs(ModelArgs):
     dim: Positive
     """Width of the residual stream."""
 
-    n_layers: Positive
+    n_layers: NumLayers
     """Number of blocks."""
 
     n_heads: Positive

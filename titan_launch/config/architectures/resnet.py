@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.architectures.base import ModelArgs, NumLayers
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.base import Array
 from titan_launch.config.sections.data import SampleUnit
@@ -29,7 +29,7 @@ class ResNetArgs(ModelArgs):
     """Kind of the residual blocks. `basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3 and 1x1 convolutions; the last
     has four times the channels."""
 
-    depths: Array[Positive]
+    depths: Array[NumLayers]
     """Number of blocks of each stage."""
 
     widths: Array[Positive]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.architectures.base import ModelArgs, NumLayers
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
 
@@ -29,7 +29,7 @@ class ViTArgs(ModelArgs):
     dim: Positive
     """Width of the residual stream."""
 
-    n_layers: Positive
+    n_layers: NumLayers
     """Number of blocks."""
 
     n_heads: Positive

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import tomli
 
 from titan_launch.config.loading.carried import carried_configs
+from titan_launch.config.loading.limits import MOST_BYTES, MOST_DEPTH, MOST_FILES, outside_of_limits
 from titan_launch.config.loading.provenance import report, toml_value
-from titan_launch.core.errors import KeyPath, UserError, did_you_mean, nearest
+from titan_launch.core.errors import KeyPath, UserError, did_you_mean, format_key, nearest
+from titan_launch.core.files import read_regular
+from titan_launch.core.terminal import shortened
 
 
 class JobFile:
@@ -22,6 +26,10 @@ class JobFile:
         self._text = _read_text(path)
         self.table: dict[str, Any] = _parse(path, self._text)
         """Content of the file, without `extends`."""
+        if found := outside_of_limits(self.table):
+            key, reason = found
+            place = self.find(key)[1] if len(key) <= MOST_DEPTH else path
+            raise _FileError(f"{place}: {shortened(format_key(key), 200)}{': ' * bool(key)}{reason}")
         self.extends = self.table.pop("extends", [])
 
     def find(self, key: KeyPath) -> tuple[int, str]:
@@ -79,6 +87,8 @@ class _Reader:
             self.problems.append(
                 f"{place}: files extend each other: {' -> '.join([*self._chain, path])}; remove one of the extends keys"
             )
+        elif len(self._done) == MOST_FILES:
+            raise UserError(f"error: {place}: the job has more than {MOST_FILES} files; write it with fewer")
         elif identity not in self._done:
             self._done.add(identity)
             try:
@@ -104,7 +114,9 @@ class _Reader:
             return []
         folder = os.path.dirname(file.path)
         paths = [name if _is_plain(name) else _join(folder, name) for name in names]
-        return [(path, f"{place}: extends = {toml_value(name)}") for path, name in zip(paths, names, strict=True)]
+        return [
+            (path, f"{place}: extends = {shortened(toml_value(name))}") for path, name in zip(paths, names, strict=True)
+        ]
 
 
 _SUFFIXES = (".toml", ".json")
@@ -123,7 +135,8 @@ def _named(path: str) -> str:
     if path not in known:
         names = ", ".join(name for name in known if "/" not in name)
         hint = _similar_file(path) or did_you_mean(path, known)
-        raise _FileError(f"{path}: no such file, and no config of this package (there are {names}){hint}")
+        shown = shortened(path, _MAX_PATH_LENGTH)
+        raise _FileError(f"{shown}: no such file, and no config of this package (there are {names}){hint}")
     return str(known[path])
 
 
@@ -136,20 +149,23 @@ def _is_json(path: str) -> bool:
 
 
 def _read_text(path: str) -> str:
+    shown = shortened(path, _MAX_PATH_LENGTH)
+    if os.path.isdir(path):
+        raise _FileError(f"{shown}: is a folder; name a job file in it")
     try:
-        with open(path, "rb") as file:
-            data = file.read()
+        data = read_regular(Path(path), MOST_BYTES[".json" if _is_json(path) else ".toml"])
     except FileNotFoundError:
-        raise _FileError(f"{path}: no such file{_similar_file(path)}") from None
-    except IsADirectoryError:
-        raise _FileError(f"{path}: is a folder; name a job file in it") from None
+        raise _FileError(f"{shown}: no such file{_similar_file(path)}") from None
     except OSError as error:
-        raise _FileError(f"{path}: cannot be read: {error.strerror}; correct the path or the permissions") from None
+        raise _FileError(f"{shown}: cannot be read: {error.strerror}; correct the path or the permissions") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise _FileError(f"{path}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}); save it as UTF-8") from None
+
+
+_MAX_PATH_LENGTH = 300
 
 
 def _similar_file(path: str) -> str:
@@ -158,7 +174,7 @@ def _similar_file(path: str) -> str:
     try:
         entries = os.listdir(folder or ".")
     except OSError:
-        return f' (the folder "{folder}" does not exist)'
+        return f' (the folder "{shortened(folder)}" does not exist)'
     by_stem = {_stem(entry): os.path.join(folder, entry) for entry in entries if entry.endswith(_SUFFIXES)}
     near = nearest(_stem(path), by_stem)
     return f'; the folder has "{os.path.basename(by_stem[near])}"' if near else ""
@@ -177,15 +193,18 @@ def _parse(path: str, text: str) -> dict[str, Any]:
         from titan_launch.config.loading.toml_positions import explain_toml_error
 
         raise _FileError(explain_toml_error(path, text, error)) from None
+    except ValueError:
+        raise _FileError(f"{path}: not valid TOML: a number of thousands of digits; remove it") from None
 
 
 def _parse_json(path: str, text: str) -> dict[str, Any]:
-    import json
+    from titan_launch.core.json_files import JsonError, parse_json
 
     try:
-        table = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _FileError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
+        table = parse_json(text)
+    except JsonError as error:
+        place = f"{path}:{error.line}" if error.line else path
+        raise _FileError(f"{place}: not valid JSON: {error}") from None
     if not isinstance(table, dict):
         raise _FileError(f"{path}: must contain a JSON object with the sections of a job")
     return table

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.files import JobFile, read_job
 from titan_launch.config.loading.merge import Draft, Override, parse_overrides
-from titan_launch.config.loading.provenance import Provenance, contains
+from titan_launch.config.loading.provenance import MOST_PROBLEMS, Provenance, contains
 from titan_launch.config.loading.schema_walk import kinds_of
 from titan_launch.config.rules import RULES, Rule
 from titan_launch.config.sections.model import HUGGINGFACE
@@ -183,6 +183,8 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
         from titan_launch.config.loading.validation_errors import translate
 
         problems = translate(error, JobConfig)
+        if error.error_count() > MOST_PROBLEMS:
+            return JobConfig(), problems
     rest = _without(table, problems)
     config, more = _parse(rest) if rest != table else (JobConfig(), [])
     return config, problems + more

@@ -8,9 +8,13 @@ from typing import Any
 
 import tomli
 
+from titan_launch.config.loading.limits import MOST_DEPTH, MOST_KEY_LENGTH, outside_of_limits
 from titan_launch.config.loading.provenance import Provenance, Source, report, toml_value
 from titan_launch.config.loading.schema_walk import kinds_of
 from titan_launch.core.errors import ConfigError, KeyPath, UserError, config_error, format_key
+from titan_launch.core.terminal import shortened
+
+_MAX_TEXT_LENGTH = 300
 
 
 class Override:
@@ -25,7 +29,7 @@ class Override:
 
     def find(self, key: KeyPath) -> tuple[int, str]:
         """Return the line (0, because an override is in no file), and the text that errors show as the location."""
-        return 0, f"command line: {self.text}"
+        return 0, f"command line: {shortened(self.text, _MAX_TEXT_LENGTH)}"
 
     @property
     def sets_kind(self) -> bool:
@@ -45,9 +49,14 @@ def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None 
     for text, name, value in _split(arguments):
         try:
             key = _parse_key((aliases or {}).get(name, name))
-            overrides.append(Override(text, key, True if value is None else parse_value(value)))
+            parsed = True if value is None else parse_value(value)
+            if len(key) > MOST_DEPTH or max(map(len, key)) > MOST_KEY_LENGTH:
+                raise ValueError(f"a key has at most {MOST_DEPTH} parts, each of at most {MOST_KEY_LENGTH} characters")
+            if found := outside_of_limits(parsed, key):
+                raise ValueError(found[1])
+            overrides.append(Override(text, key, parsed))
         except ValueError as error:
-            problems.append(f"command line: {text}: {error}")
+            problems.append(f"command line: {shortened(text, _MAX_TEXT_LENGTH)}: {error}")
     if problems:
         raise UserError(report(problems, "the command line"))
     return sorted(overrides, key=lambda override: not override.sets_kind)
@@ -83,7 +92,7 @@ def _split_key(name: str) -> tuple[str, ...]:
         return tuple(name.split("."))
     try:
         table = tomli.loads(f"{name} = 0")
-    except tomli.TOMLDecodeError:
+    except (tomli.TOMLDecodeError, RecursionError):
         raise ValueError("is not an override; overrides have the form --section.key=value") from None
     parts = []
     while isinstance(table, dict):
@@ -103,6 +112,10 @@ def parse_value(text: str) -> Any:
         if text.lstrip().startswith(("{", "[")):
             raise ValueError(f"not valid TOML: {str(error).partition(' (at ')[0]}") from None
         return text
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError:
+        raise ValueError("a number of thousands of digits") from None
     return table["value"] if len(table) == 1 else text
 
 
@@ -156,8 +169,7 @@ class Draft:
         meaning in the new kind."""
         if kinds := kinds_of(key):
             for name in kinds.dropped_keys(table, new):
-                del table[name]
-                self._forget((*key, name))
+                self._forget((*key, name), table.pop(name))
 
     def _put(self, container: Any, name: str | int, value: Any, key: KeyPath, source: Source) -> None:
         """Set `container[name] = value`. A table is merged into an existing table."""
@@ -165,11 +177,11 @@ class Draft:
         if isinstance(value, dict):
             merged = old if isinstance(old, dict) else {}
             if merged is not old:
-                self._forget(key)
+                self._forget(key, old)
             _assign(container, name, merged)
             self._merge(merged, value, key, source)
         else:
-            self._forget(key)
+            self._forget(key, old)
             _assign(container, name, value)
         self._origins[key] = source
 
@@ -183,10 +195,12 @@ class Draft:
             raise config_error((*key, following), reason)
         return inside
 
-    def _forget(self, key: KeyPath) -> None:
-        """Remove the sources of a key and of all keys in it."""
-        for known in [known for known in self._origins if known[: len(key)] == key]:
-            del self._origins[known]
+    def _forget(self, key: KeyPath, value: Any) -> None:
+        """Remove the sources of a key, which has had this value, and of all keys in it."""
+        self._origins.pop(key, None)
+        names = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        for name in names:
+            self._forget((*key, name), value[name])
 
 
 def _name_in(container: Any, part: str, key: KeyPath) -> str | int:
@@ -194,7 +208,7 @@ def _name_in(container: Any, part: str, key: KeyPath) -> str | int:
     `container` is an array."""
     if isinstance(container, dict):
         return part
-    if part.isdecimal() and int(part) <= len(container):
+    if part.isdecimal() and len(part) < 10 and int(part) <= len(container):
         return int(part)
     wrong = "" if part.isdecimal() else f'"{part}" is not an index; '
     raise config_error(key, wrong + _index_reason(format_key(key[:-1]), len(container)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key
+from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, toml_string
+from titan_launch.core.terminal import shortened
 
 
 class KeyLocation(NamedTuple):
@@ -57,11 +58,14 @@ class Provenance:
         return report([self._line(problem) for problem in ordered], self.path)
 
     def _line(self, problem: Problem) -> str:
-        place = self.find(problem.key).text
+        place, key = self.find(problem.key).text, shortened(format_key(problem.key), _MAX_KEY_LENGTH)
         if problem.value is UNSET:
-            return f"{place}: {format_key(problem.key)}: {problem.reason}"
+            return f"{place}: {key}: {problem.reason}"
         note = "" if self.is_given(problem.key) else " (default, not set in the job)"
-        return f"{place}: {format_key(problem.key)} = {_shorten(toml_value(problem.value))}{note}: {problem.reason}"
+        return f"{place}: {key} = {shortened(toml_value(problem.value))}{note}: {problem.reason}"
+
+
+_MAX_KEY_LENGTH = 300
 
 
 def contains(table: Mapping[str, Any], key: KeyPath) -> bool:
@@ -75,7 +79,8 @@ def contains(table: Mapping[str, Any], key: KeyPath) -> bool:
     return True
 
 
-_MAX_VALUE_LENGTH = 60
+MOST_PROBLEMS = 100
+"""Largest number of problems in a message."""
 
 
 def report(lines: Sequence[str], subject: str) -> str:
@@ -83,7 +88,8 @@ def report(lines: Sequence[str], subject: str) -> str:
     one line each."""
     if len(lines) == 1:
         return f"error: {lines[0]}"
-    return "\n  ".join([f"error: {len(lines)} problems in {subject}", *lines])
+    more = [f"and {len(lines) - MOST_PROBLEMS:,} more"] if len(lines) > MOST_PROBLEMS else []
+    return "\n  ".join([f"error: {len(lines)} problems in {subject}", *lines[:MOST_PROBLEMS], *more])
 
 
 def toml_value(value: Any) -> str:
@@ -91,22 +97,9 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return _toml_string(value)
+        return toml_string(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{format_key((key,))} = {toml_value(item)}' for key, item in value.items())}}}"
     return "null" if value is None else str(value)
-
-
-def _toml_string(text: str) -> str:
-    import json  # the escapes of JSON are valid in TOML
-
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _shorten(text: str) -> str:
-    if len(text) <= _MAX_VALUE_LENGTH:
-        return text
-    half = _MAX_VALUE_LENGTH // 2
-    return f"{text[: half - 2]} ... {text[-half + 3 :]}"

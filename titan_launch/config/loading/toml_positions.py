@@ -7,6 +7,7 @@ import re
 
 import tomli
 
+from titan_launch.config.loading.limits import MOST_DEPTH
 from titan_launch.core.errors import KeyPath, format_key
 
 _GAP = re.compile(r"(?:\s|#[^\n]*)*")
@@ -107,6 +108,8 @@ class _Scanner:
         return parts
 
     def _value(self, key: KeyPath) -> None:
+        if len(key) > MOST_DEPTH:
+            raise ValueError("nested too deeply")
         first = self.text[self.at : self.at + 1]
         if first == "[":
             self._array(key)
@@ -151,6 +154,8 @@ class _Scanner:
 
     def _name(self, key: KeyPath) -> None:
         """Record the line of a key, and of the tables that the key creates."""
+        if len(key) > MOST_DEPTH:
+            raise ValueError("nested too deeply")
         line = self._current_line()
         if self._stop_at_repetition and key in self.named:
             raise _RepeatedKeyError(key)

@@ -14,17 +14,18 @@ from pydantic_core import ErrorDetails
 from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.foreign_keys import foreign_key
-from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.loading.provenance import MOST_PROBLEMS, toml_value
 from titan_launch.config.loading.schema_walk import TableSchema, kinds_of, locate, tables
 from titan_launch.config.sections.base import Section
 from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, nearest
+from titan_launch.core.terminal import shortened
 
 
 def translate(error: ValidationError, section: type[Section], table: KeyPath = ()) -> list[Problem]:
-    """Return the problems in a validation error of `section`. `table`: path of the section in the job file."""
+    """Return the first problems in a validation error of `section`. `table`: path of the section in the job file."""
     found: dict[KeyPath, Problem] = {}
     in_unions: set[KeyPath] = set()
-    for details in error.errors(include_url=False):
+    for details in error.errors(include_url=False)[:MOST_PROBLEMS]:
         key, owner, in_union = locate(details["loc"], section)
         problem = _translate(details, (*table, *key), owner)
         if in_union:
@@ -105,7 +106,7 @@ def _number_hint(value: Any) -> str:
         return ""
     if number is None or number in (float("inf"), float("-inf")) or number != number:
         return ""
-    shown = str(int(number)) if number.is_integer() else str(number)
+    shown = str(int(number)) if number.is_integer() and abs(number) < 1e15 else str(number)
     return f"; write {shown}{', without quotes' if isinstance(value, str) else ''}"
 
 
@@ -120,7 +121,7 @@ def _bool_hint(value: Any) -> str:
 
 
 def _string_hint(value: Any) -> str:
-    return "" if isinstance(value, (list, dict)) else f'; put it in quotes: "{toml_value(value)}"'
+    return "" if isinstance(value, (list, dict)) else f'; put it in quotes: "{shortened(toml_value(value))}"'
 
 
 def _brackets_hint(key: KeyPath, value: Any) -> str:
@@ -135,7 +136,7 @@ def _brackets_hint(key: KeyPath, value: Any) -> str:
 def _array_hint(key: KeyPath, value: Any) -> str:
     if isinstance(value, dict):
         return f" of tables; write [[{format_key(key)}]], not [{format_key(key)}]"
-    return f"; write [{toml_value(value)}]"
+    return f"; write [{shortened(toml_value(value))}]"
 
 
 def _no_hint(value: Any) -> str:

@@ -15,6 +15,7 @@ from titan_launch.config.paths import SKLEARN_DIGITS, class_folders, images_name
 from titan_launch.config.rules.data import as_written, pairs_of, sources_of
 from titan_launch.config.sections.data import ImageData, MixtureData
 from titan_launch.core.errors import Problem, format_key, listed
+from titan_launch.core.terminal import shortened
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
@@ -133,7 +134,9 @@ def _why_no_images(path: str) -> str | None:
             try:
                 tar_shards(path)
             except FileNotFoundError as error:
-                return f"no file matches {error} (paths are relative to the working directory)"
+                return f"no file matches {shortened(str(error))} (paths are relative to the working directory)"
+            except ValueError as error:
+                return f"{error}; name fewer"
         case "npz" if not os.path.isfile(path):
             return (
                 "must be a folder of class folders, .tar shards or an .npz file, relative to the working directory, or "

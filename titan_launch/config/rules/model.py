@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
         reason = "a run starts with one set of weights, and checkpoint.initial_load_path names another; remove one"
         yield Problem(key, reason, model.weights, also=(other,))
     args = known_args(model)
-    if args is None or not Path(model.weights).exists():
+    if args is None or not os.path.exists(model.weights):
         return
     from titan_launch.config.huggingface.config_json import differences, read_folder_config
     from titan_launch.config.huggingface.features import WeightsError

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from titan_launch.core.terminal import say_escaped
 from titan_launch.metrics.sinks.base import Sink
 from titan_launch.metrics.tags import TAGS, Tag
 
@@ -44,7 +45,7 @@ class ConsoleSink(Sink):
             return
         width = len(str(self._total_steps))
         line = "  ".join([self._paint(f"step {step:>{width}}/{self._total_steps}", _BOLD), *fields])
-        self._stream.write(f"{_CLEAR_LINE if self._drawn_step is not None else ''}{line}\n")
+        say_escaped(f"{_CLEAR_LINE if self._drawn_step is not None else ''}{line}", self._stream)
         if self._drawn_step is not None:
             self._draw(step)
         self._stream.flush()
@@ -57,15 +58,14 @@ class ConsoleSink(Sink):
         self._first = self._first or (step, now)
         if now - self._drawn_at >= _SECONDS_BETWEEN_REDRAWS or step == self._total_steps:
             self._drawn_at = now
-            self._stream.write(_CLEAR_LINE)
+            say_escaped(_CLEAR_LINE, self._stream, end="")
             self._draw(step)
             self._stream.flush()
 
     def clear(self) -> None:
         """Remove the bar, so that other lines can be printed. The next call of `progress` draws it again."""
         if self._drawn_step is not None:
-            self._stream.write(_CLEAR_LINE)
-            self._stream.flush()
+            say_escaped(_CLEAR_LINE, self._stream, end="", flush=True)
             self._drawn_step, self._drawn_at = None, -math.inf
 
     def rewind(self, step: int) -> None:
@@ -82,7 +82,7 @@ class ConsoleSink(Sink):
         filled = _BAR_WIDTH * step // self._total_steps
         bar = "#" * filled + "." * (_BAR_WIDTH - filled)
         text = f"[{bar}] {step}/{self._total_steps}  {100 * step // self._total_steps} %  {self._time_left(step)}"
-        self._stream.write(text[: shutil.get_terminal_size().columns - 1])
+        say_escaped(text[: shutil.get_terminal_size().columns - 1], self._stream, end="")
 
     def _time_left(self, step: int) -> str:
         assert self._first is not None

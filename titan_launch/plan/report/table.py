@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan_launch.config.job import JobConfig
+from titan_launch.core.terminal import one_line
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.report.comparison import Comparison, Row
@@ -180,9 +181,10 @@ def meaning_of_marks(best: str | None) -> list[tuple[str, str]]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of cells as text, with every column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    """Return lines of cells as text, with every column as wide as its widest cell, and control characters escaped."""
+    rows = [[one_line(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def format_gib(num_bytes: float) -> str:

@@ -15,6 +15,7 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import KeyPath, format_key, listed
+from titan_launch.core.terminal import one_line
 from titan_launch.plan.communication import (
     Collectives,
     collectives_of_step,
@@ -176,7 +177,7 @@ Line = tuple[str, str]
 
 def format_lines(lines: Iterable[Line]) -> str:
     """Return lines `name: value`. Names have a fixed width, so the values of several calls are aligned."""
-    return "\n".join(f"{f'{name}:':<27}{value}" for name, value in lines)
+    return "\n".join(f"{f'{one_line(name)}:':<27}{one_line(value)}" for name, value in lines)
 
 
 def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[Line]:

@@ -8,18 +8,23 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from titan_launch.core.errors import RunError, UserError
+from titan_launch.core.terminal import as_message, printable
 
 _PACKAGE = logging.getLogger("titan_launch")
 
 
 class _Lines(logging.Formatter):
-    """A formatter that escapes file names that are not UTF-8, as Python does on standard error."""
+    """A formatter that escapes control characters and file names that are not UTF-8, and indents all lines of a message
+    after its first. Tracebacks are not indented."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).encode(errors="backslashreplace").decode()
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return as_message(super().formatMessage(record))
+
+    def formatException(self, *args: Any) -> str:  # noqa: N802
+        return printable(super().formatException(*args))
 
 
 class LogFile(logging.Handler):

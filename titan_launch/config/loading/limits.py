@@ -1,0 +1,66 @@
+"""Limits of what a job file may hold. A file from somebody else can then cost one message, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titan_launch.core.errors import KeyPath
+from titan_launch.core.files import MIB
+
+MOST_BYTES = {".toml": MIB, ".json": 4 * MIB}
+"""Limits of job files. The `config.json` of a run with a model of 21,000 named classes has 2 MiB."""
+
+MOST_VALUES = 100_000
+"""Limit of the values in a job file."""
+
+MOST_FILES = 100
+"""Limit of the files of a job: the job file, and those that it extends."""
+
+MOST_DEPTH = 32
+"""Limit of nested tables and arrays. Code that walks through a job is recursive."""
+
+MOST_ITEMS = 1_000
+"""Limit of the items of an array. Rules and patterns are compared with each other, or with all modules."""
+
+MOST_PATHS = 10_000
+"""Limit of the items of an array `path`."""
+
+MOST_KEY_LENGTH = 200
+
+_INTEGERS = range(-(2**63), 2**63)
+"""The integers of TOML."""
+
+
+def outside_of_limits(value: Any, key: KeyPath = ()) -> tuple[KeyPath, str] | None:
+    """Return the key of the first value that a job may not have, and the reason; None for a value within the limits."""
+    waiting, count = [(key, value)], 0
+    while waiting:
+        key, value = waiting.pop()
+        if (count := count + 1) > MOST_VALUES:
+            return (), f"has more than {MOST_VALUES:,} values, the limit of a job file"
+        if reason := _why_outside(key, value):
+            return key, reason
+        if isinstance(value, dict):
+            for name, item in value.items():
+                if len(name) > MOST_KEY_LENGTH or "\0" in name:
+                    return (
+                        key,
+                        f"has a key of {len(name):,} characters; a key has at most {MOST_KEY_LENGTH}, and no NUL",
+                    )
+                waiting.append(((*key, name), item))
+        elif isinstance(value, list):
+            waiting += [((*key, index), item) for index, item in enumerate(value)]
+    return None
+
+
+def _why_outside(key: KeyPath, value: Any) -> str | None:
+    if len(key) > MOST_DEPTH:
+        return f"is nested too deeply; a job has at most {MOST_DEPTH} nested tables and arrays"
+    if isinstance(value, str) and "\0" in value:
+        return "has the character NUL, which no name or path can have; remove it"
+    if isinstance(value, int) and value not in _INTEGERS:
+        return "must be a whole number of 64 bits"
+    if isinstance(value, list):
+        most, remedy = (MOST_PATHS, "; use a glob") if key[-1:] == ("path",) else (MOST_ITEMS, "")
+        return f"has {len(value):,} items; an array has at most {most:,}{remedy}" if len(value) > most else None
+    return None
