@@ -17,7 +17,7 @@ from titan_launch.core.files import MIB, file_state, open_regular
 from titan_launch.core.links import why_leads_out
 from titan_launch.data.corpora.base import Corpus, File, Part
 
-_MOST_EXPANDED = 256 * MIB
+MOST_EXPANDED = 256 * MIB
 """Limit of the decompressed bytes of a file beyond a multiple of its size."""
 
 
@@ -75,7 +75,7 @@ class FileCorpus(Corpus):
     def most_expanded(self, file: File, times: int) -> int | None:
         """Return the limit of the bytes that a compressed file may have after decompression; None for other files.
         `times`: the multiple of its size that may be reached."""
-        return times * file.size + _MOST_EXPANDED if file.path.suffix in COMPRESSED else None
+        return times * file.size + MOST_EXPANDED if file.path.suffix in COMPRESSED else None
 
     def expanded(self, file: File, limit: int) -> ConfigError:
         """Return the error for a file that is larger than its limit after decompression."""

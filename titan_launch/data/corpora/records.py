@@ -85,11 +85,12 @@ class ColumnCorpus(RecordCorpus):
             dict(zip(schema.names, schema.types, strict=True)),
         )
         if column not in types:
-            columns = f"its columns are {listed(list(types), most=12)}{did_you_mean(column, types)}"
-            raise config_error(key, f"is not a column of {where}; {columns}", column)
+            columns = one_line(f"its columns are {listed(list(types), most=12)}{did_you_mean(column, types)}")
+            raise config_error(key, f"is not a column of {one_line(where)}; {columns:.{_SHOWN}}", column)
         if not _is_text(types[column]):
-            texts = listed([name for name in types if _is_text(types[name])], most=12) or "none"
-            reason = f"is a column of {types[column]} in {where}, not of text; columns of text: {texts}"
+            texts = one_line(listed([name for name in types if _is_text(types[name])], most=12)) or "none"
+            kind = one_line(str(types[column]))
+            reason = f"is a column of {kind:.80} in {one_line(where)}, not of text; columns of text: {texts:.{_SHOWN}}"
             raise config_error(key, reason, column)
 
     def rows(
