@@ -106,6 +106,16 @@ class DataFolder:
 
 def look_at_data(path: str) -> DataFolder:
     """Return the facts about the data at a path, by its content. Raises UserError for a path without data."""
+    try:
+        return _facts_about(path)
+    except (OSError, RecursionError) as error:
+        reason = "has folders that are nested too deeply"
+        if isinstance(error, OSError):
+            reason = f"{one_line(str(error.filename or path))} cannot be read: {error.strerror or error}"
+        raise UserError(f"error: --data {path}: {reason}; name other files") from None
+
+
+def _facts_about(path: str) -> DataFolder:
     if path == PYTHON_STDLIB:
         return DataFolder(path, "text", "text files: the standard library of Python")
     if path == SKLEARN_DIGITS:

@@ -34,6 +34,9 @@ class FileCorpus(Corpus):
         folders = [Path(entry) for entry in entries if Path(entry).is_dir()]
         try:
             found = expand_paths(self.config.path, self.config.suffixes)
+        except RecursionError:
+            reason = "has folders that are nested too deeply; name other files"
+            raise config_error((*self.key, "path"), reason, self.config.path) from None
         except FileNotFoundError as error:
             reason = f'no file is found at "{error.args[0]}"'
             raise config_error((*self.key, "path"), reason, self.config.path) from None
