@@ -86,6 +86,8 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
         with self._table(file) as (table, _):
             last, column = table.num_row_groups - 1, table.schema_arrow.names.index(self.config.column)
             for group in range(table.num_row_groups):
+                # Damaged metadata end the process in the line after this one, but are an exception in a reader.
+                next(table.iter_batches(1, [group], [self.config.column], use_threads=False), None)
                 in_group = table.metadata.row_group(group).column(column).total_uncompressed_size
                 if not 0 <= in_group <= limit:
                     raise self.expanded(file, limit)
