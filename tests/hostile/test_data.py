@@ -64,7 +64,7 @@ BAD_FILES: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
     "gzip of zeros": ("text", "a.gz", lambda: bytes(100), "it is damaged"),
     "zstd of zeros": ("text", "a.zst", lambda: b"\x28\xb5\x2f\xfd" + bytes(100), "it is damaged"),
     "zstd of a window": ("text", "a.zst", lambda: b"\x28\xb5\x2f\xfd\x00\xff" + bytes(100), "it is damaged"),
-    "binary": ("text", "a.txt", lambda: b"\x00\xff" * 99, "has no documents"),
+    "binary": ("text", "a.txt", lambda: b"\x00\xff" * 99, "skipped"),
     "bomb of one line": ("jsonl", "a.jsonl.gz", lambda: gzipped(b"a" * MIB, 1000), "longer than 32 MiB"),
     "bomb of empty lines": ("jsonl", "a.jsonl.gz", lambda: gzipped(b" " * 65535 + b"\n", 6500), "after decompression"),
     "long line": ("jsonl", "a.jsonl", lambda: b"a" * (33 * MIB), "longer than 32 MiB, the limit of a line"),
@@ -91,8 +91,8 @@ BAD_FILES: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
         lambda: b"PAR1" + bytes(100) + b"\xff\xff\xff\x7fPAR1",
         "is not a valid Parquet file",
     ),
-    "Parquet of one large value": ("parquet", "a.parquet", lambda: large_value(130), "has a dictionary of 136,"),
-    "Parquet of a repeated value": ("parquet", "a.parquet", lambda: large_value(5, 300), "after decompression"),
+    "Parquet of one large value": ("parquet", "a.parquet", lambda: large_value(70), "has a dictionary of 73,"),
+    "Parquet of a repeated value": ("parquet", "a.parquet", lambda: large_value(1, 400), "after decompression"),
 }
 
 
@@ -213,7 +213,7 @@ def test_wrong_values_in_a_header(tmp_path: Path) -> None:
             try:
                 header = read_header(folder)
                 stream = open_token_files(folder, header)
-                stream.read(0, len(stream))
+                assert not len(stream) or len(stream.read(0, len(stream))) == len(stream)
             except TokenFilesError as error:
                 assert str(error) and len(str(error)) < 1000
 

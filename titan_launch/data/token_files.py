@@ -38,7 +38,7 @@ HEADER = "tokens.json"
 FORMAT = "titan_launch tokens"
 VERSION = 1
 
-SHARD_NAME = re.compile(r"[0-9A-Za-z_-]+")
+SHARD_NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """Valid names of shards. A header must not name files outside of its folder."""
 
 CHUNK = 1 << 24

@@ -15,8 +15,11 @@ from titan_launch.data.corpora.base import Document, File, Part, Skipped
 from titan_launch.data.corpora.files import MOST_EXPANDED, FileCorpus
 from titan_launch.data.corpora.records import BATCH_ROWS, ColumnCorpus
 
-_MOST_DICTIONARY = 128 * MIB
-"""Limit of the bytes of a dictionary, and of the rows that are read at a time. Writers end dictionaries at 1 MiB."""
+_MOST_DICTIONARY = 64 * MIB
+"""Limit of the bytes of a dictionary. Writers end dictionaries at 1 MiB."""
+
+_AT_ONCE = 32 * MIB
+"""Limit of the bytes of the rows that are read at a time, if each is as large as the dictionary."""
 
 
 class ParquetCorpus(FileCorpus, ColumnCorpus):
@@ -55,7 +58,7 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
             if size > _MOST_DICTIONARY:
                 reason = f"row group {group} has a dictionary of {size:,} bytes, and the limit is {_MOST_DICTIONARY:,}"
                 raise self.unreadable(file, f"{reason}; write it without a dictionary")
-            rows = min(BATCH_ROWS, max(1, _MOST_DICTIONARY // max(1, size)))
+            rows = min(BATCH_ROWS, max(1, _AT_ONCE // max(1, size)))
             yield from table.iter_batches(rows, [group], [column], use_threads=False)
 
     @contextmanager
