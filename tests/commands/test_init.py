@@ -139,7 +139,7 @@ def test_a_file_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None
         (["pretrain", "--data", "bad.jsonl"], "line 2 of bad.jsonl is not valid JSON"),
         (["pretrain", "--data", "empty.jsonl"], "its files have no lines"),
         (["pretrain", "--data", "array.jsonl"], "line 1 of array.jsonl is not a JSON object"),
-        (["image_classification", "--data", "bad.npz"], "is not an .npz file with the arrays images and labels"),
+        (["image_classification", "--data", "bad.npz"], "is not a valid .npz file of plain arrays"),
         (["pretrain", "--device", "h100"], "--device h100: unknown device"),
     ],
 )

@@ -19,9 +19,12 @@ import numpy.typing as npt
 
 from titan_launch.config.sections.data import TokensData
 from titan_launch.core.errors import KeyPath, config_error
-from titan_launch.core.files import file_state
+from titan_launch.core.files import file_state, open_regular
 from titan_launch.core.fingerprint import fingerprint_of_files
+from titan_launch.core.json_files import read_json
+from titan_launch.core.terminal import one_line
 from titan_launch.data.cache import built_once
+from titan_launch.data.images.arrays import map_npy
 from titan_launch.data.token_files import (
     CHUNK,
     Header,
@@ -94,7 +97,7 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
     """
     files = [_recognized(path, config, key) for path in _paths(config, key)]
     folder, identity = _scanned(files, tokenizer.end_of_document)
-    scan = json.loads((folder / _SCAN).read_text())
+    scan = read_json(folder / _SCAN)
     for file, largest in zip(files, scan["largest"], strict=True):
         check_ids(largest, file.path.name, tokenizer.vocab_size)
     ends = [map_file(folder / f"{index}.ends", "int64", number) for index, number in enumerate(scan["documents"])]
@@ -116,7 +119,7 @@ def check_unknown_ids(folder: Path, header: Header) -> None:
     if not unknown:
         return
     files = [_File(folder / f"{shard.name}.tokens", header.dtype, 0, shard.num_tokens) for shard in unknown]
-    scan = json.loads((_scanned(files, None)[0] / _SCAN).read_text())
+    scan = read_json(_scanned(files, None)[0] / _SCAN)
     for file, largest in zip(files, scan["largest"], strict=True):
         check_ids(largest, file.path.name, header.vocab_size)
 
@@ -181,22 +184,25 @@ def _llmc_file(path: Path) -> _File | None:
 
 def _numpy_file(path: Path) -> _File | None:
     """Return a `.npy` file of NumPy; None if it does not begin as one."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
             return None
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # NumPy raises many types for damaged headers
-        raise TokenFilesError(f"is damaged: {path.name} is not a valid .npy file ({error}); write it again") from None
+        file.seek(0)
+        try:
+            array: Any = map_npy(file, path.stat().st_size)
+            start = array.offset
+        except Exception as error:  # NumPy raises many types for damaged headers
+            found = f"{path.name} is not a valid .npy file ({one_line(str(error)):.200})"
+            raise TokenFilesError(f"is damaged: {found}; write it again") from None
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:
-        found = f"{array.dtype} of the shape {array.shape}"
+        found = f"{one_line(str(array.dtype)):.80} of the shape {array.shape!s:.80}"
         raise TokenFilesError(f"cannot be read: {path.name} has {found}; save little-endian integers of one dimension")
-    return _whole_file(path, f"uint{8 * array.dtype.itemsize}", array.offset)
+    return _whole_file(path, f"uint{8 * array.dtype.itemsize}", start)
 
 
 def _check_flat(path: Path) -> None:
     """Raise TokenFilesError for a file whose first bytes are those of another format."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(max(map(len, _SIGNATURES)))
     for signature, name in _SIGNATURES.items():
         if start.startswith(signature):

@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from titan_launch.core.json_files import read_json
 from titan_launch.data.cache import built_once
 from titan_launch.data.token_files import Header, TokenStream
 
@@ -77,7 +78,7 @@ def cached_packing(stream: TokenStream, header: Header, seq_len: int) -> Packing
     identity = [VERSION, seq_len, header.has_pairs, stream.identity]
     ends = stream.document_ends
     folder = built_once("packing", identity, lambda folder: _write(folder, pack(ends(), seq_len, header.has_pairs)))
-    summary = PackingSummary(**json.loads((folder / _SUMMARY).read_text()))
+    summary = PackingSummary(**read_json(folder / _SUMMARY))
     mode: Literal["r"] | None = "r" if summary.num_samples else None  # an empty file cannot be mapped
     mapped = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode=mode)) for name in _ARRAYS)
     return Packing(seq_len, summary, *mapped)

@@ -20,20 +20,22 @@ from pathlib import Path
 import numpy as np
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, UserError, config_error
-from titan_launch.core.files import file_state, read_regular, refuse_weights_folder, replace_text
+from titan_launch.core.files import file_state, open_regular, read_regular, refuse_weights_folder, replace_text
 from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
-from titan_launch.core.json_files import read_json
+from titan_launch.core.json_files import parse_record, read_json
 from titan_launch.core.signals import signals_blocked, stop_with_parent
 from titan_launch.data.cache import built_once
 from titan_launch.data.corpora.base import Corpus, Document, File, Part, Skipped, in_split
 from titan_launch.data.token_files import (
     HEADER,
+    MOST_LISTED,
     VERSION,
     Encoded,
     Header,
     Shard,
     TokenFilesError,
     read_header,
+    shard_of,
     token_dtype,
     write_header,
     write_shard,
@@ -50,9 +52,6 @@ _BATCH_BYTES = 1 << 20
 
 _SAMPLE_BYTES = 1 << 20
 """Bytes of each of the 64 places that are read to compare text with cached digests. Up to 64 MiB, all text is read."""
-
-_MOST_DIGESTS = 1 << 30
-"""Largest size of the list of digests, which has 36 bytes for each file of a corpus."""
 
 _LARGE_CORPUS = 1 << 26
 """Bytes of text above which a run starts processes to tokenize it. They take a second to start."""
@@ -217,7 +216,7 @@ def _cached_digests(corpus: Corpus) -> list[str]:
     size = sum(file.size for file in corpus.files)
     task = f"{'reading text:':26} {size / 1e6:,.1f} MB, to find out if the cache has its tokens"
     folder = built_once("digests", [places, sample.content], build, task if size > _LARGE_CORPUS else "")
-    digests: list[str] = read_json(folder / "digests.json", _MOST_DIGESTS, _MOST_DIGESTS)
+    digests: list[str] = read_json(folder / "digests.json", MOST_LISTED, MOST_LISTED)
     return digests
 
 
@@ -267,12 +266,12 @@ def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
         if any(entry.is_file() for entry in folder.iterdir()):
             raise UserError(f"{folder} has files that are not token files; name another folder, or delete them")
         replace_text(path, identity)
-    with path.open() as file:
+    with open_regular(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is writing {folder}; wait for its end, or name another folder") from None
-        if file.read() != identity:
+        if file.read(len(identity) + 1) != identity.encode():
             reason = "has unfinished token files of other text or another tokenizer"
             raise UserError(f"{folder} {reason}; delete it, or name another folder")
         yield
@@ -339,9 +338,14 @@ def _record(folder: Path, name: str) -> Path:
 
 
 def _read_record(folder: Path, name: str) -> tuple[Shard, Counts]:
-    record = json.loads(read_regular(_record(folder, name)))
-    files = {(str(file), int(size)): int(checksum) for file, size, checksum in record["files"]}
-    return Shard(**record["shard"]), Counts(files, Counter(record["skipped"]), record["first_skipped"])
+    path = _record(folder, name)
+    try:
+        record = parse_record(read_regular(path, MOST_LISTED))
+        files = {(str(file), int(size)): int(checksum) for file, size, checksum in record["files"]}
+        skipped = Counter({str(reason): int(count) for reason, count in record["skipped"].items()})
+        return shard_of(record["shard"]), Counts(files, skipped, str(record["first_skipped"]))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is damaged; delete {folder}, and prepare it again") from None
 
 
 def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]], source: str) -> Header:

@@ -27,8 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import file_state, read_regular, replace_text, sync_file
+from titan_launch.core.files import MIB, file_state, read_regular, replace_text, sync_file
 from titan_launch.core.fingerprint import Fingerprint, content_digest, fingerprint_of
+from titan_launch.core.json_files import parse_record
+from titan_launch.core.terminal import one_line
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -36,11 +38,20 @@ HEADER = "tokens.json"
 FORMAT = "titan_launch tokens"
 VERSION = 1
 
-SHARD_NAME = re.compile(r"[0-9A-Za-z_-]+")
+SHARD_NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """Valid names of shards. A header must not name files outside of its folder."""
 
 CHUNK = 1 << 24
 """Numbers per read of a pass over a file."""
+
+MOST_LISTED = 256 * MIB
+"""Limit of the bytes of a JSON file that names each file of a corpus."""
+
+_MOST_ENTRIES = 5_000_000
+"""Limit of the arrays and objects in a header."""
+
+_MOST_COUNT = 1 << 60
+"""Limit of the numbers of tokens and documents."""
 
 
 class TokenFilesError(Exception):
@@ -158,39 +169,68 @@ def write_header(folder: Path, header: Header) -> None:
 def read_header(folder: Path) -> Header:
     """Return the header of a folder. Raises TokenFilesError."""
     try:
-        content = json.loads(read_regular(folder / HEADER))
+        text = read_regular(folder / HEADER, MOST_LISTED)
+        if text.count(b"[") + text.count(b"{") > _MOST_ENTRIES:
+            raise ValueError
+        content = parse_record(text)
         if content.pop("format") != FORMAT:
             raise ValueError
         version = content.pop("version")
         if version != VERSION:
-            raise TokenFilesError(f"has version {version} of the format, but this release reads version {VERSION}")
-        shards = tuple(Shard(**shard) for shard in content.pop("shards"))
-        files = tuple((str(name), int(size), str(checksum)) for name, size, checksum in content.pop("files"))
+            found = f"{one_line(str(version)):.40}"
+            raise TokenFilesError(f"has version {found} of the format, but this release reads version {VERSION}")
+        shards = tuple(shard_of(shard) for shard in content.pop("shards"))
+        files = tuple(map(_file_of, content.pop("files")))
         header = Header(**content, shards=shards, files=files)
-        counts = [
-            header.vocab_size,
-            *(number for shard in shards for number in (shard.num_tokens, shard.num_documents)),
-        ]
-        names_are_valid = all(SHARD_NAME.fullmatch(shard.name) for shard in shards)
-        counts_are_valid = all(type(number) is int and number >= 0 for number in counts)
-        sizes_are_valid = all(
-            shard.num_documents <= shard.num_tokens and bool(shard.num_documents) == bool(shard.num_tokens)
-            for shard in shards
-        )
-        if not (
-            names_are_valid and counts_are_valid and sizes_are_valid and header.dtype == token_dtype(header.vocab_size)
-        ):
-            raise ValueError
+        _check_types(header)
         for shard in shards:
             if shard.largest is not None:
                 check_ids(shard.largest, f"{shard.name}.tokens", header.vocab_size)
     except FileNotFoundError:
         raise TokenFilesError(f"has no {HEADER}; write the folder with titan-launch prepare") from None
     except OSError as error:
-        raise TokenFilesError(f"cannot be read: {error.strerror or error}") from None
+        raise TokenFilesError(f"cannot be read: {error.strerror or error}; copy or prepare it again") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise TokenFilesError(f"has a {HEADER} that titan-launch prepare did not write; prepare it again") from None
     return header
+
+
+def shard_of(entry: Any) -> Shard:
+    """Return a shard from the object that JSON has for it. Raises ValueError and TypeError for any other value."""
+    shard = Shard(**entry)
+    sizes = (shard.num_tokens, shard.num_documents)
+    if not (
+        isinstance(shard.name, str)
+        and SHARD_NAME.fullmatch(shard.name)
+        and isinstance(shard.digest, str)
+        and all(map(_is_count, sizes if shard.largest is None else (*sizes, shard.largest)))
+        and shard.num_documents <= shard.num_tokens
+        and bool(shard.num_documents) == bool(shard.num_tokens)
+    ):
+        raise ValueError
+    return shard
+
+
+def _file_of(entry: Any) -> tuple[str, int, str]:
+    name, size, checksum = entry
+    if not (isinstance(name, str) and _is_count(size) and isinstance(checksum, str)):
+        raise ValueError
+    return name, size, checksum
+
+
+def _check_types(header: Header) -> None:
+    """Raise ValueError for values that `prepare` does not write."""
+    texts = (header.dtype, header.tokenizer, header.first_skipped, header.source)
+    counts = (header.vocab_size, header.num_tokens, header.num_documents, *header.skipped.values())
+    is_valid = all(isinstance(text, str) for text in texts) and all(map(_is_count, counts))
+    is_valid &= isinstance(header.has_targets, bool) and isinstance(header.has_pairs, bool)
+    is_valid &= len({shard.name for shard in header.shards}) == len(header.shards)
+    if not is_valid or header.dtype != token_dtype(header.vocab_size):
+        raise ValueError
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST_COUNT
 
 
 def check_ids(largest: int, file: str, vocab_size: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -26,6 +25,8 @@ from titan_launch.config.sections.data import JsonlData, LinesData, ParquetData
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError, listed
+from titan_launch.core.files import open_regular, read_regular
+from titan_launch.core.terminal import one_line
 from titan_launch.recipes.writing import Row
 
 _FEW_RECORDS = 200
@@ -105,6 +106,16 @@ class DataFolder:
 
 def look_at_data(path: str) -> DataFolder:
     """Return the facts about the data at a path, by its content. Raises UserError for a path without data."""
+    try:
+        return _facts_about(path)
+    except (OSError, RecursionError) as error:
+        reason = "has folders that are nested too deeply"
+        if isinstance(error, OSError):
+            reason = f"{one_line(str(error.filename or path))} cannot be read: {error.strerror or error}"
+        raise UserError(f"error: --data {path}: {reason}; name other files") from None
+
+
+def _facts_about(path: str) -> DataFolder:
     if path == PYTHON_STDLIB:
         return DataFolder(path, "text", "text files: the standard library of Python")
     if path == SKLEARN_DIGITS:
@@ -137,13 +148,18 @@ def _tokens(folder: Path) -> DataFolder | None:
 
 def _dataset(folder: Path) -> DataFolder | None:
     """Return a data set that `save_to_disk` wrote."""
-    splits: list[str] = []
+    named: Any = []
     with suppress(WeightsError):
-        splits = read_json(folder / "dataset_dict.json").get("splits", [])
+        named = read_json(folder / "dataset_dict.json").get("splits")
+    splits = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     split = "train" if "train" in splits else next(iter(splits), "")
     try:
-        features = read_json(folder / split / "dataset_info.json").get("features", {})
+        if Path(split).name != split:
+            return None  # a path, which could lead out of the folder
+        features = read_json(folder / split / "dataset_info.json").get("features")
     except WeightsError:
+        return None
+    if not isinstance(features, dict):
         return None
     texts = [name for name, kind in features.items() if isinstance(kind, dict) and kind.get("dtype") == "string"]
     column = _text_of(str(folder), texts, "column", list(features))
@@ -173,16 +189,15 @@ def _npz(file: Path) -> DataFolder | None:
     """Return an `.npz` file with arrays of images."""
     if file.suffix != ".npz":
         return None
-    import numpy as np
+    from titan_launch.data.images.arrays import open_npz
 
     try:
-        with np.load(file, allow_pickle=False) as arrays:
-            shape, labels = arrays["images"].shape, arrays["labels"]
-    except (OSError, ValueError, KeyError) as error:
-        reason = f"is not an .npz file with the arrays images and labels ({error})"
-        raise UserError(f"error: --data {file}: {reason}") from None
-    channels, size, classes = shape[1] if len(shape) == 4 else 1, shape[-1], int(labels.max()) + 1
-    about = f"{shape[0]:,} images of {shape[-2]}x{size} pixels"
+        images = open_npz(str(file), ("data", "path"))
+    except ConfigError as error:
+        raise UserError(f"error: --data {file}: {error.problems[0].reason}") from None
+    number, channels, height, size = images.shape
+    classes = int(images.labels.max()) + 1
+    about = f"{number:,} images of {height}x{size} pixels"
     rows = (Row("mean", 0.5, "replace with the mean of your pixels"), Row("std", 0.5))
     return DataFolder(str(file), "images", about, rows, facts={"channels": channels, "size": size, "classes": classes})
 
@@ -194,12 +209,12 @@ def _facts(size: int, classes: list[str] | None = None) -> dict[str, int]:
 
 def _size_of(image: Path) -> int:
     """Return the shorter side of an image in pixels; the usual size if Pillow is not installed or refuses the file."""
-    try:
-        from PIL import Image
+    from titan_launch.data.images.pillow import MOST_BYTES, PixelFormatError, opened_image
 
-        with Image.open(image) as opened:
+    try:
+        with opened_image(read_regular(image, MOST_BYTES)) as opened:
             return int(min(opened.size))
-    except (ImportError, OSError):
+    except (ImportError, OSError, PixelFormatError):
         return _SHORT_SIDE
 
 
@@ -254,8 +269,13 @@ def _parquet(path: str, file: Path) -> DataFolder:
         return DataFolder(
             path, "parquet", "Parquet files", (Row("column", "text", "name of the column with the text"),)
         )
-    metadata = parquet.read_metadata(file)
-    schema = metadata.schema.to_arrow_schema()
+    try:
+        with open_regular(file) as stream:
+            metadata = parquet.read_metadata(stream)
+        schema = metadata.schema.to_arrow_schema()
+    except Exception as error:  # pyarrow raises many types for damaged files
+        reason = f"{one_line(str(file))} is not a valid Parquet file ({one_line(str(error)):.200})"
+        raise UserError(f"error: --data {path}: {reason}; copy or write it again") from None
     texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if "string" in str(kind)]
     rows = (Row("column", _text_of(path, texts, "column", schema.names)),)
     return DataFolder(path, "parquet", "Parquet files", rows, is_split=metadata.num_rows >= _FEW_RECORDS)
@@ -266,8 +286,9 @@ def _lines(path: str) -> DataFolder:
     from titan_launch.data.corpora.chat import chat_messages
     from titan_launch.data.corpora.records import RecordError
 
-    records = list(itertools.islice(_records(path), _FEW_RECORDS))
-    first, is_split = records[0], len(records) >= _FEW_RECORDS
+    records = _records(path)
+    first = next(records)
+    is_split = sum(1 for _ in itertools.islice(records, _FEW_RECORDS - 1)) == _FEW_RECORDS - 1
     if {"chosen", "rejected"} <= first.keys():
         return DataFolder(path, "preferences", "pairs of answers in JSON lines", is_split=is_split)
     with suppress(RecordError):
@@ -280,39 +301,36 @@ def _lines(path: str) -> DataFolder:
 
 def _records(path: str) -> Iterator[dict[str, Any]]:
     """Yield the objects of JSON lines. Raises UserError if there is none, and for a line that is none."""
-    from titan_launch.data.corpora.jsonl import JsonlCorpus
+    from titan_launch.data.corpora.base import Part
+    from titan_launch.data.corpora.jsonl import JsonlCorpus, parse_line
+    from titan_launch.data.corpora.records import RecordError
     from titan_launch.data.tokenizers import build_tokenizer
 
     corpus = JsonlCorpus(JsonlData(kind="jsonl", path=path), build_tokenizer(TokenizerConfig()), ("data",), 1)
     is_empty = True
     try:
         for file in corpus.files:
-            with corpus.opened(file) as stream:
-                for number, line in enumerate(stream, start=1):
-                    if not line.strip():
-                        continue
-                    is_empty = False
-                    yield _object(line, f"error: --data {path}: line {number} of {file.name}")
+            for number, line in enumerate(corpus.lines(file, Part((file,), file.size)), start=1):
+                if not line.strip():
+                    continue
+                is_empty = False
+                try:
+                    yield parse_line(line)
+                except RecordError as error:
+                    where = f"error: --data {path}: line {number} of {one_line(file.name)}"
+                    reason = f"{where} is {error.reason}; a file has one JSON object per line"
+                    raise UserError(reason) from None
     except ConfigError as error:
         raise UserError(f"error: --data {path}: {error.problems[0].reason}") from None
     if is_empty:
         raise UserError(f"error: --data {path}: its files have no lines")
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        raise UserError(f"{where} is not valid JSON; a file has one JSON object per line") from None
-    if not isinstance(record, dict):
-        raise UserError(f"{where} is not a JSON object")
-    return record
-
-
 def _text_of(path: str, texts: list[str], what: str, names: list[str]) -> str:
     """Return the name of the text: `text`, or else the first of `texts`. Raises UserError if there is none."""
     if not texts:
-        raise UserError(f"error: --data {path}: no {what} has text; there are: {listed(names, most=8)}")
+        found = one_line(listed(names, most=8))
+        raise UserError(f"error: --data {path}: no {what} has text; there are: {found:.500}")
     return "text" if "text" in texts else texts[0]
 
 

@@ -206,7 +206,7 @@ def test_bad_lines_stop_the_run_or_are_counted(tmp_path: Path, monkeypatch: pyte
         ("path", "is not a JSON object"),
         ("path", "is not UTF-8 text"),
         ("path", "is not valid Unicode (it has a part of a surrogate pair)"),
-        ("path", "is not valid JSON (it is too long or too deeply nested)"),
+        ("path", "is not valid JSON (more than 64 nested arrays and objects)"),
     ]
     config = JsonlData(kind="jsonl", path=str(path))
     for line, (key, reason) in zip(LINES[1:-1], expected, strict=True):

@@ -12,6 +12,7 @@ from typing import Any
 
 from titan_launch.config.sections.data import CorpusData
 from titan_launch.core.errors import ConfigError, KeyPath, config_error
+from titan_launch.core.terminal import one_line
 from titan_launch.data.token_files import Encoded
 from titan_launch.data.tokenizers import Tokenizer
 
@@ -124,7 +125,7 @@ class Corpus(ABC):
 
     def unreadable(self, file: File, reason: str) -> ConfigError:
         """Return the error for a file that cannot be read."""
-        return config_error((*self.key, "path"), f"cannot read {file.path}: {reason}")
+        return config_error((*self.key, "path"), f"cannot read {one_line(str(file.path))}: {reason}")
 
     def unopened(self, file: File, error: OSError) -> ConfigError:
         """Return the error for a file that cannot be opened."""

@@ -7,13 +7,18 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from titan_launch.config.paths import expand_paths
+from titan_launch.config.paths import COMPRESSED, expand_paths
 from titan_launch.config.sections.data import FilesData
-from titan_launch.core.errors import config_error
-from titan_launch.core.files import file_state, open_regular
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.files import MIB, file_state, open_regular
+from titan_launch.core.links import why_leads_out
 from titan_launch.data.corpora.base import Corpus, File, Part
+
+MOST_EXPANDED = 256 * MIB
+"""Limit of the decompressed bytes of a file beyond a multiple of its size."""
 
 
 class FileCorpus(Corpus):
@@ -23,12 +28,22 @@ class FileCorpus(Corpus):
 
     @cached_property
     def files(self) -> list[File]:
-        """All files. Raises ConfigError if an entry of `path` matches none."""
+        """All files. Raises ConfigError if an entry of `path` matches none, and for a link that leads out of a folder
+        among the entries."""
+        entries = (self.config.path,) if isinstance(self.config.path, str) else self.config.path
+        folders = [Path(entry) for entry in entries if Path(entry).is_dir()]
         try:
             found = expand_paths(self.config.path, self.config.suffixes)
+        except RecursionError:
+            reason = "has folders that are nested too deeply; name other files"
+            raise config_error((*self.key, "path"), reason, self.config.path) from None
         except FileNotFoundError as error:
             reason = f'no file is found at "{error.args[0]}"'
             raise config_error((*self.key, "path"), reason, self.config.path) from None
+        for _, path in found:
+            folder = path.is_symlink() and next((folder for folder in folders if path.is_relative_to(folder)), None)
+            if folder and (reason := why_leads_out(path, folder)):
+                raise config_error((*self.key, "path"), f"has a link: {reason}", self.config.path)
         return [File(name, path, file_state(path)) for name, path in found]
 
     def parts(self) -> list[Part]:
@@ -59,6 +74,16 @@ class FileCorpus(Corpus):
             raise self.unreadable(file, f"it is damaged ({error}); compress or copy it again") from None
         except OSError as error:
             raise self.unopened(file, error) from None
+
+    def most_expanded(self, file: File, times: int) -> int | None:
+        """Return the limit of the bytes that a compressed file may have after decompression; None for other files.
+        `times`: the multiple of its size that may be reached."""
+        return times * file.size + MOST_EXPANDED if file.path.suffix in COMPRESSED else None
+
+    def expanded(self, file: File, limit: int) -> ConfigError:
+        """Return the error for a file that is larger than its limit after decompression."""
+        reason = f"it has more than {limit:,} bytes after decompression, the limit for {file.size:,} compressed bytes"
+        return self.unreadable(file, f"{reason}; decompress it first")
 
     def _decompressor(self, file: File) -> tuple[Callable[[BinaryIO], Any], tuple[type[Exception], ...]]:
         """Return a function that decompresses a file, and the exceptions that it raises for damaged files."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from titan_launch.config.paths import COMPRESSED
 from titan_launch.config.sections.data import JsonlData, LinesData
 from titan_launch.core.errors import listed
+from titan_launch.core.files import MIB
+from titan_launch.core.json_files import JsonError, parse_record
 from titan_launch.data.corpora.base import Document, File, Part, Skipped
 from titan_launch.data.corpora.files import FileCorpus
 from titan_launch.data.corpora.records import RecordCorpus, RecordError
+
+MOST_LINE = 32 * MIB
+"""Limit of the bytes of a line. Its values may take 20 times as much memory."""
+
+_MOST_CONTAINERS = 2_000_000
+"""Limit of the arrays and objects in a line. Brackets in texts count, too."""
 
 
 class LinesCorpus(FileCorpus, RecordCorpus):
@@ -43,11 +50,11 @@ class LinesCorpus(FileCorpus, RecordCorpus):
         """Yield the documents of a part. Raises ConfigError for a line that stops the run."""
         for file in part.files:
             lines_before: int | None = None
-            for number, line in enumerate(self._lines(file, part), start=1):
+            for number, line in enumerate(self.lines(file, part), start=1):
                 if not line.strip():
                     continue
                 try:
-                    yield self.document(_parse(line), (file.name, file.size))
+                    yield self.document(parse_line(line), (file.name, file.size))
                 except RecordError as error:
                     if lines_before is None:
                         lines_before = self._lines_before(file, part.start)
@@ -58,28 +65,47 @@ class LinesCorpus(FileCorpus, RecordCorpus):
         starts = range(0, file.size, step)
         return [Part((file,), min(step, file.size - start), start, start + step) for start in starts]
 
-    def _lines(self, file: File, part: Part) -> Iterator[bytes]:
-        """Yield the lines of a file that begin in the range of a part."""
+    def lines(self, file: File, part: Part) -> Iterator[bytes]:
+        """Yield the lines of a file that begin in the range of a part. Of a line that is too long, only the beginning
+        is yielded."""
+        stop = part.stop or _NO_END
+        limit = self.most_expanded(file, 100) or _NO_END
         with self.opened(file) as stream:
             position = part.start
             if position:
                 stream.seek(position - 1)
-                position += len(stream.readline()) - 1
-            for line in stream:
-                if part.stop is not None and position >= part.stop:
-                    return
+                position += _skip_line(stream, stop - position + 1) - 1
+            while position < stop and (line := stream.readline(MOST_LINE + 1)):
                 position += len(line)
                 yield line
+                if len(line) > MOST_LINE and not line.endswith(b"\n"):
+                    position += _skip_line(stream, limit - position)
+                if position >= limit:
+                    raise self.expanded(file, limit)
 
     def _lines_before(self, file: File, start: int) -> int:
         """Return the number of lines that begin before a position. Only messages need this number."""
         count, position = 0, 0
         with self.opened(file) as stream:
-            for line in stream if start else ():
-                if position >= start:
-                    break
-                count, position = count + 1, position + len(line)
+            while position < start and (found := _skip_line(stream, _NO_END)):
+                count, position = count + 1, position + found
         return count
+
+
+_NO_END = 1 << 62
+
+_SKIPPED_BYTES = MIB
+"""Bytes that are read at a time of a line that is not used."""
+
+
+def _skip_line(stream: BinaryIO, limit: int) -> int:
+    """Read the rest of a line, or about `limit` bytes of it. Return the number of bytes."""
+    size = 0
+    while size < limit and (found := stream.readline(_SKIPPED_BYTES)):
+        size += len(found)
+        if found.endswith(b"\n"):
+            break
+    return size
 
 
 class JsonlCorpus(LinesCorpus):
@@ -98,15 +124,26 @@ class JsonlCorpus(LinesCorpus):
         return self.text_document(found, file, "field")
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Return the object of a line. Raises RecordError."""
+    if len(line) > MOST_LINE:
+        raise RecordError(f"longer than {MOST_LINE // MIB} MiB, the limit of a line")
+    if len(line) > MIB and line.count(b"[") + line.count(b"{") > _MOST_CONTAINERS:
+        raise RecordError("not valid JSON", f"it has more than {_MOST_CONTAINERS:,} arrays and objects")
     try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise RecordError("not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise RecordError("not valid JSON", f"{error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError):  # numbers of thousands of digits, thousands of nested arrays
-        raise RecordError("not valid JSON", "it is too long or too deeply nested") from None
+        record = parse_record(line)
+    except JsonError as error:
+        if not _is_utf8(line):
+            raise RecordError("not UTF-8 text") from None
+        raise RecordError("not valid JSON", str(error).replace(" at line 1, column", " at column")) from None
     if not isinstance(record, dict):
         raise RecordError("not a JSON object")
     return record
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

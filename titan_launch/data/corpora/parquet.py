@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 from titan_launch.config.sections.data import ParquetData
-from titan_launch.core.errors import config_error
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.files import MIB
+from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora.base import Document, File, Part, Skipped
-from titan_launch.data.corpora.files import FileCorpus
+from titan_launch.data.corpora.files import MOST_EXPANDED, FileCorpus
 from titan_launch.data.corpora.records import BATCH_ROWS, ColumnCorpus
+
+_MOST_DICTIONARY = 64 * MIB
+"""Limit of the bytes of a dictionary. Writers end dictionaries at 1 MiB."""
+
+_AT_ONCE = 32 * MIB
+"""Limit of the bytes of the rows that are read at a time, if each is as large as the dictionary."""
 
 
 class ParquetCorpus(FileCorpus, ColumnCorpus):
@@ -26,18 +34,38 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
 
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
         """Yield the documents of a part. Raises ConfigError for a row that stops the run."""
-        (file,), column = part.files, self.config.column
-        with self._table(file) as table:
+        (file,) = part.files
+        limit, size = 100 * file.size + MOST_EXPANDED, 0
+        with self._table(file) as (table, stream):
             first_row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
-            groups = range(part.start, part.stop or 0)
-            batches = table.iter_batches(BATCH_ROWS, groups, [column], use_threads=False)
-            yield from self.rows(batches, (file.name, file.size), file.name, first_row)
+            batches = self._batches(table, stream, file, range(part.start, part.stop or 0))
+            for document in self.rows(batches, (file.name, file.size), file.name, first_row):
+                size += len(document.content) if isinstance(document, Document) else 0
+                if size > limit:
+                    raise self.expanded(file, limit)
+                yield document
+
+    def _batches(self, table: Any, stream: BinaryIO, file: File, groups: Iterable[int]) -> Iterator[Any]:
+        """Yield the rows of groups, as many at a time as fit into memory: a dictionary has values that any number of
+        rows may repeat."""
+        from pyarrow.parquet import ParquetFile
+
+        column = self.config.column
+        encoded = ParquetFile(stream, metadata=table.metadata, read_dictionary=[column])
+        for group in groups:
+            first = next(encoded.iter_batches(1, [group], [column], use_threads=False), None)
+            size = 0 if first is None else first.column(column).dictionary.nbytes
+            if size > _MOST_DICTIONARY:
+                reason = f"row group {group} has a dictionary of {size:,} bytes, and the limit is {_MOST_DICTIONARY:,}"
+                raise self.unreadable(file, f"{reason}; write it without a dictionary")
+            rows = min(BATCH_ROWS, max(1, _AT_ONCE // max(1, size)))
+            yield from table.iter_batches(rows, [group], [column], use_threads=False)
 
     @contextmanager
-    def _table(self, file: File) -> Iterator[Any]:
-        """Open a `pyarrow.parquet.ParquetFile` that has the column. Raises ConfigError."""
+    def _table(self, file: File) -> Iterator[tuple[Any, BinaryIO]]:
+        """Open a `pyarrow.parquet.ParquetFile` that has the column, and its file. Raises ConfigError."""
         try:
-            from pyarrow import ArrowException  # optional, and slow to import
+            import pyarrow  # noqa: F401 - optional, and slow to import
             from pyarrow.parquet import ParquetFile
         except ImportError:
             reason = "needs the package pyarrow, which is not installed: pip install 'titan-launch[parquet]'"
@@ -46,18 +74,27 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
             try:
                 with ParquetFile(stream) as table:
                     self.check_column(table.schema_arrow, file.name)
-                    yield table
-            except ArrowException as error:
-                reason = f"it is not a valid Parquet file ({str(error).partition(chr(10))[0]}); copy or write it again"
+                    yield table, stream
+            except ConfigError:
+                raise
+            except Exception as error:  # pyarrow raises many types for damaged files
+                found = one_line(str(error).partition("\n")[0] or type(error).__name__)
+                reason = f"it is not a valid Parquet file ({found:.300}); copy or write it again"
                 raise self.unreadable(file, reason) from None
 
     def _ranges(self, file: File) -> list[Part]:
         """Return ranges of row groups with about `part_bytes` bytes of the column."""
         parts, start, size = [], 0, 0
-        with self._table(file) as table:
+        limit = 100 * file.size + MOST_EXPANDED
+        with self._table(file) as (table, _):
             last, column = table.num_row_groups - 1, table.schema_arrow.names.index(self.config.column)
             for group in range(table.num_row_groups):
-                size += table.metadata.row_group(group).column(column).total_uncompressed_size
+                # Damaged metadata end the process in the line after this one, but are an exception in a reader.
+                next(table.iter_batches(1, [group], [self.config.column], use_threads=False), None)
+                in_group = table.metadata.row_group(group).column(column).total_uncompressed_size
+                if not 0 <= in_group <= limit:
+                    raise self.expanded(file, limit)
+                size += in_group
                 if size >= self.part_bytes or group == last:
                     parts.append(Part((file,), size, start, group + 1))
                     start, size = group + 1, 0

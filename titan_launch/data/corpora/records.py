@@ -7,10 +7,14 @@ from typing import Any, Literal
 
 from titan_launch.config.sections.data import HuggingFaceData, ParquetData, RecordsData
 from titan_launch.core.errors import config_error, did_you_mean, format_key, listed
+from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora.base import Corpus, Document, Skipped
 
 BATCH_ROWS = 1000
 """Rows that are read at a time."""
+
+_SHOWN = 500
+"""Limit of the characters of a record's names in an error."""
 
 
 class RecordError(Exception):
@@ -43,7 +47,8 @@ class RecordCorpus(Corpus):
         """Return the skipped record of an error. Raises ConfigError if `on_error` is "stop"."""
         if (error.on_error or self.config.on_error) == "skip":
             return Skipped(error.reason, where)
-        detail = f" ({error.detail})" if error.detail else ""
+        detail = f" ({one_line(error.detail[:_SHOWN])})" if error.detail else ""
+        where = one_line(where)
         skip = f'{format_key((*self.key, error.key if error.on_error else "on_error"))} = "skip"'
         reason = f"{where} is {error.reason}{detail}; correct this {self.unit}, or set {skip}"
         raise config_error((*self.key, error.key), reason, getattr(self.config, error.key))
@@ -80,11 +85,12 @@ class ColumnCorpus(RecordCorpus):
             dict(zip(schema.names, schema.types, strict=True)),
         )
         if column not in types:
-            columns = f"its columns are {listed(list(types), most=12)}{did_you_mean(column, types)}"
-            raise config_error(key, f"is not a column of {where}; {columns}", column)
+            columns = one_line(f"its columns are {listed(list(types), most=12)}{did_you_mean(column, types)}")
+            raise config_error(key, f"is not a column of {one_line(where)}; {columns:.{_SHOWN}}", column)
         if not _is_text(types[column]):
-            texts = listed([name for name in types if _is_text(types[name])], most=12) or "none"
-            reason = f"is a column of {types[column]} in {where}, not of text; columns of text: {texts}"
+            texts = one_line(listed([name for name in types if _is_text(types[name])], most=12)) or "none"
+            kind = one_line(str(types[column]))
+            reason = f"is a column of {kind:.80} in {one_line(where)}, not of text; columns of text: {texts:.{_SHOWN}}"
             raise config_error(key, reason, column)
 
     def rows(

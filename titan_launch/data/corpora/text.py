@@ -21,7 +21,10 @@ class TextCorpus(FileCorpus):
         """Yield the text files of a part. Raises ConfigError for a file that cannot be read."""
         for file in part.files:
             with self.opened(file) as stream:
-                content = stream.read()
+                limit = self.most_expanded(file, 10)
+                content = stream.read() if limit is None else stream.read(limit + 1)
+            if limit is not None and len(content) > limit:
+                raise self.expanded(file, limit)
             if is_text(content):
                 yield Document(file.name, content, (file.name, file.size))
             else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,14 +18,24 @@ from torch import Tensor
 
 from titan_launch.config.paths import SKLEARN_DIGITS
 from titan_launch.core.errors import KeyPath, UserError, config_error
-from titan_launch.core.files import open_regular
+from titan_launch.core.files import MIB, open_regular
+from titan_launch.core.terminal import one_line
 
 Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
 Labels = npt.NDArray[np.int64]
 
 _DIGITS_MAXIMUM = 16
 
+MOST_CLASSES = 1 << 20
+"""Limit of the numbers of classes. The classifier of a model has a row of weights for each."""
+
 _HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+_MOST_HEADER = 10_000
+"""Limit of the bytes of an array's header, as in NumPy."""
+
+_MOST_EXPANDED = 256 * MIB
+"""Limit of the bytes of a compressed array beyond ten times the size of its file. Memory holds such an array."""
 
 
 class ArrayImages:
@@ -33,6 +45,11 @@ class ArrayImages:
         self.labels = labels
         self.note = ""
         self._path, self._images = path, images
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of images, channels, height and width."""
+        return self._images.shape
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
         """Return the chosen images as if they were one file: dtype and shape, and bytes."""
@@ -75,6 +92,10 @@ def open_digits(path_key: KeyPath) -> ArrayImages:
     return ArrayImages(SKLEARN_DIGITS, images, digits.target.astype(np.int64))
 
 
+class ArrayFileError(Exception):
+    """An `.npy` or `.npz` file that is not read. The message is a clause."""
+
+
 def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
     """Return the images of an `.npz` file. Raises ConfigError for other files."""
     remedy = "the file with numpy.savez(path, images=..., labels=...)"
@@ -83,7 +104,9 @@ def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
     except OSError as error:
         reason = f"cannot be read: {error.strerror or error}; correct the path or the permissions"
         raise config_error(path_key, reason, path) from None
-    except Exception:  # numpy raises many types for damaged files and other formats
+    except ArrayFileError as error:
+        raise config_error(path_key, f"{error}; write {remedy}", path) from None
+    except Exception:  # zipfile and NumPy raise many types for damaged files and other formats
         reason = f"is not a valid .npz file of plain arrays; write {remedy}"
         raise config_error(path_key, reason, path) from None
     problem = next(_problems(arrays, remedy), None)
@@ -98,27 +121,68 @@ def map_npz(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
 
     Uncompressed arrays are mapped into memory: all processes of a host share them, and only the used parts are read.
     """
-    with open_regular(path) as stream, np.load(stream, allow_pickle=False) as file:
-        found = [(name, file.zip.getinfo(f"{name}.npy")) for name in names if name in file.files]
-        return {name: _map(path, stream, member) if _can_map(member) else file[name] for name, member in found}
+    with open_regular(path) as stream, zipfile.ZipFile(stream) as file:
+        members = {name: file.NameToInfo.get(f"{name}.npy") for name in names}
+        return {name: _array(stream, file, member) for name, member in members.items() if member is not None}
 
 
-def _can_map(member: zipfile.ZipInfo) -> bool:
-    return member.compress_type == zipfile.ZIP_STORED
-
-
-def _map(path: Path, stream: BinaryIO, member: zipfile.ZipInfo) -> npt.NDArray[Any]:
-    """Map an array of an `.npz` file. A member of a zip file follows its local header of 30 bytes, name and extra field
-    (APPNOTE.TXT, section 4.3.7)."""
-    stream.seek(member.header_offset + 26)
-    name_length, extra_length = struct.unpack("<HH", stream.read(4))
-    stream.seek(name_length + extra_length, 1)
-    shape, is_fortran, dtype = _HEADER_READERS[np.lib.format.read_magic(stream)](stream)
-    if dtype.hasobject:
-        raise ValueError("an array of Python objects")  # its bytes are a pickle
+def map_npy(stream: BinaryIO, size: int) -> npt.NDArray[Any]:
+    """Map an array of an open file into memory. Its header begins at the place of the stream, and `size` bytes remain
+    from there. Raises ArrayFileError, and other types of errors for a damaged header."""
+    start = stream.tell()
+    shape, is_fortran, dtype = _read_header(stream)
+    _check_size(shape, dtype, size - (stream.tell() - start))
     if 0 in shape:
         return np.empty(shape, dtype)  # an empty range cannot be mapped
-    return np.memmap(path, dtype, "r", stream.tell(), shape, "F" if is_fortran else "C")
+    return np.memmap(stream, dtype, "r", stream.tell(), shape, "F" if is_fortran else "C")
+
+
+def _array(stream: BinaryIO, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> npt.NDArray[Any]:
+    """Return an array of an `.npz` file. A member of a zip file follows its local header of 30 bytes, name and extra
+    field (APPNOTE.TXT, section 4.3.7)."""
+    if member.compress_type == zipfile.ZIP_STORED:
+        stream.seek(member.header_offset + 26)
+        name_length, extra_length = struct.unpack("<HH", stream.read(4))
+        stream.seek(name_length + extra_length, 1)
+        return map_npy(stream, member.file_size)
+    if member.compress_type != zipfile.ZIP_DEFLATED:
+        raise ValueError("a compression that NumPy does not write")
+    most = 10 * stream.seek(0, 2) + _MOST_EXPANDED
+    if member.file_size > most:
+        found = f"{member.filename} of {member.file_size:,} bytes after decompression"
+        raise ArrayFileError(f"has {one_line(found)}, and the limit for a compressed file of its size is {most:,}")
+    with file.open(member) as content:
+        shape, is_fortran, dtype = _read_header(content)
+        _check_size(shape, dtype, member.file_size - content.tell())
+        flat = np.empty(math.prod(shape), dtype)
+        read = 0
+        while chunk := content.read(MIB):
+            flat.view(np.uint8)[read : read + len(chunk)] = np.frombuffer(chunk, np.uint8)
+            read += len(chunk)
+        if read < flat.nbytes:
+            raise EOFError
+    return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+def _read_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, order and dtype in the header of an array. Raises many types of errors."""
+    version = np.lib.format.read_magic(stream)
+    width = 2 if version == (1, 0) else 4
+    length = stream.read(width)
+    if int.from_bytes(length, "little") > _MOST_HEADER:
+        raise ValueError("a long header")
+    header = length + stream.read(int.from_bytes(length, "little"))
+    shape, is_fortran, dtype = _HEADER_READERS[version](BytesIO(header))
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects")  # its bytes are a pickle
+    return shape, is_fortran, dtype
+
+
+def _check_size(shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> None:
+    """Raise ArrayFileError unless an array of such a shape and dtype has `size` bytes."""
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
+        described = f"{dtype!s:.40} of the shape {shape!s:.80}"
+        raise ArrayFileError(f"is damaged: an array has {size:,} bytes, but its header says {one_line(described)}")
 
 
 def _problems(arrays: Mapping[str, npt.NDArray[Any]], remedy: str) -> Iterator[str]:
@@ -130,12 +194,19 @@ def _problems(arrays: Mapping[str, npt.NDArray[Any]], remedy: str) -> Iterator[s
     if images.ndim not in (3, 4):
         yield f"images have the shape {images.shape}; save them as (N, height, width) or (N, channels, height, width)"
     if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):
-        yield f"images are {images.dtype}; save them as uint8 or floating point"
+        yield f"images are {_name(images.dtype)}; save them as uint8 or floating point"
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        yield f"labels are {labels.dtype} of the shape {labels.shape}; save them as integers of the shape (N)"
+        yield f"labels are {_name(labels.dtype)} of the shape {labels.shape}; save them as integers of the shape (N)"
     if len(images) != len(labels):
         yield f"holds {len(images)} images, but {len(labels)} labels; save one label for each image"
     if not images.size:
         yield "holds no images; save at least one image with its label"
     if labels.min() < 0:
         yield f"labels must be 0 or more, but the smallest is {labels.min()}; number the classes from 0"
+    if labels.max() >= MOST_CLASSES:
+        limit = f"less than {MOST_CLASSES:,}"
+        yield f"labels must be {limit}, but the largest is {labels.max()}; number the classes from 0"
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    return f"{one_line(str(dtype)):.80}"

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,30 @@ from torch import Tensor
 from titan_launch.config.image_format import resized_size
 from titan_launch.config.paths import IMAGE_SUFFIXES, class_folders, tar_shards
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
-from titan_launch.core.files import file_state, open_regular
+from titan_launch.core.files import MIB, file_state, open_regular
 from titan_launch.core.fingerprint import fingerprint_of_files
+from titan_launch.core.json_files import parse_record
+from titan_launch.core.links import why_leads_out
+from titan_launch.core.terminal import one_line
 from titan_launch.data.cache import built_once
-from titan_launch.data.images.arrays import Labels, map_npz
-from titan_launch.data.images.pixel_formats import CHANNELS, PixelFormatError, decode
+from titan_launch.data.images.arrays import MOST_CLASSES, Labels, map_npz
+from titan_launch.data.images.pillow import MOST_BYTES, PixelFormatError, opened_image
+from titan_launch.data.images.pixel_formats import CHANNELS, decode
 
-_INDEX_VERSION = 1
+_INDEX_VERSION = 2
 _SAMPLE_BYTES = 1 << 20
 """Bytes of each of the 64 places in shards that are read to find changed shards."""
 
 _INDEX_FILE = "index.npz"
+
+_MOST_LABEL = MIB
+"""Limit of the bytes of KEY.cls and KEY.json."""
+
+_MOST_EXTENSION = 1 << 16
+"""Limit of the bytes of a member of a tar file that holds the name or other records of the next member."""
+
+_MOST_GLOBAL = 1 << 10
+"""Limit of the bytes of records of all later members. Each of these members gets a copy."""
 
 
 @dataclass
@@ -86,7 +97,7 @@ class _Listing:
             if len(self.skipped) == 1
             else f"{len(self.skipped):,} files that are not images"
         )
-        return f"; skipped {files}, first: {self.skipped[0]}"
+        return f"; skipped {files}, first: {one_line(self.skipped[0])}"
 
 
 class EncodedImages:
@@ -116,27 +127,32 @@ class EncodedImages:
         path = self._path(index)
         offset = int(self._arrays["offsets"][index])
         if not offset:
-            return str(path)
+            return one_line(str(path))
         try:
             with open_regular(path) as file:
                 file.seek(offset - tarfile.BLOCKSIZE)
                 member = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "surrogateescape").name
         except (OSError, tarfile.TarError):
             member = f"the image at byte {offset}"
-        return f"{member} in {path}"
+        return one_line(f"{member} in {path}")
 
     def content(self, index: int) -> bytes:
         """Return the encoded image. Raises UserError if its file cannot be read, or has changed."""
         size, offset = int(self._arrays["sizes"][index]), int(self._arrays["offsets"][index])
+        if size > MOST_BYTES:
+            limit = f"{MOST_BYTES // MIB} MiB, the limit of an image file"
+            raise UserError(f"{self.name(index)} is larger than {limit}; make the image smaller")
         try:
             with open_regular(self._path(index)) as file:
                 file.seek(offset)
-                content = file.read(size if offset else -1)
+                content = file.read(size if offset else size + 1)
         except OSError as error:
-            raise UserError(f"{self._path(index)} cannot be read: {error.strerror}; restore the file") from None
+            path = one_line(str(self._path(index)))
+            raise UserError(f"{path} cannot be read: {error.strerror or error}; restore the file") from None
         if len(content) != size:
+            found = f"{len(content)} bytes" if len(content) < size else "more bytes"
             raise UserError(
-                f"{self.name(index)} has {len(content)} bytes, but {size} when its data was indexed; restore the file, "
+                f"{self.name(index)} has {found}, but {size} when its data was indexed; restore the file, "
                 f"or delete the index {self._index_file.parent} and start again"
             )
         return content
@@ -148,20 +164,14 @@ class EncodedImages:
         `resize`: the size to which the shorter side will be scaled. A JPEG of more than four times this size is scaled
         by 1/2, 1/4 or 1/8 while it is decoded, which is much faster.
         """
-        from PIL import Image  # optional
-
-        content = self.content(index)
         try:
-            with Image.open(BytesIO(content)) as image:
+            with opened_image(self.content(index)) as image:
                 if resize is not None:
                     height, width = resized_size(image.height, image.width, 2 * resize)
                     image.draft(CHANNELS[self._channels], (width, height))
                 return decode(image, self._channels)
         except PixelFormatError as error:
             raise UserError(f"{self.name(index)} {error}") from None
-        except Exception as error:  # Pillow raises many types for damaged images
-            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise UserError(f"{self.name(index)} is not a valid image ({reason}); replace or remove it") from None
 
     def _path(self, index: int) -> Path:
         ends, file = self._arrays["name_ends"], int(self._arrays["files"][index])
@@ -178,15 +188,27 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
     if not classes:
         reason = "contains no class folders; put the images of each class into a folder of its own"
         raise config_error(path_key, reason, path)
-    folders = [
-        (str(below.relative_to(root)), *file_state(below)) for name in classes for below in _folders(root / name)
-    ]
+    try:
+        for name in classes:
+            _refuse_link_out(root / name, root)
+        folders = [
+            (str(below.relative_to(root)), *file_state(below)) for name in classes for below in _folders(root / name)
+        ]
+    except _ImagesError as error:
+        raise config_error(path_key, str(error), path) from None
+    except OSError as error:
+        raise config_error(path_key, _why_unread(error), path) from None
 
     def build(folder: Path) -> None:
         listing, empty = _Listing(), []
-        for label, name in enumerate(classes):
-            if not _list_class(root, name, label, listing):
-                empty.append(name)
+        try:
+            for label, name in enumerate(classes):
+                if not _list_class(root, name, label, listing):
+                    empty.append(one_line(name))
+        except _ImagesError as error:
+            raise config_error(path_key, str(error), path) from None
+        except OSError as error:
+            raise config_error(path_key, _why_unread(error), path) from None
         if empty:
             reason = (
                 f"{'this class folder contains' if len(empty) == 1 else 'these class folders contain'} no image: "
@@ -213,15 +235,17 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
             listing.names.append(name)
             try:
                 _list_shard(root / name, label_field, listing)
-            except _ShardError as error:
-                raise config_error(path_key, f"{name} {error}", path) from None
+            except _ImagesError as error:
+                raise config_error(path_key, f"{one_line(name)} {error}", path) from None
             except OSError as error:
-                raise config_error(path_key, f"{name} cannot be read: {error.strerror or error}", path) from None
-            except tarfile.TarError as error:
-                reason = f"{name} is truncated, or not an uncompressed tar file ({error}); write or copy it again"
-                raise config_error(path_key, reason, path) from None
+                raise config_error(path_key, _why_unread(error, name), path) from None
+            except Exception as error:  # tarfile raises many types for damaged headers
+                found = one_line(f"{error or type(error).__name__}")
+                reason = f"is truncated, or not an uncompressed tar file ({found:.200}); write or copy it again"
+                raise config_error(path_key, f"{one_line(name)} {reason}", path) from None
         if not listing.labels:
-            raise config_error(path_key, f"contains no images ({listed(names)}); write KEY.jpg and KEY.cls", path)
+            found = listed([one_line(name) for name in names])
+            raise config_error(path_key, f"contains no images ({found}); write KEY.jpg and KEY.cls", path)
         listing.save(folder)
 
     states = [(name, *file_state(root / name)) for name in names]
@@ -245,17 +269,30 @@ def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_
 def _folders(folder: Path) -> Iterator[Path]:
     """Yield a folder and the folders below it. A folder with two links has no folders in it (ext4, XFS), so it is not
     listed: `.` and its own name are the two."""
-    yield folder
-    if folder.stat().st_nlink == 2:
-        return
-    with os.scandir(folder) as entries:
-        below = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != ".")
-    for name in below:
-        yield from _folders(folder / name)
+    rest = [folder]
+    while rest:
+        folder = rest.pop()
+        yield folder
+        if folder.stat().st_nlink == 2:
+            continue
+        with os.scandir(folder) as entries:
+            below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."]
+        rest += (folder / name for name in sorted(below, reverse=True))
+
+
+def _refuse_link_out(path: Path, root: Path) -> None:
+    if reason := why_leads_out(path, root):
+        raise _ImagesError(f"has a link: {reason}")
+
+
+def _why_unread(error: OSError, name: str = "") -> str:
+    """Return the reason, with a remedy, why a file or folder cannot be read. `name`: of the file, if it is known."""
+    found = one_line(name or str(error.filename))
+    return f"{found} cannot be read: {error.strerror or error}; correct the permissions, or remove it"
 
 
 def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
-    """Add the images of a class folder. Return their number."""
+    """Add the images of a class folder. Return their number. Raises OSError and _ImagesError."""
     before = len(listing.labels)
     for folder in _folders(root / name):
         with os.scandir(folder) as entries:
@@ -263,6 +300,8 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
         for entry in files:
             path = str(Path(entry.path).relative_to(root))
             if entry.is_file() and entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.name[0] != ".":
+                if entry.is_symlink():
+                    _refuse_link_out(Path(entry.path), root)
                 size = entry.stat().st_size
                 listing.names.append(path)
                 listing.add_image(0, size, label, path)
@@ -271,29 +310,54 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
     return len(listing.labels) - before
 
 
-class _ShardError(Exception):
-    """A problem of a shard, as the text after its name."""
+class _ImagesError(Exception):
+    """A problem of a shard, as the text after its name; or of a folder."""
+
+
+class _Member(tarfile.TarInfo):
+    """A member of a tar file, whose header may be hostile."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        """Read the rest of a header. Raises _ImagesError for headers that need much more memory or time than their
+        size suggests. (tarfile reads a long name whole, and some of its releases follow a negative size forever.)"""
+        is_global = self.type == tarfile.XGLTYPE
+        is_extension = self.type in (*_EXTENSIONS, tarfile.XGLTYPE)
+        if is_extension and self.size > (_MOST_GLOBAL if is_global else _MOST_EXTENSION):
+            raise _ImagesError(f"has a header of {self.size:,} bytes at byte {self.offset:,}; {_REPACK}")
+        found: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        if tar.offset <= self.offset or found.size < 0:
+            raise _ImagesError(f"has a member of negative size at byte {self.offset:,}; {_REPACK}")
+        found.pax_headers = {}
+        return found
+
+
+_EXTENSIONS = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+"""Types of members that describe the next member."""
+
+_REPACK = "write the file with tar again"
 
 
 def _list_shard(path: Path, label_field: str | None, listing: _Listing) -> None:
-    """Add the images of a tar file. Raises _ShardError, OSError and tarfile.TarError."""
+    """Add the images of a tar file. Raises _ImagesError, OSError, and many other types for a damaged file."""
     label_end = "cls" if label_field is None else "json"
-    with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
         regular = [member for member in tar if member.isreg() and not member.issparse()]
-        if not os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset):
+        if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError("it has no end-of-archive block")
         for key, group in itertools.groupby(regular, lambda member: _key_and_end(member)[0]):
             members = {_key_and_end(member)[1]: member for member in group}
             images = [end for end in members if f".{end.lower()}" in IMAGE_SUFFIXES]
+            shown = f"{one_line(key):.200}"
             if len(images) != 1:
-                raise _ShardError(f"has {len(images)} images with the key {key}; write one image for each key")
+                raise _ImagesError(f"has {len(images)} images with the key {shown}; write one image for each key")
             if label_end not in members:
                 remedy = "write it, or set label_field for KEY.json" if label_field is None else "write it"
-                raise _ShardError(f"has no member {key}.{label_end} with the class of the image; {remedy}")
+                raise _ImagesError(f"has no member {shown}.{label_end} with the class of the image; {remedy}")
             image, label = members[images[0]], members[label_end]
-            content = os.pread(file.fileno(), label.size, label.offset_data)
+            content = os.pread(file.fileno(), min(label.size, _MOST_LABEL + 1), label.offset_data)
             index = len(listing.labels)
-            listing.add_image(image.offset_data, image.size, _label(content, label_field, label.name), str(index))
+            found = _label(content, label_field, f"{shown}.{label_end}")
+            listing.add_image(image.offset_data, image.size, found, str(index))
 
 
 def _key_and_end(member: tarfile.TarInfo) -> tuple[str, str]:
@@ -304,12 +368,17 @@ def _key_and_end(member: tarfile.TarInfo) -> tuple[str, str]:
 
 
 def _label(content: bytes, label_field: str | None, name: str) -> int:
-    """Return the class in the content of KEY.cls or KEY.json."""
+    """Return the class in the content of KEY.cls or KEY.json. Raises _ImagesError."""
+    if len(content) > _MOST_LABEL:
+        raise _ImagesError(f"contains {name} of more than {_MOST_LABEL // MIB} MiB; write only the class")
     try:
-        label = int(content) if label_field is None else json.loads(content)[label_field]
+        label = int(content) if label_field is None else parse_record(content)[label_field]
     except (ValueError, KeyError, TypeError):
         what = "a whole number" if label_field is None else f"a field {label_field}"
-        raise _ShardError(f"contains {name} without {what}; write the class as a whole number from 0") from None
+        raise _ImagesError(f"contains {name} without {what}; write the class as a whole number from 0") from None
     if type(label) is not int or label < 0:
-        raise _ShardError(f"contains {name} with the class {label!r}; number the classes from 0")
+        raise _ImagesError(f"contains {name} with the class {label!r:.40}; number the classes from 0")
+    if label >= MOST_CLASSES:
+        reason = f"beyond {MOST_CLASSES:,}, the limit of classes"
+        raise _ImagesError(f"contains {name} with the class {label!r:.40}, {reason}; number the classes from 0")
     return label

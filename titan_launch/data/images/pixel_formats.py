@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_launch.data.images.pillow import PixelFormatError, check_decoded
+
 if TYPE_CHECKING:
     from PIL.Image import Image  # optional
-
-FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow's names of the file formats that are read. MPO is a JPEG with further pictures, of which the first counts."""
 
 CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 """The mode that Pillow converts to, by number of channels."""
@@ -69,22 +68,21 @@ _UPRIGHT = {
 _EIGHT_BITS = "convert it to 8 bits per channel, or save arrays in an .npz file"
 
 
-class PixelFormatError(Exception):
-    """An image that is not understood. The message is a clause with a remedy: `has 3 frames; save ...`."""
-
-
 def decode(image: Image, channels: int) -> Tensor:
     """Return an opened image, upright: uint8, or float32 from 0 to 1 for 16-bit gray, `[channels, height, width]`.
 
     Raises PixelFormatError for an image that is not understood, and the errors of Pillow for a damaged one.
     """
+    check_decoded(image)
     if problem := _problem(image):
         raise PixelFormatError(problem)
     is_gray_16 = _is_gray_16(image)  # unknown after `load`
     image.load()
     upright = _turned(image)
     if is_gray_16:
-        gray = torch.from_numpy(np.array(upright).astype(np.float32) / np.float32(_MAXIMUM))
+        pixels = np.array(upright).astype(np.float32)
+        pixels /= np.float32(_MAXIMUM)
+        gray = torch.from_numpy(pixels)
         colors = gray.expand(min(channels, 3), -1, -1)
         return colors if channels <= 3 else torch.cat([colors, torch.ones_like(gray)[None]])
     if channels != 4 and upright.has_transparency_data:
@@ -92,16 +90,15 @@ def decode(image: Image, channels: int) -> Tensor:
         if upright.getchannel("A").getextrema() != (255, 255):
             remedy = "draw it on a background, or train a model with 4 channels"
             raise PixelFormatError(f"has transparent pixels, but the model takes no alpha channel; {remedy}")
-    pixels = np.array(upright.convert(CHANNELS[channels]))
+    wanted = CHANNELS[channels]
+    pixels = np.array(upright if upright.mode == wanted else upright.convert(wanted))
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
 
 
 def _problem(image: Image) -> str:
     """Return the reason, with a remedy, why an image that is not loaded yet is not understood; "" if it is."""
-    if image.format not in FORMATS:
-        return f"is a file of the format {image.format}; convert it to PNG or JPEG"
-    if image.format != "MPO" and getattr(image, "is_animated", False):
-        return f"has {getattr(image, 'n_frames', 'several')} frames; save the frame that its class describes"
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # of an MPO, the first picture counts
+        return "has several frames; save the frame that its class describes"
     raw, arguments = _raw_mode(image)
     if _is_gray_16(image):
         if "transparency" in image.info:

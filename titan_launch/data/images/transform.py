@@ -142,7 +142,8 @@ class Transform:
                 reason = f"must be one number, or one number for each of the {images.shape[-3]} channels of the images"
                 raise config_error((*self._key, name), reason, list(getattr(self._config, name)))
         unit = _UINT8_MAXIMUM if images.dtype == torch.uint8 else 1
-        return (images.float() - self._mean * unit) / (self._std * unit)
+        inputs = images.to(torch.float32, copy=True)
+        return inputs.sub_(self._mean * unit).div_(self._std * unit)  # in place: images may be large
 
     def _build(self, name: str, is_training: bool) -> Callable[[Tensor], Any]:
         key = (*self._key, "transform")

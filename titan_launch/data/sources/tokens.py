@@ -11,6 +11,7 @@ import torch
 from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokensData
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora import CORPORA
 from titan_launch.data.corpora.base import Corpus
 from titan_launch.data.foreign_tokens import check_unknown_ids, open_foreign_tokens
@@ -19,6 +20,9 @@ from titan_launch.data.prepare import cached_token_files
 from titan_launch.data.sources.base import Details, Sample, SourceContext
 from titan_launch.data.sources.packed import PackedSource, token_details
 from titan_launch.data.token_files import Header, TokenFilesError, Tokens, TokenStream, open_token_files, read_header
+
+_SHOWN = 64
+"""Limit of the characters of a digest in an error."""
 
 
 class TokenSource:
@@ -106,15 +110,20 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | Pa
             return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
         header = read_header(folder)
     except TokenFilesError as error:
-        raise config_error(key, str(error), config.path) from None
+        raise config_error(key, one_line(str(error)), config.path) from None
     except OSError as error:
-        reason = f"cannot read {error.filename}: {error.strerror}; correct the permissions, or name other files"
-        raise config_error(key, reason, config.path) from None
+        found = f"cannot read {one_line(str(error.filename))}: {error.strerror}"
+        raise config_error(key, f"{found}; correct the permissions, or name other files", config.path) from None
     if header.tokenizer != context.tokenizer.digest:
+        digest = one_line(header.tokenizer)[:_SHOWN]
         reason = (
-            f"was prepared with another tokenizer (digest {header.tokenizer}; that of [tokenizer] is "
+            f"was prepared with another tokenizer (digest {digest}; that of [tokenizer] is "
             f"{context.tokenizer.digest}); set [tokenizer] as for titan-launch prepare, or prepare the text again"
         )
+        raise config_error(key, reason, config.path, also=(("tokenizer",),))
+    if header.vocab_size != context.tokenizer.vocab_size:
+        claimed, known = header.vocab_size, context.tokenizer.vocab_size
+        reason = f"says that its tokenizer has {claimed:,} tokens, but it has {known:,}; prepare the text again"
         raise config_error(key, reason, config.path, also=(("tokenizer",),))
     stream = _open(config, context, folder, header)
     return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
@@ -126,7 +135,7 @@ def _open(config: CorpusData | TokensData, context: SourceContext, folder: Path,
         check_unknown_ids(folder, header)
         return stream
     except TokenFilesError as error:
-        raise config_error((*context.key, "path"), str(error), config.path) from None
+        raise config_error((*context.key, "path"), one_line(str(error)), config.path) from None
 
 
 def _build(
@@ -183,9 +192,9 @@ def _without_documents(corpus: Corpus, skipped: str) -> ConfigError:
 
 def _skipped(corpus: Corpus, header: Header) -> str:
     """Return a clause about the documents that the corpus has skipped; "" if there are none."""
-    reasons = ", ".join(f"{number:,} {reason}" for reason, number in header.skipped.items())
+    reasons = ", ".join(f"{number:,} {one_line(reason)}" for reason, number in header.skipped.items())
     number = _count(sum(header.skipped.values()), corpus.unit)
-    return reasons and f"skipped {number}: {reasons}; first: {header.first_skipped}"
+    return reasons and f"skipped {number}: {reasons}; first: {one_line(header.first_skipped)}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,0 +1,114 @@
+"""The one place that opens image files with Pillow.
+
+Pillow guesses the format of a file from its content, and some of its formats start other programs: a file that begins
+as PostScript is given to Ghostscript, whatever its name is. So only the formats below are tried. A small file may also
+become gigabytes of pixels; the limits refuse it before its pixels are decoded.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+from titan_launch.core.files import MIB
+from titan_launch.core.terminal import one_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image  # optional
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow's names of the file formats that are read. A JPEG with further pictures gets the name MPO when it is open."""
+
+MOST_BYTES = 256 * MIB
+"""Limit of an image file. `MOST_PIXELS` take less without compression."""
+
+MOST_PIXELS = 50_000_000
+"""Limit of the pixels that are decoded. Decoding and normalization take up to 20 bytes for each."""
+
+_MOST_STORED = 2 * MOST_PIXELS
+"""Limit of the pixels of a JPEG that is scaled while it is decoded. If it is progressive, libjpeg takes 6 bytes for
+each."""
+
+_MOST_SCANS = 20
+"""Limit of the scans of a JPEG of `MOST_PIXELS`. Smaller images may have more: each scan passes over all pixels."""
+
+_MOST_EXIF = 1 << 16
+"""Limit of the bytes of EXIF. All of its tags may name the same bytes, so the needed memory grows with its square."""
+
+_READ_TWICE = 2 * MIB
+"""Bytes that Pillow may read more than once until a file is open. The tags of a TIFF may name the same bytes."""
+
+_OWN_WARNINGS = re.compile(r"PIL\b")
+
+
+class PixelFormatError(Exception):
+    """An image that is not understood. The message is a clause with a remedy: `has several frames; save ...`."""
+
+
+@contextmanager
+def opened_image(content: bytes) -> Iterator[Image]:
+    """Open an image for the block, which may load its pixels. Raises ImportError without Pillow, and PixelFormatError
+    for other formats, for files outside of the limits, and in place of each error of Pillow."""
+    from PIL import Image  # optional
+
+    if not any(item[3] == _OWN_WARNINGS for item in warnings.filters):  # a damaged file may cause thousands
+        warnings.filterwarnings("ignore", module=_OWN_WARNINGS.pattern)
+    file = _Bounded(content)
+    try:
+        with Image.open(file, formats=FORMATS) as image:
+            file.left = None
+            _check(image, content)
+            yield image
+    except PixelFormatError:
+        raise
+    except Image.UnidentifiedImageError:
+        reason = f"it is none of {', '.join(FORMATS)}, or damaged"
+        raise PixelFormatError(f"is not a valid image ({reason}); convert it to PNG or JPEG, or remove it") from None
+    except Image.DecompressionBombError:
+        raise _too_large(_MOST_STORED) from None
+    except Exception as error:  # Pillow raises many types for damaged images
+        reason = f"{type(error).__name__}: {one_line(str(error)):.200}" if str(error) else type(error).__name__
+        raise PixelFormatError(f"is not a valid image ({reason}); replace or remove it") from None
+
+
+def check_decoded(image: Image) -> None:
+    """Raise PixelFormatError if an image has more pixels than may be decoded."""
+    if image.width * image.height > MOST_PIXELS:
+        raise _too_large(MOST_PIXELS)
+
+
+class _Bounded(BytesIO):
+    """The content of a file, of which `left` bytes may still be read; None: all."""
+
+    def __init__(self, content: bytes):
+        super().__init__(content)
+        self.left: int | None = len(content) + _READ_TWICE
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        found = super().read(size)
+        if self.left is not None:
+            self.left -= len(found)
+            if self.left < 0:
+                raise OSError("many of its tags have the same bytes")
+        return found
+
+
+def _check(image: Image, content: bytes) -> None:
+    """Raise PixelFormatError for a file that takes much more memory or time than its size suggests."""
+    pixels = image.width * image.height
+    if pixels > _MOST_STORED:
+        raise _too_large(_MOST_STORED)
+    scans = content.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 1
+    if scans * pixels > _MOST_SCANS * MOST_PIXELS:
+        raise PixelFormatError(f"has {scans:,} scans of {pixels:,} pixels; save it again")
+    exif, in_text = image.info.get("exif", b""), image.info.get("Raw profile type exif", "")
+    if max(len(exif), len(in_text) // 2) > _MOST_EXIF:
+        raise PixelFormatError(f"has more than {_MOST_EXIF:,} bytes of EXIF; save it without them")
+
+
+def _too_large(limit: int) -> PixelFormatError:
+    return PixelFormatError(f"has more than {limit:,} pixels, the limit of an image; make it smaller")
