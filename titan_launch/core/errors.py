@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_launch.core.terminal import one_line
+
 
 class _Unset:
     def __repr__(self) -> str:
@@ -99,9 +101,19 @@ def nearest(word: str, candidates: Iterable[str], similarity: float = 0.6) -> st
     """Return the candidate that is most similar to a misspelt word, or None. Case is ignored."""
     import difflib  # imported here to save a millisecond of every start
 
+    if len(word) > _LONGEST_NAME:  # the comparison takes time in proportion to the product of the lengths
+        return None
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=similarity)
     return by_lower[near[0]] if near else None
+
+
+_LONGEST_NAME = 200
+
+
+def short_name(name: str) -> str:
+    """Return a name from a file for a message: with escapes in place of control characters, and cut if it is long."""
+    return one_line(name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}...")
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
@@ -111,6 +123,7 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first `most` names, and the number of the others: "a, b, c and 2 more"."""
-    shown = ", ".join(names[:most])
+    """Return the first `most` names, and the number of the others: "a, b, c and 2 more". Control characters in names
+    are escaped, and long names are cut."""
+    shown = ", ".join(short_name(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -111,6 +111,22 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     return content
 
 
+def file_inside(folder: Path, name: str) -> Path:
+    """Return the path of a file or folder in a folder that somebody else may have made. Raises OSError for a link to a
+    target outside of the folder.
+
+    In a cache of Hugging Face, files are links into the folder `blobs` of the same repository, which are allowed:
+    `models--OWNER--NAME/snapshots/REVISION/FILE` to `models--OWNER--NAME/blobs/DIGEST`.
+    """
+    home, target = (Path(os.path.realpath(path)) for path in (folder, folder / name))
+    snapshots = (part for part in (home, *home.parents) if part.name == "snapshots")
+    repositories = (part.parent for part in snapshots if part.parent.name.startswith("models--"))
+    if not any(target.is_relative_to(allowed) for allowed in (home, *(part / "blobs" for part in repositories))):
+        reason = "a link to a file outside of the folder, which is not followed; replace the link by a copy of the file"
+        raise OSError(errno.EPERM, reason, str(folder / name))
+    return folder / name
+
+
 def weights_folder_around(path: Path) -> Path | None:
     """Return the folder with weights (`*.safetensors`) that `path` is, or is inside of; None if there is none. Nothing
     is written into such a folder, because other programs and runs read it."""
