@@ -241,13 +241,14 @@ class _FolderWeights:
         names of the model. Raises WeightsError."""
         model = job.model.model_copy(update={"weights": str(folder)})
         try:
+            files = open_weights(model)
             if ":" in model.name:
-                files = open_weights(model)
                 weights = Weights(files, {name: Piece(name) for name in files.tensors})
                 shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
             else:
                 module = build_model(model, job.training.seq_len, lora=job.lora).module
-                weights = find_weights(model, take_inventory(module, ()), getattr(module, "places_in_files", None))
+                places = getattr(module, "places_in_files", None)
+                weights = find_weights(model, take_inventory(module, ()), places, files)
                 shapes = {name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}
         except ConfigError as error:
             raise WeightsError(error.problems[0].reason) from None

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from titan_launch.config.architectures import ALL_IN_ARGS, known_args, resolve_args
+from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
 from titan_launch.config.huggingface.config_json import FolderConfig, read_folder_config, read_json, refuse_adapter
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
@@ -88,6 +88,17 @@ class WeightsFolder:
             if lost := [name for name in names or () if name not in found]:
                 raise WeightsError(f"{file} lacks tensors that {INDEX} lists: {listed(lost)}")
             self.tensors |= found
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Raise WeightsError if the files have less than one tensor for each layer in `config.json`, before a model
+        with these layers is built."""
+        if self.config.name in ARCHITECTURES:
+            layers = resolve_args(self.config.name, self.config.flavor, self.config.args).num_layers()
+            if layers is not None and layers > len(self.tensors):
+                raise WeightsError(
+                    f"its config.json has {layers} layers, but its files have {len(self.tensors)} tensors"
+                )
 
     def _names_by_file(self) -> Mapping[str, list[str] | None]:
         """Return the files to read, each with its tensors by the index; None without an index."""
@@ -161,6 +172,10 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
             tensors = {name: FileTensor(path.name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
             metadata: dict[str, str] = file.metadata() or {}
+    except MemoryError:
+        raise WeightsError(
+            f"{shown} cannot be mapped: its {path.stat().st_size:,} bytes are beyond the limit"
+        ) from None
     except (library.SafetensorError, OSError, ValueError) as error:
         reason = short_name(str(error))
         raise WeightsError(f"{shown} is truncated or damaged ({reason}); copy or download it again") from None
