@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_launch.config.architectures.huggingface import class_name, image_format, refused, unit_of
-from titan_launch.core.errors import Problem, config_error, did_you_mean, listed, short_name
+from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed, short_name
 from titan_launch.core.globs import matches
 from titan_launch.core.patches import replaced, torchao_import_silenced
 from titan_launch.models.documents import separate_by_positions
@@ -60,7 +60,7 @@ def build(seq_len: int, /, **args: Any) -> nn.Module:
         if torch.get_default_device().type != "meta":
             _check_size(cls, config)
         with _size_limited():
-            module: Any = cls(config)
+            module = _built(cls, config)
     separate_by_positions(module)
     _declare_tensor_parallel(module)
     module.flops_per_sample = partial(_count_flops, module, args)
@@ -144,6 +144,19 @@ def _size_limited() -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _built(cls: Any, config: Any) -> Any:
+    """Build a class. Raises ConfigError for values of `config.json` that it cannot be built from."""
+    try:
+        return cls(config)
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:  # each class checks its own keys, with errors of many types
+        if "can't allocate memory" in str(error):
+            raise
+        reason = f"{type(error).__name__}: {short_name(' '.join(str(error).split()))}"
+        raise config_error(("model", "args"), f"{cls.__name__} cannot be built from them: {reason}") from None
 
 
 def _check_size(cls: Any, config: Any) -> None:

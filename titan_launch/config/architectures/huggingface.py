@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from titan_launch.config.architectures.base import MOST_LAYERS, MOST_TOKENS
+from titan_launch.config.architectures.base import MOST_TOKENS
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
 from titan_launch.core.errors import KeyPath, did_you_mean
@@ -62,7 +62,8 @@ _KERNELS = re.compile("_?(attn|experts)_implementation(_internal)?")
 _COUNTS = re.compile(".*(layers?|depths?|blocks|stages|labels|experts)")
 """Keys of numbers of modules, and of classes, for each of which a class of `transformers` makes an object."""
 
-_MOST_OBJECTS = 1 << 17
+_MOST_LAYERS, _MOST_OBJECTS = 256, 1 << 17
+"""Limits of these numbers. The largest published models have about 130 layers and 22,000 classes."""
 
 
 def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
@@ -84,7 +85,7 @@ def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
             yield path, "names kernels on the hub, which are not loaded; remove the key", value
         elif type(value) is int:
             is_layers = key.endswith(("layer", "layers", "depth", "depths", "blocks", "stages"))
-            most = MOST_LAYERS if is_layers else _MOST_OBJECTS if _COUNTS.fullmatch(key) else MOST_TOKENS
+            most = _MOST_LAYERS if is_layers else _MOST_OBJECTS if _COUNTS.fullmatch(key) else MOST_TOKENS
             if abs(value) > most and "theta" not in key:
                 yield path, f"is larger than any model has; write {most} or less", value
 

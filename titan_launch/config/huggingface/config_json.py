@@ -72,7 +72,7 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
 def own_config(config: Config) -> FolderConfig:
     """Return the model in a `config.json` in this package's own format. Nothing is imported. Raises WeightsError for
     arguments that the model cannot have."""
-    table = config.get("model")
+    table: Any = config.get("model")
     try:
         table = {key: table[key] for key in ("name", "flavor", "args") if key in table}
         model = ModelConfig.model_validate({"name": None, "flavor": ALL_IN_ARGS, **table})
