@@ -261,3 +261,83 @@ CASES: dict[str, Hostile] = {
     ),
 }
 """Hostile variants, by name."""
+
+_LOADS = "can load code or files by name"
+CLASSES: dict[str, tuple[Mapping[str, Any], str]] = {
+    "layers_million": ({"num_hidden_layers": 10**6}, "larger than any model has; write 256"),
+    "layers_billion": ({"num_hidden_layers": 10**9}, "larger than any model has; write 256"),
+    "vocabulary": ({"vocab_size": 10**12}, "larger than any model has"),
+    "labels": ({"num_labels": 10**9}, "larger than any model has"),
+    "experts": ({"num_local_experts": 10**6}, "larger than any model has"),
+    "nested": ({"text_config": {"num_hidden_layers": 10**6}}, "text_config.num_hidden_layers"),
+    "list": ({"depths": [3, 10**9]}, "depths.1"),
+    "type_unknown": ({"model_type": "lama"}, 'has no such model_type; did you mean "llama"?'),
+    "type_list": ({"model_type": [1]}, "must be a string"),
+    "type_of_code": ({"model_type": "own", "auto_map": {"AutoModel": "own.Own"}}, "code in the folder (auto_map)"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights cannot be trained"),
+    "timm": ({"model_type": "timm_wrapper", "model_args": {"checkpoint_path": "/etc/passwd"}}, "is built by timm"),
+    "timm_inside": ({"vision_config": {"model_type": "timm_wrapper"}}, "is built by timm"),
+    "timm_arguments": ({"vision_config": {"model_args": {"checkpoint_path": "/etc/passwd"}}}, _LOADS),
+    "backbone": ({"backbone": "hf-hub:a/b"}, _LOADS),
+    "backbone_weights": ({"use_pretrained_backbone": True}, _LOADS),
+    "kernels": ({"attn_implementation": "kernels-community/flash-attn"}, "names kernels on the hub"),
+    "kernels_inside": ({"text_config": {"_attn_implementation": "a/b"}}, "names kernels on the hub"),
+    "kernels_of_experts": ({"experts_implementation": "a/b"}, "names kernels on the hub"),
+}
+"""Keys of a `config.json` for `model.name = "huggingface"`, and the sentence that `check` ends with."""
+
+ADAPTER: dict[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 2,
+    "lora_alpha": 4,
+    "target_modules": ["q_proj"],
+    "exclude_modules": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+    "layers_pattern": None,
+    "lora_dropout": 0.0,
+    "bias": "none",
+}
+
+
+def write_adapter(folder: Path, **changes: Any) -> Path:
+    """Write the adapters of `q_proj` in both layers of the folder."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({**ADAPTER, **changes}))
+    modules = [f"base_model.model.model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    shapes = {f"{module}.lora_{part}.weight": shape for module in modules for part, shape in _PARTS.items()}
+    write_file(folder / "adapter_model.safetensors", header_of(shapes))
+    return folder
+
+
+_PARTS = {"A": (2, 16), "B": (16, 2)}
+
+
+def _adapter(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: (folder / "adapter_config.json").write_text(json.dumps({**ADAPTER, **changes}))
+
+
+_NEVER_ENDS = "(?:[a-z0-9_.]+)+!"
+
+ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "rank": (_adapter(r=10**9), "r: Input should be less than or equal to 1048576"),
+    "alpha": (_text("adapter_config.json", '{"peft_type": "LORA", "r": 2, "lora_alpha": NaN}'), "NaN, which JSON does"),
+    "types": (_adapter(rank_pattern=[1]), "rank_pattern: Input should be a valid dictionary"),
+    "pattern_ends_never": (_adapter(target_modules=_NEVER_ENDS), "take too long to match"),
+    "rank_pattern_ends_never": (_adapter(rank_pattern={_NEVER_ENDS: 2}), "take too long to match"),
+    "exclusion_ends_never": (_adapter(exclude_modules=_NEVER_ENDS), "take too long to match"),
+    "pattern_is_long": (_adapter(target_modules="a" * 10**6), "more than 10000 characters"),
+    "pattern_nests": (_adapter(target_modules="(" * 4000), "is no regular expression"),
+    "pattern_repeats": (_adapter(target_modules="a{99999999999999999999}"), "is no regular expression"),
+    "many_names": (_adapter(target_modules=[f"m{n}" for n in range(200_000)]), "peft ignores the tensors of"),
+    "many_keys": (_adapter(**{f"k{n}": 1 for n in range(100_000)}), "a key that this package does not know"),
+    "key_escape": (_adapter(**{"\x1b[2J\nerror: x": 1}), "\\x1b[2J\\nerror: x"),
+    "config_is_fifo": (_fifo("adapter_config.json"), "not a regular file"),
+    "config_is_link": (_link("adapter_config.json", "/etc/hostname"), "a link to a file outside of the folder"),
+    "file_is_fifo": (_fifo("adapter_model.safetensors"), "not a regular file"),
+    "file_is_text": (_text("adapter_model.safetensors", "x" * 100), "is no safetensors file, or is damaged"),
+    "file_is_link": (_link("adapter_model.safetensors", "/dev/zero"), "a link to a file outside of the folder"),
+}
+"""Hostile variants of a folder of adapters, and the sentence that `train` ends with."""
