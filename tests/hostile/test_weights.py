@@ -6,7 +6,9 @@ import copy
 import json
 import random
 import time
+import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("case", rest_is_slow(list(CASES), every=2))
+@pytest.mark.parametrize("case", rest_is_slow(list(CASES), every=4))
 def test_a_hostile_folder_ends_each_command_with_one_sentence(case: str, runner: Runner, tmp_path: Path) -> None:
     change = CASES[case]
     change.change(write_folder(tmp_path / "hf"))
@@ -192,7 +194,11 @@ def test_a_hostile_adapter_ends_each_command_with_one_sentence(case: str, runner
     change(write_adapter(tmp_path / "adapter"))
     lora = '[lora]\ntargets = ["layers.*.attention.wq"]\nrank = 2\nalpha = 4.0\nadapter = "adapter"\n'
     (tmp_path / "job.toml").write_text(f"{JOB}\n{lora}")
-    runner.run(COMMANDS["train"], tmp_path).assert_one_sentence(sentence)
+    ended = runner.run(COMMANDS["train"], tmp_path)
+    started = tuple(
+        program for program in ended.started if "'git'" not in program
+    )  # the record of a run names a commit
+    replace(ended, started=started).assert_one_sentence(sentence)
 
 
 # Fuzzing of the readers, in this process.
@@ -235,30 +241,28 @@ def _read(folder: Path) -> None:
     assert time.process_time() - start < 1
 
 
-@sampled("seeds", range(8), every=8)
+@sampled("seeds", range(32), every=32)
 def test_each_key_of_config_json_with_hostile_values(seeds: tuple[int, ...], tmp_path: Path) -> None:
     tables = [{"model_type": kind, **sizes, "vocab_size": VOCABULARY} for kind, sizes in FAMILY_CASES.values()]
     tables += [dict(table) for _, table in sorted(PUBLISHED_FILES.items())]
     cases = [(table, path, value) for table in tables for path in _paths(table) for value in HOSTILE]
     count = 0
     for table, path, value in cases:
-        if hash((path, repr(value)[:20], str(table["model_type"]))) % 8 in seeds:
+        if zlib.crc32(f"{table['model_type']} {path} {value}"[:200].encode()) % 32 in seeds:
             (tmp_path / "config.json").write_text(json.dumps(_mutated(table, path, value)))
             _read(tmp_path)
             count += 1
-    assert count > 1000
+    assert count > 500
 
 
-@sampled("seeds", range(6000), every=10)
+@sampled("seeds", range(6000), every=15)
 def test_two_keys_and_bytes_of_config_json(seeds: tuple[int, ...], tmp_path: Path) -> None:
     tables = [{"model_type": kind, **sizes, "vocab_size": VOCABULARY} for kind, sizes in FAMILY_CASES.values()]
     for seed in seeds:
         draw = random.Random(seed)
         table = draw.choice(tables)
         for _ in range(2):
-            table = _mutated(
-                table, draw.choice([path for path in _paths(table) if len(path) == 1]), draw.choice(HOSTILE)
-            )
+            table = {**table, draw.choice(list(table)): draw.choice(HOSTILE)}
         (tmp_path / "config.json").write_bytes(_flipped(json.dumps(table).encode(), draw, seed % 2))
         _read(tmp_path)
 
@@ -273,7 +277,7 @@ def _flipped(content: bytes, draw: random.Random, number: int) -> bytes:
     return content
 
 
-@sampled("seeds", range(6000), every=10)
+@sampled("seeds", range(6000), every=15)
 def test_bytes_and_json_of_headers_and_indices(seeds: tuple[int, ...], tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf")
     found = read_folder_config(folder)
@@ -306,7 +310,7 @@ def test_bytes_and_json_of_headers_and_indices(seeds: tuple[int, ...], tmp_path:
         assert time.process_time() - start < 1
 
 
-@sampled("seeds", range(4000), every=8)
+@sampled("seeds", range(4000), every=10)
 def test_keys_and_bytes_of_adapters(seeds: tuple[int, ...], tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter")
     whole = (folder / "adapter_model.safetensors").read_bytes()
