@@ -120,7 +120,6 @@ def test_a_class_of_transformers_is_refused_before_it_is_imported(case: str, run
 
 
 _BUILT = {
-    "modules": ({"num_hidden_layers": 256, "num_local_experts": 1}, None),
     "buffers": ({"head_dim": 2**31 - 2}, "bytes of buffers"),
     "masks": (
         {"model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"], "max_position_embeddings": 2**20}
@@ -140,10 +139,7 @@ def test_a_class_of_transformers_with_hostile_sizes_is_not_built(case: str, runn
     write_folder(tmp_path / "hf", {**CONFIG, **changes})
     (tmp_path / "job.toml").write_text(JOB.replace("weights =", 'name = "huggingface"\npath ='))
     ended = runner.run(COMMANDS["plan"], tmp_path)
-    if sentence is None:
-        ended.assert_harmless()
-    else:
-        ended.assert_one_sentence(sentence)
+    ended.assert_one_sentence(sentence)
 
 
 @pytest.mark.parametrize("size", ["n_layers = 1_000_000_000", "dim = 1_000_000_000_000", "vocab_size = 10_000_000_000"])

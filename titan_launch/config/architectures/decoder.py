@@ -16,8 +16,10 @@ from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.architectures.latent_attention import LatentAttentionArgs
 from titan_launch.config.sections.base import Section
 
-PositiveFloat = Annotated[float, Field(gt=0)]
-Theta = Annotated[float, Field(gt=1)]
+PositiveFloat = Annotated[float, Field(gt=1e-30, le=1e30)]
+"""A number whose square and inverse square are numbers too."""
+
+Theta = Annotated[float, Field(gt=1, le=1e30)]
 NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]
 NORMS_OF_TOKENS: tuple[NormKind, ...] = ("rmsnorm", "layernorm")
 """The norms whose result for a token does not depend on other tokens."""
@@ -33,7 +35,7 @@ class RopeScaling(Section):
     (Gemma 3). `yarn`: low frequencies are divided by `factor`, and rotated queries and keys are multiplied by
     `attention_factor` (YaRN, arXiv:2309.00071; DeepSeek-V3, GPT-OSS)."""
 
-    factor: Annotated[float, Field(ge=1)] = 8.0
+    factor: Annotated[float, Field(ge=1, le=1e30)] = 8.0
     """Divisor of the frequencies."""
 
     low_freq_factor: PositiveFloat = 1.0

@@ -142,7 +142,8 @@ def arguments_of(config: Config) -> dict[str, Any]:
     """
     family = FAMILIES[config["model_type"]]
     problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key) is not None]
-    unknown = [key for key in config if key not in family.known_keys]
+    known_keys = family.known_keys
+    unknown = [key for key in config if key not in known_keys]
     problems += [_unknown(family, key, config[key]) for key in unknown[:_MOST_SHOWN]]
     if len(unknown) > _MOST_SHOWN:
         problems.append(f"{len(unknown) - _MOST_SHOWN} further keys are unknown")
