@@ -208,7 +208,7 @@ CASES: dict[str, Hostile] = {
     "config_is_link": _case(_link("config.json", "/etc/hostname"), "a link to a file outside of the folder"),
     "config_is_itself": _case(_link("config.json", "config.json"), "config.json cannot be read"),
     "own_factory": _case(_own(name="os:system"), "may not choose code", import_="", export=""),
-    "own_unknown": _case(_own(name="x" * 3), '"xxx", which is no model'),
+    "own_unknown": _case(_own(name="x" * 3), 'its model.name is "xxx": unknown model'),
     "own_types": _case(
         _own(name="llama3", flavor=["a"]), "its config.json is not that", check=_NEITHER, plan=_NEITHER, train=_NEITHER
     ),

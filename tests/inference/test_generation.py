@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,7 @@ def test_bad_requests_are_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     record = json.loads((run / "config.json").read_text())
     folders: dict[str, dict[str, Any]] = {
-        "images": {"model": {"name": "resnet"}},
+        "images": {"model": {"name": "resnet", "flavor": "debug"}},
         "unknown": {"model": {"name": "lama3"}},
         "synthetic": {**record, "data": {"kind": "synthetic", "vocab_size": 61}},
         "code": {"model": {"name": "os:system"}},
@@ -240,13 +241,13 @@ def test_bad_requests_are_one_line_and_status_2(
         Path(name).mkdir()
         (Path(name) / "config.json").write_text(json.dumps(config))
         if name != "begun":
-            (Path(name) / "model.safetensors").symlink_to(exported / "model.safetensors")
+            shutil.copyfile(exported / "model.safetensors", Path(name, "model.safetensors"))
     prompt, own = ["--prompt=Gr"], str(run)
     for arguments, message in (
         (["no_such_folder", *prompt], "no_such_folder: there is no such folder"),
         ([".", *prompt], "it has no config.json"),
         (["begun", *prompt], "it has neither checkpoints nor *.safetensors"),
-        (["images", *prompt], "its model, resnet, takes images; name a model of text"),
+        (["images", *prompt], "its tensors are not those of the model"),
         (["unknown", *prompt], 'its model.name is "lama3": unknown model; must be "llama3"'),
         (["unknown", *prompt], '"huggingface", or package.module:factory'),
         (["code", *prompt], "a folder may not choose code: add --model os:system"),

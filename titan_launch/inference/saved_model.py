@@ -161,8 +161,14 @@ def _open_imported(folder: Path, record: Mapping[str, Any], job: JobConfig) -> S
     if not any(folder.glob("*.safetensors")):
         raise WeightsError("it has neither checkpoints nor *.safetensors")
     whole = job.model_copy(update={"model": job.model.model_copy(update={"exclude_from_weights": ()})})
-    weights = _FolderWeights.of(whole, folder)
-    return SavedModel(record, job, weights.entries, weights.read, "the imported weights", companions_of(folder))
+    files = _FolderWeights.of(whole, folder).weights.folder
+    entries = {name: Entry(name, tensor.shape, _dtype(tensor.dtype)) for name, tensor in files.tensors.items()}
+
+    def read(name: str) -> Tensor:
+        shape = entries[name].shape
+        return files.read(name, (0,) * len(shape), shape)
+
+    return SavedModel(record, job, entries, read, "the imported weights", companions_of(folder))
 
 
 def _open_huggingface(folder: Path) -> SavedModel:

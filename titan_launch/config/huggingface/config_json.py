@@ -24,7 +24,7 @@ from titan_launch.config.huggingface.features import (
     is_equal,
     unsupported,
 )
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core import json_files
 from titan_launch.core.errors import did_you_mean, format_key, leaves, short_name
 from titan_launch.core.files import MIB, file_inside
@@ -82,8 +82,8 @@ def own_config(config: Config) -> FolderConfig:
     if model.is_of_package:
         try:
             problems = list(resolve_args(model.name, model.flavor, model.args).problems())
-        except KeyError as error:
-            raise WeightsError(f"{CONFIG_FILE} names {as_text(error.args[0])}, which is no model or flavor") from None
+        except KeyError:
+            raise WeightsError(_unknown_name(model)) from None
         except ValidationError as error:
             first = error.errors()[0]
             reason = f"{short_name(format_key(first['loc']))} = {as_text(first['input'])}: {first['msg']}"
@@ -91,6 +91,16 @@ def own_config(config: Config) -> FolderConfig:
         for _, reason in problems:
             raise WeightsError(f"{CONFIG_FILE} has an impossible value in model.args: {reason}")
     return found
+
+
+def _unknown_name(model: ModelConfig) -> str:
+    """Return the reason why a model or flavor does not exist."""
+    if model.name in ARCHITECTURES:
+        known = f"{model.name} has {', '.join(ARCHITECTURES[model.name].flavors)}"
+        return f"its model.flavor is {as_text(model.flavor)}: unknown flavor; {known}"
+    known = ", ".join(f'"{name}"' for name in (*ARCHITECTURES, HUGGINGFACE))
+    reason = f"unknown model; must be {known}, or package.module:factory for your own"
+    return f"its model.name is {as_text(model.name)}: {reason}{did_you_mean(model.name, ARCHITECTURES)}"
 
 
 def refuse_adapter(folder: Path) -> None:
