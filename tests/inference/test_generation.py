@@ -19,6 +19,7 @@ from tests.models.parity import random_model
 from tests.train.jobs import run_job
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.cli import main
+from titan_launch.config.architectures import resolve_args
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.inference.generation import (
     Sampling,
@@ -31,7 +32,7 @@ from titan_launch.inference.generation import (
 )
 from titan_launch.inference.language_model import LanguageModel, load_language_model
 from titan_launch.inference.saved_model import open_saved_model
-from titan_launch.models.build import recorded_model
+from titan_launch.models.build import SPECS, recorded_model
 
 CPU = torch.device("cpu")
 NAMES = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<begin>", "eos_token": "<end>"}
@@ -242,12 +243,14 @@ def test_bad_requests_are_one_line_and_status_2(
         (Path(name) / "config.json").write_text(json.dumps(config))
         if name != "begun":
             shutil.copyfile(exported / "model.safetensors", Path(name, "model.safetensors"))
+    resnet = SPECS["resnet"].build(resolve_args("resnet", "debug", {}), 1)
+    pytest.importorskip("safetensors.torch").save_file(resnet.state_dict(), "images/model.safetensors")
     prompt, own = ["--prompt=Gr"], str(run)
     for arguments, message in (
         (["no_such_folder", *prompt], "no_such_folder: there is no such folder"),
         ([".", *prompt], "it has no config.json"),
         (["begun", *prompt], "it has neither checkpoints nor *.safetensors"),
-        (["images", *prompt], "its tensors are not those of the model"),
+        (["images", *prompt], "its model, resnet, takes images; name a model of text"),
         (["unknown", *prompt], 'its model.name is "lama3": unknown model; must be "llama3"'),
         (["unknown", *prompt], '"huggingface", or package.module:factory'),
         (["code", *prompt], "a folder may not choose code: add --model os:system"),
