@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.models.parity import random_model
 from tests.train.jobs import run_job
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.cli import main
+from titan_launch.config.architectures import resolve_args
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.inference.generation import (
     Sampling,
@@ -30,7 +32,7 @@ from titan_launch.inference.generation import (
 )
 from titan_launch.inference.language_model import LanguageModel, load_language_model
 from titan_launch.inference.saved_model import open_saved_model
-from titan_launch.models.build import recorded_model
+from titan_launch.models.build import SPECS, recorded_model
 
 CPU = torch.device("cpu")
 NAMES = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<begin>", "eos_token": "<end>"}
@@ -226,7 +228,7 @@ def test_bad_requests_are_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     record = json.loads((run / "config.json").read_text())
     folders: dict[str, dict[str, Any]] = {
-        "images": {"model": {"name": "resnet"}},
+        "images": {"model": {"name": "resnet", "flavor": "debug"}},
         "unknown": {"model": {"name": "lama3"}},
         "synthetic": {**record, "data": {"kind": "synthetic", "vocab_size": 61}},
         "code": {"model": {"name": "os:system"}},
@@ -240,7 +242,9 @@ def test_bad_requests_are_one_line_and_status_2(
         Path(name).mkdir()
         (Path(name) / "config.json").write_text(json.dumps(config))
         if name != "begun":
-            (Path(name) / "model.safetensors").symlink_to(exported / "model.safetensors")
+            shutil.copyfile(exported / "model.safetensors", Path(name, "model.safetensors"))
+    resnet = SPECS["resnet"].build(resolve_args("resnet", "debug", {}), 1)
+    pytest.importorskip("safetensors.torch").save_file(resnet.state_dict(), "images/model.safetensors")
     prompt, own = ["--prompt=Gr"], str(run)
     for arguments, message in (
         (["no_such_folder", *prompt], "no_such_folder: there is no such folder"),

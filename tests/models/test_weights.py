@@ -350,7 +350,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "not_in_its_shard": (index(a="x.safetensors"), "x.safetensors lacks tensors that .* lists: a"),
     "fifo": (
         lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")),
-        "of its 1 files 1 are missing: model.safetensors",
+        "model.safetensors cannot be read: not a regular file",
     ),
 }
 """Damage to a good folder, and the error."""

@@ -6,7 +6,7 @@ import os
 from argparse import ArgumentTypeError, Namespace
 from typing import NoReturn
 
-from titan_launch.commands.parser import Parser, at_least, load, load_to_train
+from titan_launch.commands.parser import Parser, at_least, check_weights, load, load_to_train
 from titan_launch.config.loading.load import LoadedJob
 from titan_launch.core.errors import UserError
 from titan_launch.core.patches import without_garbage_collection
@@ -55,6 +55,8 @@ def run(arguments: Namespace) -> NoReturn:
     stop = StopRequest()
     with stop.listening():  # before torch is imported, so that no signal during the import is lost
         loaded = load_to_train(arguments, _world_size())
+        if os.environ.get("RANK", "0") == "0":
+            check_weights(loaded)
         run_and_exit(lambda: _import_and_train(loaded, stop, arguments), loaded.provenance.describe)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from titan_launch.core.terminal import one_line
+from titan_launch.core.terminal import LONGEST_NAME, one_line, short_name
 
 
 class _Unset:
@@ -118,6 +118,8 @@ def nearest(word: str, candidates: Iterable[str], similarity: float = 0.6) -> st
     """Return the candidate that is most similar to a misspelt word, or None. Case is ignored."""
     import difflib  # imported here to save a millisecond of every start
 
+    if len(word) > LONGEST_NAME:  # the comparison takes time in proportion to the product of the lengths
+        return None
     by_lower = {candidate.lower(): candidate for candidate in islice(candidates, _MOST_CANDIDATES)}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=similarity)
     return by_lower[near[0]] if near else None
@@ -130,6 +132,7 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first `most` names, and the number of the others: "a, b, c and 2 more"."""
-    shown = ", ".join(map(one_line, names[:most]))
+    """Return the first `most` names, and the number of the others: "a, b, c and 2 more". Control characters in names
+    are escaped, and long names are cut."""
+    shown = ", ".join(short_name(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -117,6 +117,27 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     return content
 
 
+def file_inside(folder: Path, name: str) -> Path:
+    """Return the path of a file or folder in a folder that somebody else may have made. Raises OSError for a link that
+    leads out of the folder (see `leads_out`)."""
+    if leads_out(folder / name, folder):
+        reason = "a link to a file outside of the folder, which is not followed; replace the link by a copy of the file"
+        raise OSError(errno.EPERM, reason, str(folder / name))
+    return folder / name
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Return True if a path below a folder is a link, or is below a link, to a target outside of the folder.
+
+    Targets in a cache of Hugging Face are allowed, because its folders consist of links:
+    `models--OWNER--NAME/snapshots/REVISION/FILE` to `models--OWNER--NAME/blobs/DIGEST`.
+    """
+    home, target = (Path(os.path.realpath(path)) for path in (folder, path))
+    blobs = target.parent
+    is_cached = blobs.name == "blobs" and blobs.parent.name.startswith(("models--", "datasets--"))
+    return not (target.is_relative_to(home) or is_cached)
+
+
 def weights_folder_around(path: Path) -> Path | None:
     """Return the folder with weights (`*.safetensors`) that `path` is, or is inside of; None if there is none. Nothing
     is written into such a folder, because other programs and runs read it."""

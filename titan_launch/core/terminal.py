@@ -51,6 +51,14 @@ def shortened(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: half - 2]} ... {text[-half + 3 :]}"
 
 
+LONGEST_NAME = 200
+
+
+def short_name(name: str) -> str:
+    """Return a name from a file as a part of a message: in one line, and without its middle if it is long."""
+    return one_line(shortened(name, LONGEST_NAME))
+
+
 def as_message(text: str) -> str:
     """Return an error or a log message. Each line after its first begins with white space, so that no part of it looks
     like a message of its own."""

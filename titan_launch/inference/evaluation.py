@@ -80,6 +80,7 @@ class EvaluatedModel(TemplateLM):
             inputs = torch.zeros(len(batch), len(tokens[0]) - 1, dtype=torch.int64)
             for row, sequence in zip(inputs, tokens, strict=True):
                 row[: len(sequence) - 1] = torch.tensor(sequence[:-1])
+            self.model.make_room(inputs.shape[1])
             logits = logits_of(self.model.module, inputs.to(self.model.device))
             for index, sequence, of_sequence in zip(batch, tokens, logits, strict=True):
                 wanted = torch.tensor(requests[index][2][-(len(sequence) - 1) :], device=logits.device)

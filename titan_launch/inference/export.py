@@ -15,7 +15,7 @@ from torch import Tensor
 from titan_launch.config.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.config_json import config_of, read_json
-from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, CONFIG_FILE, WeightsError
+from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, CONFIG_FILE, WeightsError, as_text
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import listed
 from titan_launch.inference.model_card import write_card
@@ -135,7 +135,10 @@ def _rows(source: SavedModel, options: ExportOptions) -> int | None:
     if options.vocab_size is not None and options.vocab_size > rows:
         raise WeightsError(f"--vocab-size {options.vocab_size} is larger than the model's vocab_size, {rows}")
     original = {} if source.companions is None else read_json(source.companions / CONFIG_FILE)
-    return min(rows, options.vocab_size or original.get("vocab_size", rows))
+    published = original.get("vocab_size", rows)
+    if type(published) is not int or published < 1:
+        raise WeightsError(f"{CONFIG_FILE} of its Hugging Face files has vocab_size = {as_text(published)}")
+    return min(rows, options.vocab_size or published)
 
 
 def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:

@@ -163,6 +163,7 @@ def generate_tokens(
         room = model.max_tokens - len(prompt)
         remedy = f"set --max-new-tokens to at most {room}" if room > 0 else "shorten the prompt"
         raise UserError(f"error: {reason}, but the model takes {model.max_tokens} tokens at most; {remedy}")
+    model.make_room(len(prompt) + max_new_tokens)
     with cached_forward(model.module, len(prompt) + max_new_tokens) as forward:
         new = list(prompt)
         for _ in range(max_new_tokens):

@@ -25,7 +25,7 @@ from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.init import initialize
 from titan_launch.models.initializers import own_tensors
-from titan_launch.models.layers import Attention, LatentAttention
+from titan_launch.models.layers import Attention, LatentAttention, RotaryEmbedding
 from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.plan.types import full_name
 
@@ -49,6 +49,12 @@ class LanguageModel:
 
     device: torch.device
     description: str
+
+    def make_room(self, num_tokens: int) -> None:
+        """Extend the tables of positions, so that sequences can have `num_tokens`."""
+        for child in self.module.modules():
+            if isinstance(child, RotaryEmbedding):
+                child.extend(num_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, as those of a document begin."""
@@ -127,12 +133,20 @@ def _longest(saved: SavedModel) -> int:
     return limit[1] if limit is not None else longest_sequence(config) or saved.job.training.seq_len
 
 
+_FIRST_ROWS = 8192
+"""Rows of the tables of rotary embeddings before longer sequences come. A `config.json` may name millions."""
+
+
 def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.dtype, max_tokens: int) -> nn.Module:
     model = saved.job.model
     if model.name == HUGGINGFACE:  # so that the class does not initialise its parameters
         model = model.model_copy(update={"weights": str(source)})
     host = HostBuild(seed=0, free_bytes=int(free_memory_gib() * GIB))
-    built = build_model(model, max_tokens, host)
+    built = build_model(model, min(max_tokens, _FIRST_ROWS), host)
+    needed = sum(tensor.numel() for tensor in built.module.parameters()) * dtype.itemsize
+    if device.type == "cpu" and needed > host.free_bytes:
+        free = f"{host.free_bytes / GIB:,.1f} GiB are free"
+        raise WeightsError(f"its parameters need {needed / GIB:,.1f} GiB of memory, but {free}")
     _allocate(built.module, device, dtype)
     _fill(built, saved, device)
     for child in built.module.modules():

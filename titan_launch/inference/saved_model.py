@@ -14,14 +14,20 @@ from torch import Tensor
 
 from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
 from titan_launch.checkpoint.manifest import Base, Manifest, check, checkpoint_name, complete_steps
-from titan_launch.config.huggingface.config_json import longest_sequence, read_folder_config, read_json, refuse_adapter
+from titan_launch.config.huggingface.config_json import (
+    longest_sequence,
+    own_config,
+    read_folder_config,
+    read_json,
+    refuse_adapter,
+)
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model, take_inventory
 from titan_launch.models.lora import Adapter, adapters_of, delta
-from titan_launch.models.weights.folder import FLOATS, Weights, WeightsFolder, find_weights, open_weights
+from titan_launch.models.weights.folder import FLOATS, Weights, find_weights, open_weights
 from titan_launch.models.weights.tensor_names import Piece, is_selection_bias
 from titan_launch.models.weights.writing import Entry, companions_of
 from titan_launch.plan.freezing import ADAPTER
@@ -97,6 +103,7 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     except ValidationError:
         reason = f"its {CONFIG_FILE} is not that of a run, of a folder that import wrote, or of Hugging Face"
         raise WeightsError(reason) from None
+    own_config(record)
     if not has_checkpoint:
         return _open_imported(folder, record, job)
     checkpoint = checkpoint_folder(folder) / checkpoint_name(max(steps) if step is None else step)
@@ -153,7 +160,8 @@ def _with_base(saved: SavedModel) -> SavedModel:
 def _open_imported(folder: Path, record: Mapping[str, Any], job: JobConfig) -> SavedModel:
     if not any(folder.glob("*.safetensors")):
         raise WeightsError("it has neither checkpoints nor *.safetensors")
-    files = WeightsFolder(folder)
+    whole = job.model_copy(update={"model": job.model.model_copy(update={"exclude_from_weights": ()})})
+    files = _FolderWeights.of(whole, folder).weights.folder
     entries = {name: Entry(name, tensor.shape, _dtype(tensor.dtype)) for name, tensor in files.tensors.items()}
 
     def read(name: str) -> Tensor:
@@ -239,13 +247,14 @@ class _FolderWeights:
         names of the model. Raises WeightsError."""
         model = job.model.model_copy(update={"weights": str(folder)})
         try:
+            files = open_weights(model)
             if ":" in model.name:
-                files = open_weights(model)
                 weights = Weights(files, {name: Piece(name) for name in files.tensors})
                 shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
             else:
                 module = build_model(model, job.training.seq_len, lora=job.lora).module
-                weights = find_weights(model, take_inventory(module, ()), getattr(module, "places_in_files", None))
+                places = getattr(module, "places_in_files", None)
+                weights = find_weights(model, take_inventory(module, ()), places, files)
                 shapes = {name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}
         except ConfigError as error:
             raise WeightsError(error.problems[0].reason) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_launch.config.architectures import resolve_args
+from titan_launch.config.huggingface.config_json import read_json
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
@@ -213,9 +213,9 @@ def recorded_model(config_file: str | Path) -> nn.Module:
 
     The module is not sharded, and is on the default device. Load a checkpoint into it: its values are initial values.
     If the run froze parameters, which its checkpoints omit, the module has the values of `model.weights`; raises
-    ConfigError if that folder does not hold them.
+    ConfigError if that folder does not hold them. Raises WeightsError if the file is not JSON.
     """
-    recorded = json.loads(Path(config_file).read_text())
+    recorded = read_json(Path(config_file))
     config = ModelConfig.model_validate(recorded["model"])
     if config.is_of_package:
         args = resolve_args(config.name, config.flavor, config.args)

@@ -6,7 +6,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -27,6 +27,10 @@ from titan_launch.core.patches import generators_seeded, replaced
 from titan_launch.models.host_values import HostValues, meta_twin, num_bytes, take_values
 from titan_launch.models.initializers import check_reset_parameters
 from titan_launch.plan.hardware import GIB, free_memory_gib
+
+
+class TooLargeError(ConfigError):
+    """A model with sizes that no host can hold. It is not built again on another device."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,13 @@ def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.M
     attributes of the module become zeros on the host.
     """
     module = None
-    with suppress(ConfigError), torch.device("meta"):
-        module = _call(config, factory)
+    try:
+        with torch.device("meta"):
+            module = _call(config, factory)
+    except TooLargeError:
+        raise
+    except ConfigError:
+        pass
     if module is None:
         module, _ = build_on_host(config, factory, HostBuild(seed=0, free_bytes=int(free_memory_gib() * GIB)))
     for child in module.modules():
@@ -129,6 +138,9 @@ def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> t
     moved = register_module_parameter_registration_hook(move)
     try:
         module = _call(config, factory)
+    except _OutOfHostMemory:
+        reason = "has a tensor that does not fit into the host's memory; correct the sizes in its config.json"
+        raise config_error(("model", "name"), reason, config.name) from None
     finally:
         moved.remove()
     values = take_values(module.train())

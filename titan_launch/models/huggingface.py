@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_launch.config.architectures.huggingface import class_name, image_format, unit_of
-from titan_launch.core.errors import config_error, did_you_mean, listed
+from titan_launch.config.architectures.huggingface import class_name, image_format, refused, unit_of
+from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
 from titan_launch.core.globs import matches
-from titan_launch.core.patches import torchao_import_silenced
+from titan_launch.core.patches import replaced, torchao_import_silenced
+from titan_launch.core.terminal import short_name
 from titan_launch.models.documents import separate_by_positions
+from titan_launch.models.factory import TooLargeError
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.weights.folder import FLOATS, Converted, FileTensor, Place, Places, PlacesInFiles
 from titan_launch.models.weights.tensor_names import Piece
@@ -48,7 +55,13 @@ def build(seq_len: int, /, **args: Any) -> nn.Module:
     _check_length(config, seq_len)
     config.use_cache = False
     config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
-    module: Any = cls(config)
+    import huggingface_hub
+
+    with replaced(huggingface_hub.constants, "HF_HUB_OFFLINE", True):
+        if torch.get_default_device().type != "meta":
+            _check_size(cls, config)
+        with _size_limited():
+            module = _built(cls, config)
     separate_by_positions(module)
     _declare_tensor_parallel(module)
     module.flops_per_sample = partial(_count_flops, module, args)
@@ -68,6 +81,8 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         raise config_error(("model", "name"), reason, "huggingface") from None
     import transformers
 
+    for path, reason, value in refused(args):
+        raise config_error(("model", "args", *path), reason, value)
     kind, name = args.get("model_type"), class_name(args)
     if kind not in CONFIG_MAPPING:
         release = f"transformers {transformers.__version__} has no model_type {kind!r}"
@@ -75,9 +90,6 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
             reason = f"{release}: its class is code in the folder (auto_map), which is never run"
             raise config_error(("model", "args", "model_type"), f"{reason}; use a class of transformers", kind)
         raise config_error(("model", "args", "model_type"), f"{release}{did_you_mean(str(kind), CONFIG_MAPPING)}", kind)
-    if args.get("quantization_config"):
-        reason = "quantized weights cannot be trained; use the folder of the original weights"
-        raise config_error(("model", "args", "quantization_config"), reason)
     known: list[str] = []
     for table in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES):
         names = table.get(kind, ())
@@ -87,12 +99,76 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         reason = f"must name a language model (ForCausalLM) or an image classifier of transformers{also}"
         raise config_error(("model", "args", "architectures"), reason, args.get("architectures", ()))
     try:
-        config = CONFIG_MAPPING[kind].from_dict(dict(args))
+        cls = CONFIG_MAPPING[kind]
+        config = cls.from_dict(cls._decode_special_floats(_without_code(args)))
     except Exception as error:  # each class checks its own keys, with errors of many types
-        reason = f"{CONFIG_MAPPING[kind].__name__} refuses them: {' '.join(str(error).split())}"
+        reason = f"{CONFIG_MAPPING[kind].__name__} refuses them: {short_name(' '.join(str(error).split()))}"
         raise config_error(("model", "args"), reason) from None
     with torchao_import_silenced():
         return getattr(transformers, name), config
+
+
+def _without_code(value: Any) -> Any:
+    """Return a table without the keys `auto_map`, also in its tables. They name code in the folder, and some classes
+    ask whether to run it."""
+    if isinstance(value, Mapping):
+        return {key: _without_code(inner) for key, inner in value.items() if key != "auto_map"}
+    return [_without_code(inner) for inner in value] if isinstance(value, list) else value
+
+
+_MOST_MODULES, _MOST_BUFFER_BYTES = 30_000, 1 << 30
+"""Limits of a class of `transformers`. A decoder has about 13 modules in a layer, since its experts are stacked.
+Buffers are tables of positions and masks."""
+
+
+@contextmanager
+def _size_limited() -> Iterator[None]:
+    """Raise TooLargeError if the modules that are built in the block are more than a model has. Without the limit, a
+    `config.json` with huge numbers would fill the memory."""
+    counted = {"modules": 0, "bytes of buffers": 0}
+    most = {"modules": _MOST_MODULES, "bytes of buffers": _MOST_BUFFER_BYTES}
+
+    def count(what: str, number: int) -> None:
+        counted[what] += number
+        if counted[what] > most[what]:
+            reason = f"its sizes give more than {most[what]:,} {what}, which no model has; correct the sizes"
+            raise TooLargeError([Problem(("model", "args"), reason)])
+
+    hooks = (
+        register_module_module_registration_hook(lambda module, name, child: count("modules", 1)),
+        register_module_buffer_registration_hook(
+            lambda module, name, buffer: count("bytes of buffers", 0 if buffer is None else buffer.nbytes)
+        ),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _built(cls: Any, config: Any) -> Any:
+    """Build a class. Raises ConfigError for values of `config.json` that it cannot be built from."""
+    try:
+        return cls(config)
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:  # each class checks its own keys, with errors of many types
+        if "can't allocate memory" in str(error):
+            raise
+        reason = f"{type(error).__name__}: {short_name(' '.join(str(error).split()))}"
+        raise config_error(("model", "args"), f"{cls.__name__} cannot be built from them: {reason}") from None
+
+
+def _check_size(cls: Any, config: Any) -> None:
+    """Raise TooLargeError for sizes that no model has, before memory is allocated for them."""
+    with torch.device("meta"), _size_limited():
+        try:
+            cls(deepcopy(config))
+        except TooLargeError:
+            raise
+        except Exception:  # some classes need values
+            return
 
 
 def _check_length(config: Any, seq_len: int) -> None:

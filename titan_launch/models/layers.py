@@ -46,6 +46,12 @@ class RotaryEmbedding(nn.Module):
         factor = 1.0 if self.scaling is None else self.scaling.rotated_factor
         self.table.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1) * factor)
 
+    def extend(self, num_tokens: int) -> None:
+        """Compute the table anew if it has fewer rows than `num_tokens`."""
+        if num_tokens > self.table.shape[0]:
+            self.table = self.table.new_empty(num_tokens, *self.table.shape[1:])
+            self.reset_parameters()
+
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate (batch, tokens, heads, head_dim) in fp32; the result has the input's dtype.
 

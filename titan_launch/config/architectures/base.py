@@ -12,8 +12,17 @@ from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import SampleUnit
 
-NumLayers = Annotated[int, Field(ge=1, le=1000)]
-"""A number of blocks. Plans, rules and models have an entry for each of them."""
+MOST_LAYERS, MOST_PARTS, MOST_WIDTH, MOST_TOKENS = 1000, 1 << 16, 1 << 20, 1 << 31
+"""Limits of sizes, far above those of any model: the largest published models have about 130 layers, 512 experts, a
+width of 60,000, and a vocabulary of 260,000. Within the limits, a model is described in seconds, and the bytes of each
+tensor are less than 2^63."""
+
+Layers = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+Parts = Annotated[int, Field(ge=1, le=MOST_PARTS)]
+"""A number of heads or experts, or the width of a head."""
+
+Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 
 class ModelArgs(Section):

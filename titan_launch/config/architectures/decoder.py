@@ -11,14 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from titan_launch.config.architectures.base import ModelArgs, NumLayers
+from titan_launch.config.architectures.base import MOST_LAYERS, Layers, ModelArgs, NumTokens, Parts, Width
 from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.architectures.latent_attention import LatentAttentionArgs
 from titan_launch.config.sections.base import Section
 
-Positive = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Theta = Annotated[float, Field(gt=1)]
+PositiveFloat = Annotated[float, Field(gt=1e-30, le=1e30)]
+"""A number whose square and inverse square are numbers too."""
+
+Theta = Annotated[float, Field(gt=1, le=1e30)]
 NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]
 NORMS_OF_TOKENS: tuple[NormKind, ...] = ("rmsnorm", "layernorm")
 """The norms whose result for a token does not depend on other tokens."""
@@ -34,7 +35,7 @@ class RopeScaling(Section):
     (Gemma 3). `yarn`: low frequencies are divided by `factor`, and rotated queries and keys are multiplied by
     `attention_factor` (YaRN, arXiv:2309.00071; DeepSeek-V3, GPT-OSS)."""
 
-    factor: Annotated[float, Field(ge=1)] = 8.0
+    factor: Annotated[float, Field(ge=1, le=1e30)] = 8.0
     """Divisor of the frequencies."""
 
     low_freq_factor: PositiveFloat = 1.0
@@ -44,7 +45,7 @@ class RopeScaling(Section):
     """With `llama3`: wavelengths shorter than `original_max_position / high_freq_factor` are not scaled. Between the
     two wavelengths the scaling changes smoothly."""
 
-    original_max_position: Positive = 8192
+    original_max_position: NumTokens = 8192
     """With `llama3` and `yarn`: sequence length of pre-training."""
 
     beta_fast: PositiveFloat = 32.0
@@ -114,29 +115,29 @@ class DecoderArgs(ModelArgs):
     supports_tensor_parallel: ClassVar[bool] = True
     supports_context_parallel: ClassVar[bool] = True  # tokens interact only in attention
 
-    dim: Positive
+    dim: Width
     """Width of the residual stream."""
 
-    n_layers: NumLayers
+    n_layers: Layers
     """Number of blocks."""
 
-    n_heads: Positive
+    n_heads: Parts
     """Number of query heads. Unless `head_dim` is set, it must divide `dim`."""
 
-    n_kv_heads: Positive
+    n_kv_heads: Parts
     """Number of key and value heads (grouped-query attention). It must divide `n_heads`."""
 
-    head_dim: Positive | None = None
+    head_dim: Parts | None = None
     """Width of one attention head. Unset: `dim / n_heads`. `latent_attention` has widths of its own."""
 
     latent_attention: LatentAttentionArgs | None = None
     """Multi-head latent attention (DeepSeek-V3). Each head has keys of its own, so `n_kv_heads` must be `n_heads`.
     Unset: grouped-query attention."""
 
-    hidden_dim: Positive
+    hidden_dim: Width
     """Width of the feed-forward layer. It has no effect if all layers have experts."""
 
-    vocab_size: Positive
+    vocab_size: NumTokens
     """Number of rows of the embedding: at least the tokenizer's vocabulary size."""
 
     norm: NormKind = "rmsnorm"
@@ -170,7 +171,7 @@ class DecoderArgs(ModelArgs):
     local_rope_theta: Theta | None = None
     """Base of the rotary frequencies of layers with a sliding window (Gemma 3). Unset: `rope_theta`."""
 
-    max_positions: Positive | None = None
+    max_positions: NumTokens | None = None
     """Number of rows of the table of `learned` positions. Sequences cannot be longer."""
 
     qkv_bias: bool = False
@@ -185,14 +186,14 @@ class DecoderArgs(ModelArgs):
     qk_norm: bool = False
     """Normalize each head of queries and keys, before rotary embedding (Qwen 3, Gemma 3)."""
 
-    sliding_window: Positive | None = None
+    sliding_window: NumTokens | None = None
     """Number of tokens that a token attends to, itself included. Unset: all earlier tokens."""
 
-    full_attention_every: Positive | None = None
+    full_attention_every: NumTokens | None = None
     """Interval of the layers without a sliding window. With N, these are the layers N, 2 N and so on, counted from 1.
     Unset: all layers have the window."""
 
-    full_attention_layers: list[Positive] | None = None
+    full_attention_layers: Annotated[list[Layers], Field(max_length=MOST_LAYERS)] | None = None
     """Layers without a sliding window, counted from 1, if they are not every N-th layer. Unset: `full_attention_every`
     decides."""
 

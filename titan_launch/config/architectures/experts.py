@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from titan_launch.config.architectures.base import Parts, Width
 from titan_launch.config.sections.base import Section
 
-Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, Field(ge=0)]
 
@@ -18,16 +18,16 @@ class ExpertArgs(Section):
     """Sizes, routing and load balancing of the experts (arXiv:1701.06538). A router sends each token to a few experts,
     which are feed-forward layers, and the outputs are added with the router's weights. No token is dropped."""
 
-    num_experts: Positive
+    num_experts: Parts
     """Number of experts in a layer."""
 
-    top_k: Positive
+    top_k: Parts
     """Number of experts that compute each token."""
 
-    hidden_dim: Positive
+    hidden_dim: Width
     """Width of each expert."""
 
-    shared_hidden_dim: Positive | None = None
+    shared_hidden_dim: Width | None = None
     """Width of a feed-forward layer that computes every token, beside the experts (DeepSeek). Unset: there is none."""
 
     first_dense_layers: NonNegative = 0
@@ -42,11 +42,11 @@ class ExpertArgs(Section):
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor of the weights, after they are normalized (DeepSeek-V3)."""
 
-    num_groups: Positive = 1
+    num_groups: Parts = 1
     """Number of groups of consecutive experts. A token uses experts of `top_k_groups` groups: those whose two best
     experts have the largest sum of scores (DeepSeek-V3)."""
 
-    top_k_groups: Positive = 1
+    top_k_groups: Parts = 1
     """Number of groups that a token's experts may come from."""
 
     router_bias: bool = False

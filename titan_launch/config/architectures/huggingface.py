@@ -5,11 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from titan_launch.config.architectures.base import MOST_TOKENS
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
+from titan_launch.core.errors import KeyPath, did_you_mean
 
 
 def unit_of(args: Mapping[str, Any]) -> SampleUnit:
@@ -20,7 +27,7 @@ def unit_of(args: Mapping[str, Any]) -> SampleUnit:
 def class_name(args: Mapping[str, Any]) -> str:
     """Return the name of the model's class; empty if `architectures` does not name one."""
     names = args.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else ""
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def image_format(args: Mapping[str, Any]) -> ImageFormat | None:
@@ -29,8 +36,90 @@ def image_format(args: Mapping[str, Any]) -> ImageFormat | None:
     Height and width are None for a class that takes images of any size.
     """
     channels, size = args.get("num_channels"), args.get("image_size")
+    sizes = size if isinstance(size, list) and len(size) == 2 else [size, size]
     if unit_of(args) != "images" or not isinstance(channels, int):
         return None
-    height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
-    labels = args.get("num_labels") or len(args.get("id2label") or (0, 1))
+    height, width = (side if isinstance(side, int) else None for side in sizes)
+    names, labels = args.get("id2label"), args.get("num_labels")
+    if not isinstance(labels, int) or not labels:
+        labels = len(names) if isinstance(names, dict) and names else 2
     return ImageFormat(channels, height, width, labels, arguments=("num_channels", "image_size", "num_labels"))
+
+
+_LOADS = "can load code or files by name, so it is not supported; remove the key"
+_REFUSED = {
+    **dict.fromkeys(("backbone", "backbone_kwargs", "use_pretrained_backbone", "model_args"), _LOADS),
+    "quantization_config": "quantized weights cannot be trained; use the folder of the original weights",
+}
+"""Keys that must be unset, with the reason. By the first, a class loads another model or passes arguments to `timm`."""
+
+_TIMM = ("timm_wrapper", "timm_backbone", "gemma3n", "gemma3n_vision")
+"""Types of models that `timm` builds, which downloads and reads files by name."""
+
+_KERNELS = re.compile("_?(attn|experts)_implementation(_internal)?")
+"""Keys of kernels, which can be names on the hub."""
+
+_COUNTS = re.compile(".*(layers?|depths?|blocks|stages|labels|experts)")
+"""Keys of numbers of modules, and of classes, for each of which a class of `transformers` makes an object."""
+
+_MOST_LAYERS, _MOST_OBJECTS = 256, 1 << 17
+"""Limits of these numbers. The largest published models have about 130 layers and 22,000 classes."""
+
+
+def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
+    """Yield (path, reason, value) for each argument that is never honoured because it could load code or files by name,
+    and for sizes that no model has."""
+    if not isinstance(args.get("model_type", ""), str):
+        yield ("model_type",), "must be a string", args["model_type"]
+    for path, value in _values((), args):
+        key = next((part for part in reversed(path) if isinstance(part, str)), "")
+        if key in _REFUSED and path[-1] == key and value not in (None, False, "", {}, []):
+            yield path, _REFUSED[key], value
+        elif key == "model_type" and value in _TIMM:
+            yield (
+                path,
+                "is built by timm, which can load files by name, so it is not supported; use another class",
+                value,
+            )
+        elif _KERNELS.fullmatch(key) and "/" in str(value):
+            yield path, "names kernels on the hub, which are not loaded; remove the key", value
+        elif type(value) is int:
+            is_layers = key.endswith(("layer", "layers", "depth", "depths", "blocks", "stages"))
+            most = _MOST_LAYERS if is_layers else _MOST_OBJECTS if _COUNTS.fullmatch(key) else MOST_TOKENS
+            if abs(value) > most and "theta" not in key:
+                yield path, f"is larger than any model has; write {most} or less", value
+
+
+def _values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield all values in nested tables and lists, also tables and lists themselves, with their paths."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*path, key), inner
+        if isinstance(inner, dict | list):
+            yield from _values((*path, key), inner)
+
+
+def missing_in_transformers(args: Mapping[str, Any]) -> str | None:
+    """Return the reason why the installed `transformers` has no class for a `model_type`; None if it has one. The
+    library is not imported, which takes seconds."""
+    known, model_type = _model_types(), str(args["model_type"])
+    if known is None:
+        return "needs the library transformers: pip install 'titan-launch[hf]'"
+    if known and model_type not in known:
+        release = f"transformers {version('transformers')} has no such model_type"
+        if "auto_map" in args:
+            return f"{release}: its class is code in the folder (auto_map), which is never run"
+        return f"{release}{did_you_mean(model_type, known)}"
+    return None
+
+
+@cache
+def _model_types() -> frozenset[str] | None:
+    """Return the types in the source text of the installed `transformers`; None without it. Empty if the text has
+    another form."""
+    found = find_spec("transformers")
+    if found is None or found.origin is None:
+        return None
+    folder = Path(found.origin).parent / "models" / "auto"
+    files = [folder / name for name in ("auto_mappings.py", "configuration_auto.py")]
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    return frozenset(name for text in texts for name in re.findall(r'"([^"]+)"\s*[,:]\s*"\w+Config"', text))

@@ -7,9 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from titan_launch.config.architectures.base import Parts, Width
 from titan_launch.config.sections.base import Section
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 class LatentAttentionArgs(Section):
@@ -17,19 +16,19 @@ class LatentAttentionArgs(Section):
     computed from one vector of a token, its latent. Each head's queries and keys have channels with and without rotary
     embedding, and all heads share a token's rotated key."""
 
-    q_lora_rank: Positive | None = None
+    q_lora_rank: Width | None = None
     """Width of the latents of queries. Unset: queries are computed without a latent."""
 
-    kv_lora_rank: Positive
+    kv_lora_rank: Width
     """Width of the latents of keys and values."""
 
-    qk_nope_head_dim: Positive
+    qk_nope_head_dim: Parts
     """Number of channels of a head of queries and keys without rotary embedding."""
 
-    qk_rope_head_dim: Positive
+    qk_rope_head_dim: Parts
     """Number of channels of a head of queries and keys with rotary embedding."""
 
-    v_head_dim: Positive
+    v_head_dim: Parts
     """Width of a head of values."""
 
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6

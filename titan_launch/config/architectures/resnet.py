@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from titan_launch.config.architectures.base import ModelArgs, NumLayers
+from titan_launch.config.architectures.base import MOST_LAYERS, Layers, ModelArgs, Width
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.base import Array
 from titan_launch.config.sections.data import SampleUnit
 
-Positive = Annotated[int, Field(ge=1)]
+ImageSize = Annotated[int, Field(ge=1, le=1 << 16)]
 BlockKind = Literal["basic", "bottleneck"]
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
@@ -29,23 +29,23 @@ class ResNetArgs(ModelArgs):
     """Kind of the residual blocks. `basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3 and 1x1 convolutions; the last
     has four times the channels."""
 
-    depths: Array[NumLayers]
+    depths: Array[Layers]
     """Number of blocks of each stage."""
 
-    widths: Array[Positive]
+    widths: Array[Width]
     """Channels of the 3x3 convolutions of each stage. Every stage but the first halves height and width."""
 
     stem: Literal["imagenet", "small"]
     """The layers before the blocks. `imagenet`: a 7x7 convolution and a pooling layer, which divide height and width by
     4. `small`: a 3x3 convolution that does not change height and width, for images of up to about 64 pixels."""
 
-    image_size: Positive
+    image_size: ImageSize
     """Height and width of the images."""
 
-    in_channels: Positive = 3
+    in_channels: Width = 3
     """Channels of the images: 1 for gray images."""
 
-    num_classes: Positive = 1000
+    num_classes: Width = 1000
     """Number of classes. It must be larger than the largest label."""
 
     batchnorm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
@@ -59,9 +59,12 @@ class ResNetArgs(ModelArgs):
     (arXiv:1706.02677, section 5.1)."""
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield a problem if `depths` is empty, or if `depths` and `widths` have different lengths."""
+        """Yield a problem if `depths` is empty or has too many blocks, or if `depths` and `widths` have different
+        lengths."""
         if not self.depths:
             yield ("depths",), "must have at least one stage"
+        elif sum(self.depths) > MOST_LAYERS:
+            yield ("depths",), f"has {sum(self.depths)} blocks; write {MOST_LAYERS} or less"
         elif len(self.depths) != len(self.widths):
             stages = f"depths has {len(self.depths)} stages, but widths has {len(self.widths)}"
             yield ("widths", "depths"), f"{stages}; write one number per stage in both"

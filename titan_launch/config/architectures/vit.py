@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from titan_launch.config.architectures.base import ModelArgs, NumLayers
+from titan_launch.config.architectures.base import Layers, ModelArgs, Parts, Width
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
 
-Positive = Annotated[int, Field(ge=1)]
+ImageSize = Annotated[int, Field(ge=1, le=1 << 16)]
 
 
 class ViTArgs(ModelArgs):
@@ -20,28 +20,28 @@ class ViTArgs(ModelArgs):
     unit: ClassVar[SampleUnit] = "images"
     supports_tensor_parallel: ClassVar[bool] = True
 
-    image_size: Positive
+    image_size: ImageSize
     """Height and width of the images: a multiple of `patch_size`."""
 
-    patch_size: Positive
+    patch_size: ImageSize
     """Height and width of a patch in pixels. Each patch is a token."""
 
-    dim: Positive
+    dim: Width
     """Width of the residual stream."""
 
-    n_layers: NumLayers
+    n_layers: Layers
     """Number of blocks."""
 
-    n_heads: Positive
+    n_heads: Parts
     """Number of attention heads. It must divide `dim`."""
 
-    hidden_dim: Positive
+    hidden_dim: Width
     """Width of the feed-forward layer."""
 
-    in_channels: Positive = 3
+    in_channels: Width = 3
     """Channels of the images: 1 for gray images."""
 
-    num_classes: Positive = 1000
+    num_classes: Width = 1000
     """Number of classes. It must be larger than the largest label."""
 
     pool: Literal["class_token", "mean"] = "class_token"

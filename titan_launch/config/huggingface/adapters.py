@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from titan_launch.config.architectures.base import MOST_WIDTH
 from titan_launch.config.huggingface.config_json import read_json
-from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError
+from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError, as_text
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.core.errors import format_key, listed
+from titan_launch.core.terminal import short_name
 
 _INITIAL = (
     "others change the base or training; in peft, save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -79,7 +86,34 @@ class Wanted(NamedTuple):
     """Factors of the products B A in the job."""
 
 
-_Rank = Annotated[int, Field(ge=1)]
+_Rank = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+
+_MOST_PATTERN = 10_000
+"""Longest regular expression."""
+
+_MATCHING_SECONDS = 2.0
+"""Limit of the CPU time of the comparison of patterns with the names of modules, which takes milliseconds. The time of
+some regular expressions grows exponentially with the length of a name."""
+
+
+@contextmanager
+def matching_limited() -> Iterator[None]:
+    """Raise WeightsError if the block takes longer than `_MATCHING_SECONDS` of CPU time. A thread other than the main
+    thread has no limit, because it gets no signals."""
+
+    def stop(*_: object) -> None:
+        raise WeightsError(f"the patterns in its {ADAPTER_CONFIG_FILE} take too long to match; simplify them")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, _MATCHING_SECONDS)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class AdapterConfig(BaseModel):
@@ -105,10 +139,12 @@ class AdapterConfig(BaseModel):
         """Check the regular expressions: keys of patterns, patterns of layers, and a string in place of names."""
         are_names = isinstance(value, list) and info.field_name != "layers_pattern"
         for pattern in [value] if isinstance(value, str) else [] if are_names else value or ():
+            if len(pattern) > _MOST_PATTERN:
+                raise ValueError(f"a regular expression has more than {_MOST_PATTERN} characters")
             try:
                 re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{json.dumps(pattern)} is no regular expression: {error}") from None
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(f"{as_text(pattern)} is no regular expression: {error}") from None
         return value
 
     @model_validator(mode="after")
@@ -157,12 +193,16 @@ class AdapterConfig(BaseModel):
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         return [rf"(?:^|.*?\.){pattern}" for pattern in patterns] if patterns else [r".*?\.[^.]*"]
 
-    def differences(self, config: LoRAConfig, targets: Mapping[str, Wanted] | None = None) -> Iterator[str]:
-        """Yield a clause for each difference of the adapters from `[lora]`.
+    def differences(self, config: LoRAConfig, targets: Mapping[str, Wanted] | None = None) -> list[str]:
+        """Return a clause for each difference of the adapters from `[lora]`.
 
         `targets`: what the job needs, by target of `peft`. None: the targets are not known yet, so ranks and scales are
-        compared only if all targets have the same.
+        compared only if all targets have the same. Raises WeightsError for patterns that take too long to match.
         """
+        with matching_limited():
+            return list(self._differences(config, targets))
+
+    def _differences(self, config: LoRAConfig, targets: Mapping[str, Wanted] | None) -> Iterator[str]:
         if targets is None:
             has_several = self.rank_pattern or self.alpha_pattern or config.rules
             targets = {} if has_several else {"": Wanted([""], {config.rank}, {config.scale})}
@@ -192,20 +232,29 @@ class AdapterConfig(BaseModel):
             yield f"its lora_dropout is {self.lora_dropout}; set lora.dropout to this or another value"
 
 
+_FIELDS = frozenset(AdapterConfig.model_fields)
+_MOST_SHOWN = 30
+"""Number of keys in an error."""
+
+
 def read_config(folder: Path) -> AdapterConfig:
     """Read a folder's `adapter_config.json`. Raises WeightsError with all keys that are not supported."""
-    if not (folder / ADAPTER_CONFIG_FILE).is_file():
-        reason = f"it has no {ADAPTER_CONFIG_FILE}" if folder.is_dir() else "there is no such folder"
+    if not os.path.lexists(folder / ADAPTER_CONFIG_FILE):
+        reason = f"it has no {ADAPTER_CONFIG_FILE}" if os.path.isdir(folder) else "there is no such folder"
         raise WeightsError(f"{reason}; name a folder that peft or `titan-launch export --adapter` wrote")
     found = read_json(folder / ADAPTER_CONFIG_FILE)
-    problems = list(_unsupported(found))
+    problems = list(islice(_unsupported(found), _MOST_SHOWN))
     try:
-        config = AdapterConfig.model_validate({key: found[key] for key in AdapterConfig.model_fields if key in found})
+        with matching_limited():
+            config = AdapterConfig.model_validate({key: value for key, value in found.items() if key in _FIELDS})
     except ValidationError as error:
         first = {
             problem["loc"][:1]: problem["msg"].removeprefix("Value error, ") for problem in reversed(error.errors())
         }
-        problems += [f"{format_key(key)}: {message}" if key else message for key, message in first.items()]
+        problems += [
+            f"{format_key(key)}: {short_name(message)}" if key else short_name(message)
+            for key, message in first.items()
+        ]
     if problems:
         raise WeightsError("\n    ".join([f"its {ADAPTER_CONFIG_FILE} cannot be read:", *problems]))
     return config
@@ -218,9 +267,10 @@ def _unsupported(found: Mapping[str, Any]) -> Iterator[str]:
             if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[key]):
                 supported = ", ".join(map(json.dumps, NEUTRAL[key]))
                 remedy = f"; {_REMEDIES[key]}" if key in _REMEDIES else ""
-                yield f"{key} = {json.dumps(value)} is not supported (supported: {supported}){remedy}"
+                yield f"{key} = {as_text(value)} is not supported (supported: {supported}){remedy}"
         elif key not in WITHOUT_EFFECT and key not in AdapterConfig.model_fields and value is not None:
-            yield f"{key} = {json.dumps(value)} is a key that this package does not know; it must be null or absent"
+            shown = f"{short_name(key)} = {as_text(value)}"
+            yield f"{shown} is a key that this package does not know; it must be null or absent"
 
 
 def _quotient(rank: int, parts: int) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,11 @@ from titan_launch.config.huggingface.features import (
     is_equal,
     unsupported,
 )
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.core import json_files
 from titan_launch.core.errors import did_you_mean, format_key, leaves
-from titan_launch.core.files import read_regular
+from titan_launch.core.files import MIB, file_inside
+from titan_launch.core.terminal import short_name
 
 
 @dataclass(frozen=True)
@@ -54,39 +58,79 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
     refuse_adapter(Path(folder))
     config = read_json(Path(folder) / CONFIG_FILE)
     if "model" in config and "model_type" not in config:
-        model = config["model"]
-        if not isinstance(model, dict) or not isinstance(model.get("name"), str):
-            raise WeightsError(f"{CONFIG_FILE} is neither of Hugging Face nor of titan_launch")
-        return FolderConfig(model["name"], model.get("flavor", ALL_IN_ARGS), model.get("args", {}), None, config)
+        return own_config(config)
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         hint = did_you_mean(str(model_type), FAMILIES)
-        reason = f"{CONFIG_FILE} has the model_type {json.dumps(model_type)}, which no model of this package computes"
+        reason = f"{CONFIG_FILE} has the model_type {as_text(model_type)}, which no model of this package computes"
         raise WeightsError(f'{reason}; known: {known}{hint}; any other class trains with model.name = "huggingface"')
     args = arguments_of(config)
     family = FAMILIES[model_type]
     return FolderConfig(family.name, ALL_IN_ARGS, args, model_type, config, tuple(_notes(family, config)))
 
 
+def own_config(config: Config) -> FolderConfig:
+    """Return the model in a `config.json` in this package's own format. Nothing is imported. Raises WeightsError for
+    arguments that the model cannot have."""
+    table: Any = config.get("model")
+    try:
+        table = {key: table[key] for key in ("name", "flavor", "args") if key in table}
+        model = ModelConfig.model_validate({"name": None, "flavor": ALL_IN_ARGS, **table})
+    except (TypeError, ValidationError):
+        raise WeightsError(f"{CONFIG_FILE} is neither of Hugging Face nor of titan_launch") from None
+    found = FolderConfig(model.name, model.flavor, model.args, None, config)
+    if model.is_of_package:
+        try:
+            problems = list(resolve_args(model.name, model.flavor, model.args).problems())
+        except KeyError:
+            raise WeightsError(_unknown_name(model)) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            reason = f"{short_name(format_key(first['loc']))} = {as_text(first['input'])}: {first['msg']}"
+            raise WeightsError(f"{CONFIG_FILE} has an impossible value in model.args: {reason}") from None
+        for _, reason in problems:
+            raise WeightsError(f"{CONFIG_FILE} has an impossible value in model.args: {reason}")
+    return found
+
+
+def _unknown_name(model: ModelConfig) -> str:
+    """Return the reason why a model or flavor does not exist."""
+    if model.name in ARCHITECTURES:
+        known = f"{model.name} has {', '.join(ARCHITECTURES[model.name].flavors)}"
+        return f"its model.flavor is {as_text(model.flavor)}: unknown flavor; {known}"
+    known = ", ".join(f'"{name}"' for name in (*ARCHITECTURES, HUGGINGFACE))
+    reason = f"unknown model; must be {known}, or package.module:factory for your own"
+    return f"its model.name is {as_text(model.name)}: {reason}{did_you_mean(model.name, ARCHITECTURES)}"
+
+
 def refuse_adapter(folder: Path) -> None:
     """Raise WeightsError for a folder with an adapter of `peft`, which `transformers` adds to the weights."""
-    if (folder / ADAPTER_CONFIG_FILE).is_file():
+    if os.path.lexists(folder / ADAPTER_CONFIG_FILE):
         reason = f"it has {ADAPTER_CONFIG_FILE}: an adapter of peft, which transformers adds to the weights"
         raise WeightsError(f"{reason}; name the adapter in lora.adapter, and a folder with the base alone here")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises WeightsError."""
+_MOST_BYTES = 4 * MIB
+"""Limit of a `config.json`. One with the names of 22,000 classes has 2 MiB."""
+
+_REMEDIES = {name: f'; write {{"__float__": "{name}"}}, as transformers 5 does' for name in ("NaN", "Infinity")}
+
+
+def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
+    """Read a JSON object in a folder that somebody else may have made. Raises WeightsError."""
     try:
-        table = json.loads(read_regular(path))
+        table = json_files.read_json(file_inside(path.parent, path.name), most_bytes)
     except FileNotFoundError:
-        where = "there is no such folder" if not path.parent.exists() else f"it has no {path.name}"
+        where = "there is no such folder" if not os.path.exists(path.parent) else f"it has no {path.name}"
         raise WeightsError(f"{where}; name a folder with {CONFIG_FILE} and *.safetensors") from None
     except OSError as error:
         raise WeightsError(f"{path.name} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path.name} is not valid JSON: {error}") from None
+    except json_files.JsonError as error:
+        remedy = next((_REMEDIES[name] for name in _REMEDIES if f"{name}, which" in str(error)), "")
+        raise WeightsError(f"{path.name} is not valid JSON: {error}{remedy}") from None
+    except ValueError as error:  # a path that no file can have
+        raise WeightsError(f"{path.name} cannot be read: {error}") from None
     if not isinstance(table, dict):
         raise WeightsError(f"{path.name} must be a JSON object")
     return table
@@ -95,7 +139,11 @@ def read_json(path: Path) -> dict[str, Any]:
 def longest_sequence(config: Config) -> int | None:
     """Return the length of the longest sequence that a Hugging Face `config.json` names; None if it names none."""
     found = config.get("max_position_embeddings", config.get("n_positions"))
-    return found if isinstance(found, int) else None
+    return found if type(found) is int and found > 0 else None
+
+
+_MOST_SHOWN = 10
+"""Number of unknown keys in an error."""
 
 
 def arguments_of(config: Config) -> dict[str, Any]:
@@ -105,7 +153,11 @@ def arguments_of(config: Config) -> dict[str, Any]:
     """
     family = FAMILIES[config["model_type"]]
     problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key) is not None]
-    problems += [_unknown(family, key, config[key]) for key in config if key not in family.known_keys]
+    known_keys = family.known_keys
+    unknown = [key for key in config if key not in known_keys]
+    problems += [_unknown(family, key, config[key]) for key in unknown[:_MOST_SHOWN]]
+    if len(unknown) > _MOST_SHOWN:
+        problems.append(f"{len(unknown) - _MOST_SHOWN} further keys are unknown")
     config, repeated = _without_aliases(family, config)
     problems += repeated
     for key, value in {**NEUTRAL, **family.neutral}.items():
@@ -118,7 +170,7 @@ def arguments_of(config: Config) -> dict[str, Any]:
             found = feature.read(config)
         except WeightsError as error:
             problems.append(str(error))
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
             values = ", ".join(f"{key} = {as_text(config[key])}" for key in feature.keys if key in config)
             problems.append(f"{CONFIG_FILE} has {values}: a value is missing or has the wrong type")
         else:
@@ -150,7 +202,7 @@ def _unknown(family: Family, key: str, value: Any) -> str:
     """Return the problem of a key that the class is not known to have."""
     hint = did_you_mean(key, family.known_keys)
     reason = f"no key that {family.model_class} is known to read{hint}; remove it if it is without effect"
-    return f"{CONFIG_FILE} has {key} = {as_text(value)}, {reason}"
+    return f"{CONFIG_FILE} has {short_name(key)} = {as_text(value)}, {reason}"
 
 
 def _without_aliases(family: Family, config: Config) -> tuple[dict[str, Any], list[str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from titan_launch.config.architectures.base import MOST_LAYERS, MOST_TOKENS
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.architectures.experts import ExpertArgs
 
@@ -65,12 +66,16 @@ def _lookup(config: Config, key: str, *default: Any) -> Any:
     return config.get(key, *default)
 
 
-def _size(config: Config, key: str, *default: int, smallest: int = 1) -> int:
+def _size(config: Config, key: str, *default: int, smallest: int = 1, largest: int = MOST_TOKENS) -> int:
     """Return a whole number that other arguments follow from. Without `default` the key must be in `config.json`."""
     value = _lookup(config, key, *default)
-    if type(value) is not int or value < smallest:
-        raise unsupported(key, value, f"a whole number of at least {smallest}")
+    if type(value) is not int or not smallest <= value <= largest:
+        raise unsupported(key, value, f"a whole number of at least {smallest} and at most {largest}")
     return value
+
+
+def _num_layers(config: Config) -> int:
+    return _size(config, "num_hidden_layers", largest=MOST_LAYERS)
 
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -362,7 +367,7 @@ def _write_types(args: DecoderArgs) -> list[str]:
 
 def _windows_of_qwen(config: Config) -> dict[str, Any]:
     window = _window_of_qwen(config)["sliding_window"]
-    layers, first = range(_size(config, "num_hidden_layers")), _size(config, "max_window_layers", 28, smallest=0)
+    layers, first = range(_num_layers(config)), _size(config, "max_window_layers", 28, smallest=0)
     return _window_arguments(
         config, window, [_SLIDING if window is not None and layer >= first else _FULL for layer in layers]
     )
@@ -390,7 +395,7 @@ def windows_by_pattern(default: int, default_window: int, pattern: str | None = 
             raise unsupported("sliding_window", window, "a number of tokens")
         if pattern is not None:
             every = config.get(pattern, default)
-        return _window_arguments(config, window, _layer_types(_size(config, "num_hidden_layers"), window, every, None))
+        return _window_arguments(config, window, _layer_types(_num_layers(config), window, every, None))
 
     def write(args: DecoderArgs) -> dict[str, Any]:
         window = args.sliding_window

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
+from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, huggingface, known_args, resolve_args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.training import LossConfig
@@ -51,7 +52,8 @@ def other_models_have_no_flavor(config: JobConfig) -> Iterator[Problem]:
 
 
 def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `huggingface` has no `config.json`, or if `model.path` is set for another model."""
+    """Report a problem if `huggingface` has no `config.json`, or one with arguments that are refused, and if
+    `model.path` is set for another model."""
     model, key = config.model, ("model", "path")
     if model.name != HUGGINGFACE:
         if model.path is not None:
@@ -63,6 +65,17 @@ def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
             yield Problem(_NAME, reason, model.name, also=(key, _ARGS))
         else:
             yield Problem(key, "its config.json has no model_type, which names the class's configuration", model.path)
+    else:
+        problems = list(islice(huggingface.refused(model.args), _MOST_SHOWN))
+        yield from (Problem((*_ARGS, *path), reason, value) for path, reason, value in problems)
+        kind = model.args["model_type"]
+        missing = huggingface.missing_in_transformers(model.args) if isinstance(kind, str) else None
+        if missing is not None:
+            yield Problem((*_ARGS, "model_type"), missing, kind, also=(_NAME,))
+
+
+_MOST_SHOWN = 10
+"""Number of refused arguments of a class of `transformers` in an error."""
 
 
 def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:

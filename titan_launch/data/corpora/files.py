@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 from titan_launch.config.paths import COMPRESSED, expand_paths
 from titan_launch.config.sections.data import FilesData
 from titan_launch.core.errors import ConfigError, config_error
-from titan_launch.core.files import MIB, file_state, open_regular
-from titan_launch.core.links import why_leads_out
+from titan_launch.core.files import MIB, file_state, leads_out, open_regular
+from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora.base import Corpus, File, Part
 
 MOST_EXPANDED = 256 * MIB
@@ -42,8 +42,10 @@ class FileCorpus(Corpus):
             raise config_error((*self.key, "path"), reason, self.config.path) from None
         for _, path in found:
             folder = path.is_symlink() and next((folder for folder in folders if path.is_relative_to(folder)), None)
-            if folder and (reason := why_leads_out(path, folder)):
-                raise config_error((*self.key, "path"), f"has a link: {reason}", self.config.path)
+            if folder and leads_out(path, folder):
+                remedy = "copy the file into the folder, or name its target"
+                reason = f"has a link: {one_line(str(path))} leads out of the folder; {remedy}"
+                raise config_error((*self.key, "path"), reason, self.config.path)
         return [File(name, path, file_state(path)) for name, path in found]
 
     def parts(self) -> list[Part]:

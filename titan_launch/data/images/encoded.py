@@ -23,10 +23,9 @@ from torch import Tensor
 from titan_launch.config.image_format import resized_size
 from titan_launch.config.paths import IMAGE_SUFFIXES, class_folders, tar_shards
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
-from titan_launch.core.files import MIB, file_state, open_regular
+from titan_launch.core.files import MIB, file_state, leads_out, open_regular
 from titan_launch.core.fingerprint import fingerprint_of_files
 from titan_launch.core.json_files import parse_record
-from titan_launch.core.links import why_leads_out
 from titan_launch.core.terminal import one_line
 from titan_launch.data.cache import built_once
 from titan_launch.data.images.arrays import MOST_CLASSES, Labels, map_npz
@@ -281,8 +280,9 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 
 def _refuse_link_out(path: Path, root: Path) -> None:
-    if reason := why_leads_out(path, root):
-        raise _ImagesError(f"has a link: {reason}")
+    if leads_out(path, root):
+        remedy = "copy its content into the folder, or name the folder that it leads to"
+        raise _ImagesError(f"has a link: {one_line(str(path))} leads out of the folder; {remedy}")
 
 
 def _why_unread(error: OSError, name: str = "") -> str:

@@ -6,6 +6,7 @@ their rows of A one after another, and a B of blocks, which is zero elsewhere. I
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.adapters import Wanted, read_config
+from titan_launch.config.huggingface.adapters import Wanted, matching_limited, read_config
 from titan_launch.config.huggingface.config_json import model_type_of
 from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import listed
+from titan_launch.core.terminal import short_name
 from titan_launch.models.weights.folder import (
     FLOATS,
     VOCABULARY,
@@ -323,7 +325,7 @@ class AdapterFolder:
         """Read the configuration and the header of the file. Raises WeightsError."""
         self.path = Path(path)
         self.config = read_config(self.path)
-        if not (self.path / FILE).is_file():
+        if not os.path.lexists(self.path / FILE):
             advice = f"; {_PICKLE} is a pickle, which is not read: load it in peft, and save it again"
             raise WeightsError(f"it has no {FILE}{advice if (self.path / _PICKLE).is_file() else ''}")
         self.tensors, self.metadata = read_header(self.path / FILE)
@@ -338,7 +340,8 @@ class AdapterFolder:
         output layer beside its adapter."""
         for name in [name for name in self.tensors if not name.endswith(_MATRICES)]:
             original = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
-            if original in base.tensors and base.tensors[original].shape == self.tensors[name].shape:
+            like = base.tensors.get(original)
+            if like is not None and like.shape == self.tensors[name].shape and self.tensors[name].dtype in FLOATS:
                 (own,), theirs = read_file(self.path / FILE, [name]), base.read(original, (), ())
                 if bool((own == theirs).all()):
                     del self.tensors[name]
@@ -376,9 +379,10 @@ class AdapterFolder:
             if names:
                 problems.append(f"{len(names)} tensors are {what}: {listed(names, most=4)}")
         if not missing and not unexpected:
-            problems += self._targets_problems(targets, pieces)
+            with matching_limited():
+                problems += self._targets_problems(targets, pieces)
         if base is not None and self.base is not None and base != self.base:
-            problems.append(f"its base has the fingerprint {self.base}, and model.weights has {base}")
+            problems.append(f"its base has the fingerprint {short_name(self.base)}, and model.weights has {base}")
         if problems:
             raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
 

@@ -6,6 +6,7 @@ Nothing is unpickled. Names in the index cannot lead out of the folder. The meta
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from titan_launch.config.architectures import ALL_IN_ARGS, known_args, resolve_args
+from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
 from titan_launch.config.huggingface.config_json import FolderConfig, read_folder_config, read_json, refuse_adapter
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
+from titan_launch.core.files import MIB, file_inside, open_regular
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of_files
 from titan_launch.core.globs import matches
+from titan_launch.core.terminal import short_name
 from titan_launch.models.weights.tensor_names import (
     Piece,
     Shape,
@@ -44,6 +47,15 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 _INTEGERS = {"I64": "int64"}  # the counters of BatchNorm
 _SAMPLE_BYTES = 4096
+
+_MOST_INDEX_BYTES = 64 * MIB
+"""Limit of an index. That of a model with 200,000 tensors has 16 MiB."""
+
+_MOST_HEADER_BYTES = 16 * MIB
+"""Limit of the header of a file. It has about 100 bytes for each tensor."""
+
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 8, 1 << 48
+"""Limits of a shape. Tensors without elements may have any shape for the library."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class WeightsFolder:
         self.config = FolderConfig(HUGGINGFACE, ALL_IN_ARGS, {}, None, {}) if of_any_class else read_folder_config(path)
         self.tensors: dict[str, FileTensor] = {}
         expected = self._names_by_file()
-        missing = [name for name in expected if not (self.path / name).is_file()]
+        missing = [name for name in expected if not os.path.lexists(self.path / name)]
         if missing:
             raise WeightsError(f"of its {len(expected)} files {len(missing)} are missing: {listed(missing)}")
         for file, names in expected.items():
@@ -77,24 +89,39 @@ class WeightsFolder:
             if lost := [name for name in names or () if name not in found]:
                 raise WeightsError(f"{file} lacks tensors that {INDEX} lists: {listed(lost)}")
             self.tensors |= found
+        self._check_layers()
 
-    def _names_by_file(self) -> dict[str, list[str] | None]:
+    def _check_layers(self) -> None:
+        """Raise WeightsError if the files have less than one tensor for each layer in `config.json`, before a model
+        with these layers is built."""
+        if self.config.name in ARCHITECTURES:
+            layers = resolve_args(self.config.name, self.config.flavor, self.config.args).num_layers()
+            if layers is not None and layers > len(self.tensors):
+                raise WeightsError(
+                    f"its config.json has {layers} layers, but its files have {len(self.tensors)} tensors"
+                )
+
+    def _names_by_file(self) -> Mapping[str, list[str] | None]:
         """Return the files to read, each with its tensors by the index; None without an index."""
-        if (self.path / FILE).exists():
+        if os.path.lexists(self.path / FILE):
             return {FILE: None}
-        if not (self.path / INDEX).exists():
+        if not os.path.lexists(self.path / INDEX):
             if pickles := sorted(file.name for file in self.path.glob("*.bin")):
                 reason = (
                     f"it has no *.safetensors, but {listed(pickles)}: pickles, which can run code when they are read"
                 )
                 raise WeightsError(f"{reason}; convert them with save_pretrained of transformers")
             raise WeightsError(f"it has neither {FILE} nor {INDEX}")
-        index = read_json(self.path / INDEX).get("weight_map")
+        index = read_json(self.path / INDEX, _MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise WeightsError(f"{INDEX} has no table weight_map")
         if outside := [file for file in index.values() if Path(file).name != file or not file.endswith(".safetensors")]:
-            raise WeightsError(f'{INDEX} names "{outside[0]}", which is not a *.safetensors file in the folder')
-        return {file: [name for name in index if index[name] == file] for file in sorted(set(index.values()))}
+            reason = "which is not a *.safetensors file in the folder"
+            raise WeightsError(f'{INDEX} names "{short_name(outside[0])}", {reason}')
+        by_file = defaultdict[str, list[str]](list)
+        for name, file in index.items():
+            by_file[file].append(name)
+        return {file: by_file[file] for file in sorted(by_file)}
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the files: their sizes, and bytes at places that a fixed seed draws."""
@@ -131,14 +158,33 @@ def _library() -> ModuleType:
 def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     """Return the tensors of a file, and its metadata. The library checks that the bytes of the tensors lie within the
     file and do not overlap. Raises WeightsError."""
-    library = _library()
+    library, shown = _library(), short_name(path.name)
+    try:
+        with open_regular(file_inside(path.parent, path.name)) as start:
+            header_bytes = int.from_bytes(start.read(8), "little")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise WeightsError(f"{shown} cannot be read: {reason}") from None
+    if header_bytes > _MOST_HEADER_BYTES:
+        reason = f"its first 8 bytes name a header of {header_bytes:,} bytes; the limit is {_MOST_HEADER_BYTES:,}"
+        raise WeightsError(f"{shown} is no safetensors file, or is damaged: {reason}")
     try:
         with library.safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
             tensors = {name: FileTensor(path.name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-            return tensors, file.metadata() or {}
+            metadata: dict[str, str] = file.metadata() or {}
+    except MemoryError:
+        raise WeightsError(
+            f"{shown} cannot be mapped: its {path.stat().st_size:,} bytes are beyond the limit"
+        ) from None
     except (library.SafetensorError, OSError, ValueError) as error:
-        raise WeightsError(f"{path.name} is truncated or damaged ({error}); copy or download it again") from None
+        reason = short_name(str(error))
+        raise WeightsError(f"{shown} is truncated or damaged ({reason}); copy or download it again") from None
+    for name, tensor in tensors.items():
+        if len(tensor.shape) > _MOST_DIMENSIONS or max(tensor.shape, default=0) > _MOST_ELEMENTS:
+            shape = ", ".join(map(str, tensor.shape[: _MOST_DIMENSIONS + 1]))
+            raise WeightsError(f"{shown} is damaged: {short_name(name)} has the shape [{shape}, ...]")
+    return tensors, metadata
 
 
 def read_file(path: Path, names: Sequence[str]) -> list[Tensor]:
@@ -298,6 +344,7 @@ def find_weights(
     if places_in_files is not None:
         places, ignored = places_in_files(folder.tensors, shapes)
         found |= places
+    _check_number(found.values(), folder)
     pieces = {name: piece for name, piece in found.items() if own[name].tied_to is None}
     copies = defaultdict[str, list[Place]](list)
     for name, piece in found.items():
@@ -353,6 +400,20 @@ def find_weights(
         advice = "model.exclude_from_weights names tensors that are not loaded"
         raise config_error(("model", "weights"), f"{text}\n  {advice}", config.weights)
     return Weights(folder, pieces, copies)
+
+
+_MOST_ABSENT = 200_000
+"""Number of absent tensors that are compared by name."""
+
+
+def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
+    """Raise ConfigError if a model has far more tensors than its folder. Each expert may have tensors of its own, so
+    their names are not made before."""
+    stacked = (place for place in places if isinstance(place, Piece) and place.has_tensor_per_expert)
+    expected = len(places) + sum(place.num_experts or 0 for place in stacked)
+    if expected > len(folder.tensors) + _MOST_ABSENT:
+        reason = f"its files have {len(folder.tensors):,} tensors, but a model with these layers and experts has"
+        raise config_error(("model", "weights"), f"{reason} {expected:,}", str(folder.path))
 
 
 def _own_tensors(inventory: Inventory) -> Iterator[tuple[str, TensorInfo]]:

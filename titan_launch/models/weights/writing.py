@@ -20,7 +20,7 @@ from torch import Tensor
 from titan_launch.config.huggingface.config_json import read_json
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import refuse_weights_folder, remove, sync_folder
+from titan_launch.core.files import MIB, file_inside, read_regular, refuse_weights_folder, remove, sync_folder
 from titan_launch.models.weights.folder import FILE, INDEX, in_halves
 from titan_launch.models.weights.tensor_names import Piece, Shape
 
@@ -89,11 +89,13 @@ def write_tensors(
     `read` returns a contiguous tensor with the shape and dtype of its entry. A tensor that is larger than
     `max_file_bytes` gets a file of its own.
     """
+    total, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(folder).free
+    if total > free:
+        raise WeightsError(f"its tensors have {total / 1e9:,.1f} GB, but the disk of OUT has {free / 1e9:,.1f} GB free")
     files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)  # keeps all aligned
     names = [file] if len(files) == 1 else [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
     for name, group in zip(names, files, strict=True):
         _write_file(folder / name, group, read, metadata or {})
-    total = sum(entry.num_bytes for entry in entries)
     if len(files) > 1:
         weight_map = {entry.name: name for name, group in zip(names, files, strict=True) for entry in group}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -198,6 +200,10 @@ _COMPANION_FILES = (
 
 def companions_of(folder: Path) -> Path | None:
     """Return the folder with the Hugging Face files that belong to the weights in `folder`; None if there is none."""
+    try:
+        file_inside(folder, COMPANIONS)
+    except OSError as error:
+        raise WeightsError(f"{COMPANIONS} is {error.strerror}") from None
     for candidate in (folder / COMPANIONS, folder):
         with suppress(WeightsError):
             if "model_type" in read_json(candidate / CONFIG_FILE):
@@ -205,12 +211,21 @@ def companions_of(folder: Path) -> Path | None:
     return None
 
 
+_MOST_COMPANION_BYTES = 256 * MIB
+"""Limit of each file that is copied. The largest `tokenizer.json` have about 35 MiB."""
+
+
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy `config.json`, `generation_config.json` and the files of the tokenizer, as far as they exist."""
+    """Copy `config.json`, `generation_config.json` and the files of the tokenizer, as far as they exist. Raises
+    WeightsError for files of other kinds, and for links out of the folder."""
     target.mkdir(exist_ok=True)
     for name in _COMPANION_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+        if os.path.lexists(source / name):
+            try:
+                content = read_regular(file_inside(source, name), _MOST_COMPANION_BYTES)
+            except OSError as error:
+                raise WeightsError(f"{name} cannot be copied: {error.strerror}") from None
+            (target / name).write_bytes(content)
 
 
 def parse_size(text: str) -> int:
