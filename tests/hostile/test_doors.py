@@ -116,6 +116,7 @@ ALLOWED = {
     ("code", "launch/torchrun.py"): "torch",
     ("code", "metrics/sinks/__init__.py"): "modules of the sinks",
     ("pickle", "models/factory.py"): "replaced by a function without values while a factory runs",
+    ("program", "core/limited_process.py"): "this program",
     ("program", "core/commit.py"): "git, in the working directory",
     ("program", "launch/options.py"): "nvidia-smi",
     ("program", "train/trace_subprocess.py"): "this program",

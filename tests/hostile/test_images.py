@@ -7,6 +7,7 @@ import json
 import os
 import random
 import struct
+import subprocess
 import tarfile
 import warnings
 import zipfile
@@ -390,9 +391,9 @@ def linked(target: str, name: str = "cat/0.png") -> Callable[[Path], None]:
 
 
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "link to a file": (linked("/etc/passwd"), "is a link that leads out of the folder, to /etc/passwd; copy its"),
-    "link with dots": (linked("../../secret"), "is a link that leads out of the folder"),
-    "link to a folder as a class": (linked("/etc", "dog"), "is a link that leads out of the folder, to /etc"),
+    "link to a file": (linked("/etc/passwd"), "folder/cat/0.png leads out of the folder; copy its content"),
+    "link with dots": (linked("../../secret"), "folder/cat/0.png leads out of the folder"),
+    "link to a folder as a class": (linked("/etc", "dog"), "folder/dog leads out of the folder"),
     "link to a device": (linked("/dev/zero"), "contains no image"),
     "link to itself": (linked("0.png"), "cannot be read: Too many levels of symbolic links"),
     "FIFO": (lambda folder: os.mkfifo(folder / "cat" / "0.png"), "contains no image"),
@@ -423,6 +424,8 @@ def test_bad_folders_are_one_sentence(runner: Runner, tmp_path: Path, name: str)
         ["check", "--config", "job.toml"],
     ):
         runner.run(command, tmp_path, environment).assert_harmless()
+    if name == "deep folders":  # too deep for `shutil.rmtree`, by which pytest removes old folders
+        subprocess.run(["rm", "-rf", str(tmp_path / "folder")], check=True)
 
 
 def test_links_inside_of_the_folder_and_of_the_hub_are_followed(runner: Runner, tmp_path: Path) -> None:

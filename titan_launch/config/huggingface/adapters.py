@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -142,7 +143,9 @@ class AdapterConfig(BaseModel):
             if len(pattern) > _MOST_PATTERN:
                 raise ValueError(f"a regular expression has more than {_MOST_PATTERN} characters")
             try:
-                re.compile(pattern)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # a warning of `re` names a line of this file
+                    re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"{as_text(pattern)} is no regular expression: {error}") from None
         return value
