@@ -25,8 +25,11 @@ MEMORY = 1 << 30
 SECONDS = 10
 """Longest time of a command."""
 
-STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "pty.spawn")
-"""Audit events of the functions that start a program."""
+STARTS = (
+    *("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "pty.spawn"),
+    *("socket.connect", "urllib.Request"),
+)
+"""Audit events of the functions that start a program, or that reach a host."""
 
 _COMMANDS = "check compare data export generate import_ init launch migrate plan prepare report runs train"
 _PRELOADED = (
@@ -53,7 +56,7 @@ class Ended:
     stdout: str
     stderr: str
     started: tuple[str, ...]
-    """The programs that the command started, apart from modules of this package in the same Python."""
+    """The programs that the command started, and the hosts that it reached, apart from its own (see `_is_own`)."""
 
     seconds: float
     is_late: bool
@@ -188,9 +191,10 @@ def _become_command(request: Mapping[str, Any], out: IO[bytes], err: IO[bytes], 
 
 
 def _is_own(arguments: tuple[Any, ...]) -> bool:
-    """Return True for the start of a module of this package in the same Python, as in `python -m titan_launch`."""
+    """Return True for a program that commands start for every file: this package in the same Python, and git."""
     words = [str(word) for value in arguments[:2] for word in (value if isinstance(value, list | tuple) else [value])]
-    return words[0] == sys.executable and any(word.startswith("titan_launch") for word in words)
+    is_package = sys.executable in words and any(word.startswith("titan_launch") for word in words)
+    return is_package or (words[0] == "git" and "describe" in words)
 
 
 def _virtual_bytes() -> int:
