@@ -89,7 +89,7 @@ def test_the_folder_without_changes_is_accepted(runner: Runner, tmp_path: Path) 
     write_folder(tmp_path / "hf")
     (tmp_path / "job.toml").write_text(JOB)
     for command, arguments in COMMANDS.items():
-        ended = runner.run(arguments, tmp_path)
+        ended = runner.run(arguments, tmp_path, memory=8 << 30)  # what the libraries of a run reserve
         assert ended.status == 0, (command, ended.text)
 
 
