@@ -187,7 +187,12 @@ def abandon_in_all_modes(replicate: int, by_hand: bool, every: int) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "replicate", "by_hand"),
-    [(1, 1, False), (2, 1, False), pytest.param(2, 1, True, marks=pytest.mark.slow), (4, 2, False)],
+    [
+        (1, 1, False),
+        pytest.param(2, 1, False, marks=pytest.mark.slow),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        (4, 2, False),
+    ],
 )
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_abandoned_step_changes_no_bit_of_the_next(ranks: int, replicate: int, by_hand: bool, every: int) -> None:
@@ -220,7 +225,7 @@ def evaluate_between_microbatches(replicate: int, every: int) -> None:
         assert_equal(trained.state(), expected.state())
 
 
-@pytest.mark.parametrize(("ranks", "replicate"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "replicate"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_forward_without_a_backward_changes_no_gradient_of_the_step(ranks: int, replicate: int, every: int) -> None:
     run_ranks(evaluate_between_microbatches, ranks, replicate, every)

@@ -195,6 +195,7 @@ def all_cases(folder: Path, degree: int) -> list[list[tuple[float, float]]]:
     return [trained(config, 2)[1] for config in jobs]
 
 
+@pytest.mark.slow
 def test_offload_compilation_and_optimizers_train_like_one_process(tmp_path: Path) -> None:
     alone = run_ranks(all_cases, 1, tmp_path / "alone", 1)[0]
     for of_rank in run_ranks(all_cases, 4, tmp_path / "divided", 2, timeout=200):

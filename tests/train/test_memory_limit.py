@@ -9,6 +9,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 LIMIT_KIB = 1_280_000
 """Memory besides that of the imported libraries, which differs between builds of PyTorch: 0.2 to 0.8 GiB. A microbatch
 of 2 samples needs less than 1.1 GiB, and each further sample 0.4 GiB, most of it for logits."""
@@ -83,6 +85,7 @@ def launch(folder: Path, *overrides: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_auto_trains_where_one_sample_more_does_not_and_the_first_advice_helps(tmp_path: Path) -> None:
     status, output = launch(tmp_path)
     assert status == 0, output
