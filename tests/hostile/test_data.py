@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.hostile.mutations import damaged
 from tests.hostile.runner import Runner
 from tests.sampling import rest_is_slow
 from titan_launch.config.sections.data import JsonlData, ParquetData, TokensData
@@ -282,25 +283,6 @@ def test_bad_tokens_of_other_programs_are_one_sentence(runner: Runner, tmp_path:
         runner.run(command, tmp_path, environment).assert_one_sentence(sentence)
 
 
-def changed(content: bytes, rng: random.Random) -> bytes:
-    """Return content with a few changed, removed or repeated bytes."""
-    data = bytearray(content)
-    for _ in range(rng.randint(1, 4)):
-        place = rng.randrange(len(data) + 1)
-        match rng.randrange(5):
-            case 0:
-                data[place : place + 1] = bytes([rng.randrange(256)])
-            case 1:
-                data[place : place + 4] = rng.choice((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\0\0"))
-            case 2:
-                del data[place:]
-            case 3:
-                del data[place : place + rng.randint(1, 30)]
-            case 4:
-                data[place:place] = data[: rng.randint(0, 60)]
-    return bytes(data)
-
-
 def test_changed_bytes_of_lines(tmp_path: Path) -> None:
     rng, path = random.Random(0), tmp_path / "a.jsonl"
     whole = b"".join(
@@ -309,7 +291,7 @@ def test_changed_bytes_of_lines(tmp_path: Path) -> None:
     for kind in ("stop", "skip"):
         config = JsonlData(kind="jsonl", path=str(path), on_error=kind)
         for _ in range(1000):
-            path.write_bytes(changed(whole, rng))
+            path.write_bytes(damaged(whole, rng))
             corpus = JsonlCorpus(config, ByteTokenizer(), ("data",), 16)
             try:
                 assert all(list(corpus.documents(part)) is not None for part in corpus.parts())
@@ -326,7 +308,7 @@ def test_changed_bytes_of_foreign_tokens(tmp_path: Path, monkeypatch: pytest.Mon
         path = tmp_path / name
         config = TokensData(kind="tokens", path=str(path.with_suffix(".bin") if name == "c.idx" else path))
         for _ in range(150):
-            path.write_bytes(changed(whole, rng))
+            path.write_bytes(damaged(whole, rng))
             try:
                 open_foreign_tokens(config, ByteTokenizer(), ("data",))
             except ConfigError as error:
@@ -342,7 +324,7 @@ def test_changed_bytes_of_parquet(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": ["a", "b", None, "a" * 99]}), file, compression="zstd")
     whole = file.getvalue()
     for _ in range(400):
-        path.write_bytes(changed(whole, rng))
+        path.write_bytes(damaged(whole, rng))
         corpus = ParquetCorpus(
             ParquetData(kind="parquet", path=str(path), on_error="skip"), ByteTokenizer(), ("data",), 16
         )

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.hostile.mutations import damaged
 from tests.hostile.runner import Runner
 from tests.sampling import rest_is_slow
 from titan_launch.core.errors import ConfigError, UserError
@@ -459,34 +460,13 @@ FORMATS = {
 }
 
 
-def changed(content: bytes, rng: random.Random) -> bytes:
-    """Return content with a few changed, removed, repeated or inserted bytes."""
-    data = bytearray(content)
-    for _ in range(rng.randint(1, 4)):
-        place = rng.randrange(len(data) + 1)
-        match rng.randrange(6):
-            case 0:
-                data[place : place + 1] = bytes([rng.randrange(256)])
-            case 1:
-                data[place : place + 4] = rng.choice((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\0\0"))
-            case 2:
-                del data[place:]
-            case 3:
-                del data[place : place + rng.randint(1, 30)]
-            case 4:
-                data[place:place] = rng.randbytes(rng.randint(1, 30))
-            case 5:
-                data[place:place] = data[: rng.randint(0, 60)]
-    return bytes(data)
-
-
 @pytest.mark.parametrize("name", rest_is_slow(list(FORMATS)))
 def test_changed_bytes_of_images(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(400):
-            content = changed(FORMATS[name], rng)
+            content = damaged(FORMATS[name], rng)
             try:
                 with opened_image(content) as image:
                     assert decode(image, rng.choice((1, 3, 4))).ndim == 3
@@ -507,7 +487,7 @@ def test_changed_bytes_of_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     for _ in range(400):
-        path.write_bytes(changed(file.getvalue(), rng))
+        path.write_bytes(damaged(file.getvalue(), rng))
         try:
             images = open_shards(str(path), "y", 3, ("data", "path"))
             for index in range(len(images.labels)):
@@ -525,7 +505,7 @@ def test_changed_bytes_of_arrays(tmp_path: Path, kind: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(1000):
-            path.write_bytes(changed(whole, rng))
+            path.write_bytes(damaged(whole, rng))
             try:
                 images = open_npz(str(path), ("data", "path"))
                 for index in range(len(images.labels)):

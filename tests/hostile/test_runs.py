@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.hostile.mutations import damaged_text
 from tests.hostile.runner import Runner
 from tests.report.recorded import add_log, audit, record, reports
 from tests.sampling import rest_is_slow
@@ -588,27 +589,6 @@ def mutated_json(text: str) -> Iterator[str]:
             yield re.sub(rf'"{path[-1]}": "{MARK}"', lambda _, new=new: f'"{new}": 1', marked)  # type: ignore[misc]
 
 
-def mutated_bytes(content: bytes, chance: random.Random) -> bytes:
-    """Return a content with a few random changes."""
-    changed = bytearray(content)
-    for _ in range(chance.choice((1, 1, 2, 5))):
-        at = chance.randrange(len(changed) + 1)
-        kind = chance.randrange(6)
-        if kind == 0:
-            changed[at : at + 1] = bytes([chance.randrange(256)])
-        elif kind == 1:
-            del changed[at : at + chance.choice((1, 3, 50))]
-        elif kind == 2:
-            changed[at:at] = chance.choice((b"\0", b"\xff", b"\n", b'"', b"{", b"[", b"1e999", b"\\u", b"NaN"))
-        elif kind == 3:
-            del changed[at:]
-        elif kind == 4:
-            changed[at:at] = changed[max(0, at - 40) : at] * chance.choice((1, 30))
-        else:
-            changed[at : at + 2] = chance.choice((b"99999999999999999999", b"true", b"null", b'"x"', b"{}", b"[]"))
-    return bytes(changed)
-
-
 def signed(text: str) -> str:
     """Return a manifest with the checksum that an attacker would give it."""
     with suppress(ValueError, TypeError, KeyError):
@@ -633,7 +613,7 @@ def mutations(run: Path) -> list[tuple[str, bytes]]:
             found.append((name, "\n".join([lines[0], text, *lines[2:], ""]).encode(errors="surrogatepass")))
     chance = random.Random(0)
     for name in ("config.json", "launch.json", UNITS, AUDIT, "metrics.jsonl", ROLLED, STEP, LOG):
-        found += [(name, mutated_bytes((run / name).read_bytes(), chance)) for _ in range(1000)]
+        found += [(name, damaged_text((run / name).read_bytes(), chance)) for _ in range(1000)]
     return found
 
 
@@ -671,9 +651,7 @@ def test_mutated_records_of_a_run_to_resume_are_read_or_refused(trained: Path, t
         for text in mutated_json((run / name).read_text())
     ]
     everything += [
-        (name, mutated_bytes((run / name).read_bytes(), chance))
-        for name in ("config.json", LAUNCH)
-        for _ in range(1000)
+        (name, damaged_text((run / name).read_bytes(), chance)) for name in ("config.json", LAUNCH) for _ in range(1000)
     ]
     chance.shuffle(everything)
     for name, content in everything[::every]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.hostile.mutations import damaged_text
 from tests.hostile.runner import Runner
 from titan_launch.config.sections import tokenizer as section
 from titan_launch.config.sections.tokenizer import TokenizerConfig, special_token, vocabulary_size
@@ -371,21 +372,6 @@ def mutated(content: str, draw: random.Random) -> str:
     return json.dumps(value)
 
 
-def damaged(content: str, draw: random.Random) -> bytes:
-    """Return a file with some other bytes."""
-    data = bytearray(content.encode())
-    for _ in range(draw.choice((1, 2, 5, 20))):
-        place = draw.randrange(len(data))
-        action = draw.randrange(3)
-        if action == 0:
-            data[place] = draw.randrange(256)
-        elif action == 1:
-            del data[place : place + draw.choice((1, 5, 100))]
-        else:
-            data[place:place] = draw.choice((b"[", b"{", b'"', b"9" * 50, b"\\ud800", b"\xff", b",", b"null"))
-    return bytes(data)
-
-
 FUZZED = [
     pytest.param(100, id="some"),
     pytest.param(3000, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
@@ -401,7 +387,7 @@ def test_no_file_gives_anything_but_a_sentence(
     draw, content, loaded = random.Random(f"{name} 1"), contents[name], 0
     file = tmp_path / "tokenizer.json"
     for index in range(count):
-        mutant = mutated(content, draw).encode() if index % 3 else damaged(content, draw)
+        mutant = mutated(content, draw).encode() if index % 3 else damaged_text(content.encode(), draw)
         file.write_bytes(mutant)
         section._parse.cache_clear()
         config = config_of(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -172,7 +173,9 @@ def _read_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     if int.from_bytes(length, "little") > _MOST_HEADER:
         raise ValueError("a long header")
     header = length + stream.read(int.from_bytes(length, "little"))
-    shape, is_fortran, dtype = _HEADER_READERS[version](BytesIO(header))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a header is parsed as Python, which warns of strange escapes
+        shape, is_fortran, dtype = _HEADER_READERS[version](BytesIO(header))
     if dtype.hasobject:
         raise ValueError("an array of Python objects")  # its bytes are a pickle
     return shape, is_fortran, dtype
