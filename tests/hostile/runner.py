@@ -91,7 +91,7 @@ class Runner:
     """A server that runs commands."""
 
     def __init__(self, preloaded: Sequence[str] = _PRELOADED):
-        """`preloaded`: modules that the server imports; those that are not installed are left out."""
+        """`preloaded`: modules that the server imports, as far as they are installed."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.hostile.runner", *preloaded],

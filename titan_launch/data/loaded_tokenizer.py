@@ -16,7 +16,7 @@ IDS = "I"
 
 
 class Facts(NamedTuple):
-    """What a process needs to know about a tokenizer."""
+    """Properties of a loaded tokenizer, which the helper process sends once."""
 
     vocab_size: int
     special_tokens: list[str]
