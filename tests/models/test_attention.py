@@ -160,6 +160,26 @@ def test_flex_attention_is_the_formula(name: str, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(with_sinks, explicit_attention(q, k, v, **OPTIONS[name], sinks=sinks.weight))
 
 
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 384, 1120])
+def test_block_masks_are_those_of_pytorch(num_tokens: int, has_documents: bool) -> None:
+    """PyTorch finds the blocks from a mask of all pairs of tokens."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    begins = torch.rand(3, num_tokens, generator=torch.Generator().manual_seed(0)) < 0.01
+    documents = begins.int().cumsum(-1) if has_documents else None
+    for window in (None, 1, 100, 128, 129, 300, 2000):
+        actual = make_block_mask(num_tokens, window, documents, torch.device("cpu"))
+        batch_size = 3 if has_documents else None
+        own = create_block_mask(actual.mask_mod, batch_size, None, num_tokens, num_tokens, device="cpu")
+        assert (actual.seq_lengths, actual.BLOCK_SIZE) == (own.seq_lengths, own.BLOCK_SIZE)
+        for name in ("kv", "q", "full_kv", "full_q"):
+            numbers, indices = (getattr(own, f"{name}_{kind}") for kind in ("num_blocks", "indices"))
+            assert torch.equal(getattr(actual, f"{name}_num_blocks"), numbers)
+            is_read = torch.arange(indices.shape[-1]) < numbers[..., None]
+            assert torch.equal(getattr(actual, f"{name}_indices")[is_read], indices[is_read])
+
+
 class OnCUDA(Tensor):
     """A tensor of a CPU that pretends to be on CUDA."""
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.tensors import Operations
 from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.models import mixture_of_experts
 from titan_launch.models.mixture_of_experts import (
     MixtureOfExperts,
     balance_losses,
@@ -129,6 +131,19 @@ def test_grouped_products_are_those_of_the_loop(dtype: torch.dtype) -> None:
     gradients = [torch.autograd.grad((out * weights).sum(), given) for out in (grouped, looped)]
     for own, of_loop in zip(*gradients, strict=True):
         torch.testing.assert_close(own, of_loop, rtol=2e-2, atol=_ROUNDING[dtype])
+
+
+def test_experts_without_rows_have_no_gradients_where_pytorch_gives_them_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Blackwell, its grouped product does (pytorch issue 172439)."""
+    counts, own = torch.tensor([5, 0, 30]), mixture_of_experts._OfUsedExperts
+    weights = torch.randn(3, 24, 32, requires_grad=True)
+    (gradient,) = torch.autograd.grad(own.apply(weights, counts), weights, torch.ones(3, 24, 32))
+    assert gradient.amax((1, 2)).tolist() == gradient.amin((1, 2)).tolist() == [1, 0, 1]
+    biases = torch.randn(3, 24, requires_grad=True)
+    monkeypatch.setattr(F, "grouped_mm", lambda *_, **__: torch.ones(3, 8, 24))
+    result = mixture_of_experts._OfRows.apply(biases, counts, counts.cumsum(0).int(), 35)
+    (gradient,) = torch.autograd.grad(result, biases, torch.ones(35, 24))
+    assert gradient.amax(1).tolist() == gradient.amin(1).tolist() == [1, 0, 1]
 
 
 def test_gradients_of_grouped_biases_are_summed_in_fp32() -> None:

@@ -247,10 +247,11 @@ def warnings_of(jobs: list[dict[str, Any]]) -> list[list[str]]:
         found.append(handler.texts)
     handler = _Texts()
     logging.getLogger("titan_launch").addHandler(handler)
-    for hidden_dim in (16, 20):
+    for hidden_dim, lora in ((16, {}), (20, {}), (16, {"targets": ["layers.*.moe.experts"], "rank": 4})):
         job["model"]["args"]["experts"]["hidden_dim"] = hidden_dim
+        job["lora"] = lora
         config = JobConfig.model_validate(job)
-        built = build_model(config.model, config.training.seq_len)
+        built = build_model(config.model, config.training.seq_len, lora=config.lora)
         layout = plan_layout(config.parallelism, config.training, 1)
         prepare_experts(built.module, plan_precision(config, built), layout, None, "cuda")
     return [*found, handler.texts]
@@ -277,5 +278,6 @@ def test_warnings_of_collapsed_layers_and_of_routers_in_bfloat16(tmp_path: Path)
         "step 1: the load of the experts of layers.2.moe has collapsed: 75% of the experts got less than 1% of the "
         "mean load since the last report, and the largest load is 4.0 times the mean."
     )
-    (text,) = unaligned  # a row of 20 values in bfloat16 has 40 bytes
+    text, of_adapters = unaligned  # a row of 20 values in bfloat16 has 40 bytes
     assert "but a rank has the widths 32 and 20 in layers.1.moe. The experts of layers.1.moe, layers.2.moe are" in text
+    assert "adapters of the experts of layers.1.moe, layers.2.moe are computed one after another" in of_adapters

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def obstacle(name: str) -> str | None:
 def test_the_first_usable_attention_backend_is_chosen_and_the_others_are_explained() -> None:
     taken = ["efficient", "not cudnn: head_dim should be no more than 256", "not flash: fp32 is not supported"]
     assert choose("auto", priority((9, 0)), obstacle) == taken
-    assert choose("auto", priority((8, 0)), lambda _: None) == ["flash"]
+    assert [choose("auto", priority((major, 0)), lambda _: None) for major in (8, 10)] == [["flash"], ["flash"]]
     assert choose("efficient", priority((9, 0)), obstacle) == ["efficient"]
     with pytest.raises(ConfigError, match=r"kernels.attention: cannot be used: fp32 is not supported; set \"auto\""):
         choose("flash", priority((9, 0)), obstacle)
@@ -75,10 +76,12 @@ def test_a_version_of_cudnn_with_a_memory_error_is_not_used(caplog: pytest.LogCa
     assert problem.reason == f'cannot be used: {unsafe}; install cuDNN 9.15.1 or later, or set "auto"'
 
 
-def enabled_on_hopper(cudnn: int, refused: tuple[str, ...]) -> dict[str, bool]:
-    """Return the backends that may be used on a GPU of the Hopper generation that refuses some of them."""
+def enabled_on_hopper(cudnn: int, refused: tuple[str, ...], is_known: bool = True) -> dict[str, bool]:
+    """Return the backends that may be used on a GPU of the Hopper generation that refuses some of them. `is_known`: the
+    attention of the model is known."""
     config = JobConfig()
     built = build_model(config.model, 16)
+    built = built if is_known else replace(built, attention=None)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         patch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
@@ -94,6 +97,11 @@ def test_a_backend_that_fails_at_the_start_is_not_tried_again() -> None:
     )
     assert safe == {"cudnn_sdp_enabled": True, "flash_sdp_enabled": True, "math_sdp_enabled": True}
     assert old == broken == {**safe, "cudnn_sdp_enabled": False}
+
+
+def test_a_model_that_may_pass_masks_does_not_use_cudnn() -> None:
+    enabled = run_ranks(enabled_on_hopper, 1, 92000, (), False)[0]
+    assert enabled == {"cudnn_sdp_enabled": False, "flash_sdp_enabled": True, "math_sdp_enabled": True}
 
 
 def test_attention_has_the_compute_dtype_of_its_precision_rule() -> None:

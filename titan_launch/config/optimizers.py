@@ -273,11 +273,26 @@ def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> 
     return max((*stacks, *batches))
 
 
+_MUON_STACK = 1 << 26
+"""Most elements of the matrices of experts that Muon updates at once, unless one matrix has more."""
+
+
+def matrices_at_once(shape: Sequence[int]) -> int:
+    """Return how many matrices of a stack (matrices, rows, columns) Muon updates at once."""
+    number, rows, columns = shape
+    return min(number, max(1, _MUON_STACK // (rows * columns)))
+
+
 def _muon_stack(shard: ShardSize, config: OptimizerConfig) -> int:
     """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.muon` updates the matrices of
-    this rank's experts, one after another."""
+    this rank's experts."""
     _, rows, columns = shard.shape
-    directions, whole, gram = 2 * shard.num_elements, 2 * rows * columns, 2 * min(rows, columns) ** 2
+    at_once = matrices_at_once((shard.num_elements // (rows * columns), rows, columns))
+    directions, whole, gram = (
+        2 * shard.num_elements,
+        2 * at_once * rows * columns,
+        2 * at_once * min(rows, columns) ** 2,
+    )
     copy = shard.parameter_copy(config)
     parameters = copy + shard.draw(config) if copy else 0
     return max(_muon_direction(shard, config), directions + whole + 2 * gram, directions + parameters)

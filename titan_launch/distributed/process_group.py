@@ -70,7 +70,11 @@ def process_group(
         group_store = wait_for_ranks(
             _connect(rank, world_size, timeout), rank, world_size, timeout_seconds, stop_signal
         )
-    dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
+    # Without `device_id`, NCCL takes the device from LOCAL_RANK, also where each rank sees one GPU only.
+    own = device if device.type == "cuda" else None
+    dist.init_process_group(
+        backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout, device_id=own
+    )
     yield Ranks(rank, world_size, device)
     dist.destroy_process_group()
     _wait_for_exit(group_store, rank, world_size)

@@ -147,6 +147,8 @@ def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.d
     if device.type == "cpu" and needed > host.free_bytes:
         free = f"{host.free_bytes / GIB:,.1f} GiB are free"
         raise WeightsError(f"its parameters need {needed / GIB:,.1f} GiB of memory, but {free}")
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it takes up to 0.5 s to plan each new length of a sequence
     _allocate(built.module, device, dtype)
     _fill(built, saved, device)
     for child in built.module.modules():

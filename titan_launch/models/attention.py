@@ -266,8 +266,19 @@ def flex_attention() -> Callable[..., Any]:
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention as a fused kernel; without compilation it stores all scores."""
-    return torch.compile(flex_attention(), dynamic=False)
+    """Return FlexAttention as a fused kernel. What cannot be compiled is an error, because FlexAttention without
+    compilation stores all scores."""
+    import torch._dynamo.config as limits
+
+    # PyTorch compiles a function 8 times by default. All layers share this one: each window, soft cap, dtype, shape and
+    # grad mode is a variant.
+    limits.recompile_limit = max(limits.recompile_limit, _VARIANTS)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, _VARIANTS)
+    return torch.compile(flex_attention(), fullgraph=True, dynamic=False)
+
+
+_VARIANTS = 256
+"""Limit of the compiled variants of FlexAttention."""
 
 
 def soft_capped(soft_cap: float) -> Callable[..., Tensor]:
@@ -275,12 +286,20 @@ def soft_capped(soft_cap: float) -> Callable[..., Tensor]:
     return lambda score, batch, head, query, key: soft_cap * torch.tanh(score / soft_cap)
 
 
+_BLOCK = 128
+"""Tokens in a block of FlexAttention's table."""
+
+
 def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | None, device: torch.device) -> BlockMask:
     """Return FlexAttention's table of the blocks of tokens that contain allowed pairs.
 
-    `documents`: the number of each token's document (batch, tokens).
+    `documents`: the number of each token's document (batch, tokens), which never falls along the sequence.
+
+    PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here one pair of
+    tokens decides. A block of queries and an earlier block of keys have an allowed pair if their nearest pair is
+    allowed: the first query and the last key. All their pairs are allowed if the furthest pair is.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
 
     def is_allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = query >= key
@@ -290,8 +309,27 @@ def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | Non
             allowed = allowed & (documents[batch, query] == documents[batch, key])
         return allowed
 
-    batch_size = None if documents is None else len(documents)
-    return create_block_mask(is_allowed, batch_size, None, num_tokens, num_tokens, device=device)
+    batch = torch.arange(1 if documents is None else len(documents), device=device)[:, None, None, None]
+    first_key = torch.arange(0, num_tokens, _BLOCK, device=device)[None, None, None]
+    last_key = (first_key + (_BLOCK - 1)).clamp(max=num_tokens - 1)
+    first_query, last_query = first_key.mT, last_key.mT
+    is_earlier = first_key < first_query
+    some = is_allowed(batch, batch, first_query, last_key) & is_earlier | (first_key == first_query)
+    every = is_allowed(batch, batch, last_query, first_key) & is_earlier
+    every = every & (first_query + _BLOCK <= num_tokens)  # an incomplete block has pairs beyond the end
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~every),
+        *_listed(every),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=is_allowed,
+        seq_lengths=(num_tokens, num_tokens),
+    )
+
+
+def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each row of a table the number of its true entries, and their columns, before all other columns."""
+    columns = pairs.int().argsort(dim=-1, descending=True, stable=True)
+    return pairs.sum(-1, dtype=torch.int32), columns.int()
 
 
 @lru_cache(maxsize=16)

@@ -171,12 +171,33 @@ def grouped_product(counts: Tensor) -> ExpertProduct:
     ends = counts.cumsum(0).to(torch.int32)
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        if weights.is_cuda and torch.cuda.get_device_capability(weights.device)[0] >= _BLACKWELL:
+            weights = _OfUsedExperts.apply(weights, counts)
         result = F.grouped_mm(rows, weights.mT, offs=ends)
         if bias is None:
             return result
         return result + _OfRows.apply(bias, counts, ends, len(rows))
 
     return product
+
+
+_BLACKWELL = 10
+"""Major number of the compute capability from which `F.grouped_mm` gives experts without rows a gradient that is not
+zero (pytorch issue 172439)."""
+
+
+class _OfUsedExperts(torch.autograd.Function):
+    """Stacked matrices (experts, out, in), unchanged. In backward, those of experts without rows get the gradient 0."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (counts,) = ctx.saved_tensors
+        return gradients[0].masked_fill_((counts == 0)[:, None, None], 0), None
 
 
 class _OfRows(torch.autograd.Function):
@@ -188,15 +209,15 @@ class _OfRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, counts: Tensor, ends: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(ends)
+        ctx.save_for_backward(counts, ends)
         return bias.repeat_interleave(counts, dim=0, output_size=num_rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (ends,) = ctx.saved_tensors
+        counts, ends = ctx.saved_tensors
         ones = gradients[0].new_ones(len(gradients[0]), MIN_GROUPED_WIDTH)
         sums = F.grouped_mm(ones.mT, gradients[0], offs=ends)
-        return sums[:, 0].contiguous(), None, None, None
+        return sums[:, 0].masked_fill((counts == 0)[:, None], 0), None, None, None
 
 
 def looped_product(counts: Sequence[int]) -> ExpertProduct:

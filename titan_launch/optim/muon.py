@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_launch.config.optimizers import matrices_at_once
 from titan_launch.config.sections.training import MuonConfig, OptimizerConfig
 from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
 from titan_launch.optim.shards import LocalShard, ShardGroup, masters, moments, store
@@ -49,8 +50,8 @@ def _update_stack(stack: Matrix, config: MuonConfig, applied: Tensor) -> None:
     """Update the matrices of this rank's experts. `check_stacks` ensures that this rank holds whole matrices."""
     directions = _direction(stack.shard, config, applied)
     device = stack.shard.full.device_mesh.device_type if isinstance(stack.shard.full, DTensor) else directions.device
-    for matrix in directions:
-        matrix.copy_(orthogonalized(matrix.to(device), config.ns_steps).mul_(applied))
+    for matrices in directions.split(matrices_at_once(directions.shape)):  # a launch of a kernel for many experts
+        matrices.copy_(orthogonalized(matrices.to(device), config.ns_steps).mul_(applied))
     _apply(stack, directions, config, applied)
 
 
@@ -65,25 +66,27 @@ def _update(division: MatrixGather, batch: Sequence[Matrix], config: MuonConfig,
         _apply(matrix, update, config, applied)
 
 
-def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """Return the matrix with its singular values moved close to 1, in bfloat16, by `steps` Newton-Schulz iterations.
+def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
+    """Return a matrix (rows, columns), or each of a stack (matrices, rows, columns), with singular values close to 1,
+    in bfloat16, by `steps` Newton-Schulz iterations.
 
-    First the matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial, computed from the
-    smaller of the two products of the matrix with its transpose. `matrix` may be overwritten.
+    First each matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial, computed from the
+    smaller of the two products of the matrix with its transpose. `matrices` may be overwritten.
     """
     a, b, c = _COEFFICIENTS
-    x = matrix.bfloat16()
-    is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x
-    x.div_(x.norm().clamp(min=_EPS))
-    result, gram = torch.empty_like(x), x.new_empty(len(x), len(x))
+    x = matrices.bfloat16()
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS))
+    result, gram = torch.empty_like(x), x.new_empty(*x.shape[:-1], x.shape[-2])
     polynomial = torch.empty_like(gram)
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(steps):  # the results use the same four buffers
-        torch.mm(x, x.T, out=gram)
-        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        torch.addmm(x, polynomial, x, beta=a, out=result)
+        torch.matmul(x, x.mT, out=gram)
+        add_product(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        add_product(x, polynomial, x, beta=a, out=result)
         x, result = result, x
-    return x.T if is_tall else x
+    return x.mT if is_tall else x
 
 
 def scale_of_update(config: MuonConfig, rows: int, columns: int) -> float:

@@ -142,8 +142,8 @@ def _compile_error(error: Exception, config: CompileConfig, name: str) -> Config
         is_cached = config.cache_folder is not None
         damaged = "; delete compile.cache_folder if a file there is damaged, or" if is_cached else ";"
         reason = (
-            f'failed on {what}{damaged} set another backend ("aot_eager" generates no kernels), or '
-            "compile.enable = false"
+            f"failed on {what}{damaged} set compile.enable = false, or another backend to find the cause "
+            '("aot_eager" generates no kernels, and its FlexAttention stores all scores)'
         )
         return config_error(("compile", "backend"), reason, config.backend)
     if isinstance(error, FailOnRecompileLimitHit):

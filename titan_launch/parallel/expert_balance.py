@@ -68,6 +68,19 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: 
             path,
             listed(list(slow)),
         )
+    odd = [path for path, layer in layers.items() if _has_odd_adapters(layer, device)]
+    if odd and device == "cuda":
+        warn(
+            _log,
+            "products of adapters: grouped products in bfloat16 require ranks that are multiples of 8. The adapters of "
+            "the experts of %s are computed one after another, which is slower. Change lora.rank",
+            listed(odd),
+        )
+
+
+def _has_odd_adapters(layer: MixtureOfExperts, device: str) -> bool:
+    adapters = [] if layer.experts.lora is None else list(layer.experts.lora.values())
+    return any(not is_grouped(device, "bfloat16", adapter.get_parameter("a").shape[1:]) for adapter in adapters)
 
 
 def _bf16_widths(layers: Mapping[str, MixtureOfExperts], plan: ModelPlan) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -38,9 +38,11 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""PyTorch's backends by the values of `kernels.attention`, the fastest on Hopper and later GPUs first."""
+"""PyTorch's backends by the values of `kernels.attention`, the fastest on Hopper first."""
 
-_HOPPER = (9, 0)
+_HOPPER = 9
+"""Major number of the compute capability. On later GPUs, cuDNN computes fewer than 8 heads of keys and values wrongly
+(pytorch issue 193893)."""
 
 _SAFE_CUDNN = 91501
 """The oldest version of cuDNN that may compute attention: 9.15.1, as `torch.backends.cudnn.version()` writes it."""
@@ -84,9 +86,9 @@ def use_kernels(
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
     else:  # PyTorch follows the order in every call, also for models whose attention is not known
-        tried = order[
-            min(map(order.index, chosen), default=0) :
-        ]  # a backend before the first chosen one could fail in the run
+        tried = order[min(map(order.index, chosen), default=0) :]  # one before the first chosen could fail in the run
+        if built.attention is None:  # this model may pass masks, with which cuDNN's gradients can be NaN (issue 196678)
+            tried = tuple(name for name in tried if name != "cudnn")
         stack.enter_context(sdpa_kernel([BACKENDS[name] for name in tried], set_priority=True))
 
 
@@ -126,7 +128,7 @@ def set_precision(kernels: KernelsConfig) -> None:
 
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:
     """Return the attention backends in the order of their speed on a GPU of this compute capability, fastest first."""
-    return tuple(BACKENDS) if capability >= _HOPPER else ("flash", "cudnn", "efficient", "math")
+    return tuple(BACKENDS) if capability[0] == _HOPPER else ("flash", "cudnn", "efficient", "math")
 
 
 def unsafe_cudnn(version: int | None) -> str | None:

@@ -141,10 +141,11 @@ class KernelsConfig(Section):
 
     attention: Literal["auto", AttentionBackend] = "auto"
     """Kernel of `F.scaled_dot_product_attention`. `auto` on a GPU: the first usable of `cudnn`, `flash`, `efficient`
-    and `math` (before Hopper, `flash` comes first). The log names the chosen kernel, and says why each kernel before it
-    cannot be used. `auto` on a CPU: PyTorch's choice, or the blocked kernel of this package for causal attention in
-    short sequences, if it is faster. Any other value: this kernel of PyTorch; if it cannot be used, the run fails.
-    `math` stores all attention scores."""
+    and `math` (on other GPUs than Hopper, `flash` comes first; a model that may pass masks, such as a class of
+    `transformers`, does not use `cudnn`). The log names the chosen kernel, and says why each kernel before it cannot be
+    used. `auto` on a CPU: PyTorch's choice, or the blocked kernel of this package for causal attention in short
+    sequences, if it is faster. Any other value: this kernel of PyTorch; if it cannot be used, the run fails. `math`
+    stores all attention scores."""
 
     float32_precision: Literal["ieee", "tf32"] = "ieee"
     """Precision of matrix products and convolutions of float32 tensors on a GPU. `ieee`: full float32. `tf32`: the
