@@ -116,7 +116,7 @@ LENGTHS: dict[str, tuple[dict[str, Any], int | None]] = {
     "images": ({"kind": "images", "path": "images.npz", "split": "train", "validation_percent": 30}, None),
     "factory": ({"kind": "tests.data.sources.test_factory:Sequences", "args": {"number": 10}}, 10),
     "synthetic": ({**SYNTHETIC, "num_samples": 13}, 13),
-    "mixture": ({"sources": [{**SYNTHETIC, "num_samples": 4, "weight": 9}, {"kind": "jsonl", "path": "text.jsonl"}]}, 0),
+    "mixture": ({"sources": [{**SYNTHETIC, "weight": 9}, {"kind": "jsonl", "path": "text.jsonl"}]}, None),
 }
 COUNTED = ("tokens", "packed tokens", "images", "synthetic")
 """The data whose samples `check` counts."""
@@ -242,7 +242,8 @@ def test_what_the_steps_contradict_is_an_error_before_the_first_step(tmp_path: P
     config |= {"profiling": {"start_step": STEPS, "num_steps": 2}, "ema": {"decay": 0.9, "start_step": STEPS}}
     assert run_ranks(refusal, 1, config)[0].splitlines() == [
         "profiling.start_step: begins a profile of 2 steps, but the run has 8 (training.epochs); set less",
-        "training.unfreeze.0.after_step: is not before the last step, 8 (training.epochs); set less, or freeze for good",
+        "training.unfreeze.0.after_step: is not before the last step, 8 (training.epochs); set less, or freeze for "
+        "good",
         "ema.start_step: leaves no update of the average in 8 steps (training.epochs); set less",
     ]
     config = job(tmp_path, "stream")

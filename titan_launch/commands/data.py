@@ -30,6 +30,7 @@ _LABELS = {
     "bytes_per_token": "bytes per token",
     "documents_cut": "documents cut",
     "ignored_targets": "ignored targets",
+    "not_read": "files not read",
     "share": "share of the samples",
     "validated_samples": "validated samples",
     "document_lengths": "tokens per document",

@@ -20,14 +20,15 @@ _NUM_DIGITS = 1797
 
 
 def steps_of(epochs: float, num_samples: int, global_batch_size: int, consumed: int = 0) -> int:
-    """Return the number of steps, rounded up, until a run has consumed `epochs` times `num_samples` samples. `consumed`:
-    samples of earlier steps. Decimal fractions are exact: 0.1 is one tenth."""
+    """Return the number of steps, rounded up, until a run has consumed `epochs` times `num_samples` samples.
+
+    `consumed`: samples of earlier steps. Decimal fractions are exact: 0.1 is one tenth."""
     return math.ceil((Fraction(str(epochs)) * num_samples - consumed) / global_batch_size)
 
 
 def too_many_epochs(steps: int, epochs: float, num_samples: int, source: str = "") -> str | None:
-    """Return a warning if the steps of a job are more than MOST_EPOCHS epochs of its data, or of the source of a mixture
-    with the name `source`; else None."""
+    """Return a warning if the steps of a job are more than MOST_EPOCHS epochs of its data; else None. `source`: name of
+    a source of a mixture."""
     if epochs <= MOST_EPOCHS:
         return None
     whose, remedy = (f" of the source {source}", "less, or a smaller weight") if source else ("", "less")

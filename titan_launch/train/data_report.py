@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.data import IGNORED_TARGET, DataSource
+from titan_launch.config.paths import describe_ends, files_left_out
+from titan_launch.config.sections.data import IGNORED_TARGET, DataSource, FilesData
 from titan_launch.config.sections.data import single_sources as single_sections
 from titan_launch.data.epochs import too_many_epochs
 from titan_launch.data.order import MixtureOrder
@@ -103,6 +104,8 @@ def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> 
     if isinstance(source, StreamSource):
         return {**keys, "contents": source.describe()}
     found = {**keys, "samples": len(source)}
+    if isinstance(section, FilesData) and (left_out := files_left_out(section.path, section.suffixes)):
+        found["not_read"] = describe_ends(left_out)
     if isinstance(source, DetailedSource):
         details = source.details()
         found |= details.amounts

@@ -31,8 +31,8 @@ class ResolvedJob:
     """
 
     config: JobConfig
-    """The resolved job: the global batch size is set, modes replace `auto`, and `parallelism` is complete. When the data
-    is open, `training.steps` is also set."""
+    """The resolved job: the global batch size is set, modes replace `auto`, and `parallelism` is complete. When the
+    data is open, `training.steps` is also set."""
 
     requested: JobConfig
     """The same job with the user's `parallelism`, which resolves differently on another number of ranks."""
@@ -73,8 +73,8 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJo
 
 
 def resolve_steps(job: ResolvedJob, data: RunData, progress: Progress | None = None) -> ResolvedJob:
-    """Return the job with the number of steps that its epochs are. A job without epochs is unchanged. Call this function
-    when the data is open, and again with the progress of a run that may have resumed.
+    """Return the job with the number of steps that its epochs are. A job without epochs is unchanged. Call this
+    function when the data is open, and again with the progress of a run that may have resumed.
 
     Raises ConfigError for a stream, and for keys that the number of steps contradicts."""
     config, requested = (

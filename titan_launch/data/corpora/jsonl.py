@@ -135,10 +135,16 @@ def parse_line(line: bytes) -> dict[str, Any]:
     except JsonError as error:
         if not _is_utf8(line):
             raise RecordError("not UTF-8 text") from None
-        raise RecordError("not valid JSON", str(error).replace(" at line 1, column", " at column")) from None
+        detail = str(error).replace(" at line 1, column", " at column")
+        raise RecordError("not valid JSON", f"{detail}{_of_array(line)}") from None
     if not isinstance(record, dict):
-        raise RecordError("not a JSON object")
+        raise RecordError("not a JSON object", _of_array(line).removeprefix("; "))
     return record
+
+
+def _of_array(line: bytes) -> str:
+    """Return a remedy for the first line of a file that is one array, such as `data.json`."""
+    return "; of an array, jq -c '.[]' FILE writes each object as a line" if line.lstrip()[:1] == b"[" else ""
 
 
 def _is_utf8(line: bytes) -> bool:
