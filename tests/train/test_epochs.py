@@ -114,11 +114,12 @@ LENGTHS: dict[str, tuple[dict[str, Any], int | None]] = {
     "tokens": ({"kind": "tokens", "path": "tokens"}, None),
     "packed tokens": ({"kind": "tokens", "path": "tokens", "packing": "documents"}, None),
     "images": ({"kind": "images", "path": "images.npz", "split": "train", "validation_percent": 30}, None),
+    "digits": ({"kind": "images", "split": "train", "validation_percent": 20}, None),
     "factory": ({"kind": "tests.data.sources.test_factory:Sequences", "args": {"number": 10}}, 10),
     "synthetic": ({**SYNTHETIC, "num_samples": 13}, 13),
     "mixture": ({"sources": [{**SYNTHETIC, "weight": 9}, {"kind": "jsonl", "path": "text.jsonl"}]}, None),
 }
-COUNTED = ("tokens", "packed tokens", "images", "synthetic")
+COUNTED = ("tokens", "packed tokens", "images", "digits", "synthetic")
 """The data whose samples `check` counts."""
 
 
@@ -147,12 +148,16 @@ def test_all_data_with_a_length_has_epochs(name: str, folder: Path, monkeypatch:
     monkeypatch.setenv(VARIABLE, str(folder / "cache"))
     if name in ("chats", "pairs"):
         pytest.importorskip("jinja2")
+    if name == "digits":
+        pytest.importorskip("sklearn")
     if name == "huggingface" and not Path("set").exists():
         pytest.importorskip("datasets").Dataset.from_dict({"text": ["word " * 60] * 20}).save_to_disk("set")
     data, length = LENGTHS[name]
     table: dict[str, Any] = {"data": data, "training": {"seq_len": 400, "epochs": 2.5, "local_batch_size": 3}}
     table |= {"loss": {"name": "dpo", "dpo": {"reference": "m"}}} if name == "pairs" else {}
-    table |= {"model": {"name": "resnet", "flavor": "debug", "args": {"in_channels": 3}}} if name == "images" else {}
+    if data.get("kind") == "images":
+        args = {} if name == "digits" else {"in_channels": 3}
+        table["model"] = {"name": "resnet", "flavor": "debug", "args": args}
     config = JobConfig.model_validate(table if name != "mixture" else {**table, "data": {"kind": "mixture", **data}})
     layout = plan_layout(config.parallelism, config.training, 2)
     opened = build_data(config, layout, None)

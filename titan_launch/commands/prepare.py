@@ -114,11 +114,11 @@ def _chosen(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
     first, *others = (_look(path) for path in paths)
     for other in others:
         if (other.kind, other.rows) != (first.kind, first.rows):
-            each = (
-                f"{one_line(found.path)} has {', '.join(map(_described, _rows(found)))}" for found in (first, other)
+            one, two = (
+                f"{one_line(each.path)} has {', '.join(map(_described, _rows(each)))}" for each in (first, other)
             )
             remedy = "prepare each into a folder of its own, and mix the folders in tables [[data.sources]]"
-            raise UserError(f"error: {', but '.join(each)}; {remedy}")
+            raise UserError(f"error: {one}, but {two}; {remedy}")
     rows = [row for row in _rows(first) if row.key not in given]
     for row in rows:
         say(f"{_described(row)}{one_line(row.comment and f': {row.comment}')}")

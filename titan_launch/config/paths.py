@@ -61,13 +61,14 @@ def first_names(folder: str, most: int) -> list[str]:
 
 
 def count_ends(names: Iterable[str]) -> Counter[str]:
-    """Return the number of files by the ends of their names, such as `.txt` or `.jsonl.gz`."""
-    return Counter("".join(Path(name).suffixes[-1 - name.endswith(COMPRESSED) :]) for name in names)
+    """Return the number of files by the ends of their names, such as `.txt` or `.jsonl.gz`, the most frequent first."""
+    found = Counter("".join(Path(name).suffixes[-1 - name.endswith(COMPRESSED) :]) for name in names)
+    return Counter(dict(sorted(found.items(), key=lambda item: (-item[1], item[0]))))
 
 
 def describe_ends(ends: Counter[str]) -> str:
     """Return the numbers of files as text: `12 .txt, 3 .jsonl.gz`."""
-    return listed([f"{number:,} {end or 'without a suffix'}" for end, number in ends.most_common()], most=4)
+    return listed([f"{number:,} {end or 'without a suffix'}" for end, number in ends.items()], most=4)
 
 
 def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:

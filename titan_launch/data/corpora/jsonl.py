@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -143,8 +144,11 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _of_array(line: bytes) -> str:
-    """Return a remedy for the first line of a file that is one array, such as `data.json`."""
-    return "; of an array, jq -c '.[]' FILE writes each object as a line" if line.lstrip()[:1] == b"[" else ""
+    """Return a remedy for the first line of a file that is one array of objects."""
+    return "; of an array, jq -c '.[]' FILE writes each object as a line" if _ARRAY.match(line) else ""
+
+
+_ARRAY = re.compile(rb"\s*\[\s*({|$)")
 
 
 def _is_utf8(line: bytes) -> bool:
