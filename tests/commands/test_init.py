@@ -220,7 +220,7 @@ def test_the_length_follows_from_the_data(capsys: pytest.CaptureFixture[str]) ->
     assert job["training"]["global_batch_size"] < length_of("sft")[0]["training"]["global_batch_size"]
     assert length_of("dpo")[1] == "`titan-launch data` shows how many steps these are"
     job, comment = length_of("image_classification", "--data", make_data("images"))
-    assert (job["training"]["epochs"], comment) == (90, "21 steps; an epoch has 57 samples")
+    assert (job["training"]["epochs"], comment) == (90, "21 steps; an epoch has 58 samples")
     write_config(Path("vit"), "vit", architectures=["ViTForImageClassification"])
     assert length_of("image_classification", "--data", "images.npz", "--model", "vit")[0]["training"]["epochs"] == 3
 

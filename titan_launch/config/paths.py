@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from titan_launch.core.errors import listed
+from titan_launch.core.errors import listed, toml_string
 
 PYTHON_STDLIB = "python-stdlib"
 SKLEARN_DIGITS = "sklearn-digits"
@@ -69,6 +69,11 @@ def count_ends(names: Iterable[str]) -> Counter[str]:
 def describe_ends(ends: Counter[str]) -> str:
     """Return the numbers of files as text: `12 .txt, 3 .jsonl.gz`."""
     return listed([f"{number:,} {end or 'without a suffix'}" for end, number in ends.items()], most=4)
+
+
+def glob_of_sort(path: str, end: str) -> str:
+    """Return a glob for the files of a folder whose names have an end, as TOML. `path`: the folder, or a glob."""
+    return toml_string(os.path.join(path, "**", f"*{end}") if os.path.isdir(path) else f"*{end}")
 
 
 def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:

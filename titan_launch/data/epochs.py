@@ -14,7 +14,7 @@ MOST_EPOCHS = 20
 """Number of epochs above which commands warn of a job that sets `training.steps`."""
 
 _MOST_PACKED = 100_000
-"""Largest number of documents that are packed only to count the samples. It takes 0.1 s."""
+"""Largest number of documents that are packed only to count the samples. It takes a fraction of a second."""
 
 _NUM_DIGITS = 1797
 

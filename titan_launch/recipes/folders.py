@@ -24,6 +24,7 @@ from titan_launch.config.paths import (
     describe_ends,
     expand_paths,
     files_left_out,
+    glob_of_sort,
 )
 from titan_launch.config.sections.data import JsonlData, LinesData, ParquetData, misread_as_text
 from titan_launch.config.sections.model import HUGGINGFACE
@@ -275,10 +276,9 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
     if kind == "text" and (misread := misread_as_text(path, names)):
         raise UnknownDataError(misread)
     if kind in ("jsonl", "parquet") and data - {kind}:
-        sorts, glob = describe_ends(count_ends(names)), os.path.join(path, "**", f"*{_ENDS[kind][0]}")
-        remedy = f"name the files of one sort by a glob such as {toml_string(glob)}"
+        remedy = f"name the files of one sort by a glob such as {glob_of_sort(path, _ENDS[kind][0])}"
         mixed = "to use several, write a table [[data.sources]] for each"
-        raise UnknownDataError(f"has files of several sorts ({sorts}); {remedy}; {mixed}")
+        raise UnknownDataError(f"has files of several sorts ({describe_ends(count_ends(names))}); {remedy}; {mixed}")
     num_bytes = None if any(file.suffix in COMPRESSED for file in files) else size
     match kind:
         case "parquet":

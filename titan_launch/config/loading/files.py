@@ -208,6 +208,6 @@ def _parse_json(path: str, text: str) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise _FileError(f"{path}: must contain a JSON object with the sections of a job")
     training = table.get("training")
-    if isinstance(training, dict) and "epochs" in training:
+    if isinstance(training, dict) and training.get("epochs") is not None:
         training.pop("steps", None)  # a run computes it anew
     return table

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 from pydantic import AfterValidator, Discriminator, Field, GetCoreSchemaHandler, Tag
 from pydantic_core import CoreSchema
 
-from titan_launch.config.paths import COMPRESSED, PYTHON_STDLIB, SKLEARN_DIGITS, count_ends, describe_ends
+from titan_launch.config.paths import (
+    COMPRESSED,
+    PYTHON_STDLIB,
+    SKLEARN_DIGITS,
+    count_ends,
+    describe_ends,
+    glob_of_sort,
+)
 from titan_launch.config.sections.base import Array, Section, Table
 from titan_launch.core.errors import KeyPath, Problem, toml_string
 
@@ -514,7 +521,7 @@ def misread_as_text(path: str, names: Iterable[str]) -> str | None:
     if not others:
         has = f"has {describe_ends(records)}" if os.path.isdir(path) else f"ends in {next(iter(records))}"
         return f"{has}, {mistake}; {remedy}"
-    glob = toml_string(os.path.join(path, "**", f"*{others.most_common(1)[0][0]}"))
+    glob = glob_of_sort(path, next(iter(others)))
     return (
         f"has {describe_ends(records)} beside {describe_ends(others)}, {mistake}; name the files of one sort by a glob "
         f"({glob}), or {remedy}; to use both sorts, write a table [[data.sources]] for each"
