@@ -196,6 +196,35 @@ def test_columns_of_tables_are_found(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["check", "--config", "a.toml"]) == 0 == main(["check", "--config", "b.toml"])
 
 
+def length_of(name: str, *args: str) -> tuple[dict[str, Any], str]:
+    """Run `init`. Return the job, and the line with its length."""
+    job = written(name, "length.toml", *args)
+    (line,) = (line for line in Path("length.toml").read_text().splitlines() if line.startswith(("epochs", "steps")))
+    Path("length.toml").unlink()
+    return job, line.partition("# ")[2]
+
+
+def test_the_length_follows_from_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    """Epochs for fine-tuning and for small data, with the number of steps; `check` does not warn of them."""
+    make_data("text")
+    assert run_command(["prepare", "corpus", "--out", "tokens"], Path.cwd())[0] == 0
+    job, comment = length_of("pretrain", "--data", "tokens")
+    assert job["training"]["epochs"] == 3 and comment == "10 steps; an epoch has 98 samples"
+    assert (job["lr_scheduler"]["warmup_steps"], job["checkpoint"]["interval"]) == (1, 2)
+    job, comment = length_of("pretrain", "--data", "corpus")
+    assert job["training"]["epochs"] == 3 and comment.startswith("about 9 steps; an epoch has about 94 samples; `ti")
+    job, comment = length_of("pretrain")
+    assert job["training"]["steps"] == 1000 and comment.startswith("about 0.") and " epochs of " in comment
+    job, comment = length_of("sft", "--data", make_data("chat"))
+    assert job["training"]["epochs"] == 3 and "; an epoch has about " in comment
+    assert job["training"]["global_batch_size"] < length_of("sft")[0]["training"]["global_batch_size"]
+    assert length_of("dpo")[1] == "`titan-launch data` shows how many steps these are"
+    job, comment = length_of("image_classification", "--data", make_data("images"))
+    assert (job["training"]["epochs"], comment) == (90, "21 steps; an epoch has 58 samples")
+    write_config(Path("vit"), "vit", architectures=["ViTForImageClassification"])
+    assert length_of("image_classification", "--data", "images.npz", "--model", "vit")[0]["training"]["epochs"] == 3
+
+
 def test_images_decide_sizes_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
     image = pytest.importorskip("PIL.Image")
     for name, side in (("cat", 300), ("dog", 300)):

@@ -297,14 +297,17 @@ def test_the_command_trains_a_tokenizer_and_splits(text: Path, tmp_path: Path) -
     ("arguments", "message"),
     [
         (["--out=o"], "error: name the text, or a job with --config"),
-        (["nothing", "--out=o"], 'command line: --data.path="nothing": data.path = "nothing": no such file or folder'),
+        (["nothing", "--out=o"], "error: nothing: no such file or folder, or no files in it"),
         (["text", "--out=o", "--train-tokenizer=9"], "--train-tokenizer: must be a whole number of at least 257"),
         (["text", "--out=o", "--validation-percent=100"], "must be a whole number from 1 to 99"),
         (["text", "--out=o", "--tokenizer=none"], "tokenizer.path"),
         (["text", "--out=text"], "error: text has files that are not token files; name another folder, or delete them"),
         (["--out=o", "--data.kind=synthetic"], 'prepare reads one source of text: set kind = "text"'),
         (["fifo", "--out=o"], "no such file or folder"),
-        (["text/05.bin", "--out=o"], "error: o has no tokens: all documents were skipped; name more text"),
+        (
+            ["text/05.bin", "--data.kind=text", "--out=o"],
+            "error: o has no tokens: all documents were skipped; name more text",
+        ),
     ],
 )
 def test_bad_arguments_are_one_error(text: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -68,11 +68,11 @@ def test_phases_are_clipped_to_the_run() -> None:
     assert _curve(4, kind="cosine", warmup_steps=8)[:4] == [0.25, 0.5, 0.75, 1]
     assert describe_clipping(_schedule(warmup_steps=8, decay_ratio=0.5), 4) == (
         "learning rate: warm-up is clipped from 8 to 4 steps and decay is clipped from 2 to 0 steps, because "
-        "training.steps = 4"
+        "the run has 4 steps"
     )
-    decay = "learning rate: decay is clipped from 2 to 1 steps, because training.steps = 4"
+    decay = "learning rate: decay is clipped from 2 to 1 steps, because the run has 4 steps"
     assert describe_clipping(_schedule(warmup_steps=3, decay_ratio=0.5), 4) == decay
-    warm_up = "learning rate: warm-up is clipped from 8 to 4 steps, because training.steps = 4"
+    warm_up = "learning rate: warm-up is clipped from 8 to 4 steps, because the run has 4 steps"
     assert describe_clipping(_schedule(kind="cosine", warmup_steps=8), 4) == warm_up
     assert describe_clipping(_schedule(warmup_steps=2, decay_ratio=0.5), 4) is None
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 
 from titan_launch.commands.parser import Parser, at_least, check_weights, load_to_train
+from titan_launch.config.job import JobConfig
 from titan_launch.core.process import OK
 from titan_launch.core.terminal import one_line, say
+from titan_launch.plan.layout import plan_layout
 
 
 def add_arguments(parser: Parser) -> None:
@@ -18,6 +21,23 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Check the job, and print that no problem was found. Raises UserError with all problems."""
-    check_weights(load_to_train(arguments, arguments.world_size))
+    loaded = load_to_train(arguments, arguments.world_size)
+    check_weights(loaded)
     say(one_line(f"{arguments.config}: no problems found (`plan` also checks the model; a run also checks the data)"))
+    if warning := _warning_of_epochs(loaded.config, arguments.world_size):
+        say(one_line(f"warning: {warning}"), file=sys.stderr)
     return OK
+
+
+def _warning_of_epochs(config: JobConfig, world_size: int | None) -> str | None:
+    """Return a warning if the steps of the job are too many epochs of data whose samples are counted in a moment.
+    `world_size`: number of ranks, which decides the batch of a job that does not set it; None if unknown."""
+    from titan_launch.data.epochs import known_samples, too_many_epochs
+
+    batch, steps = config.training.global_batch_size, config.training.steps
+    if batch is None and world_size is not None:
+        batch = plan_layout(config.parallelism, config.training, world_size).global_batch_size
+    num_samples = known_samples(config.data, config.training.seq_len) if batch and steps else None
+    if not (batch and steps and num_samples):
+        return None
+    return too_many_epochs(steps, steps * batch / num_samples, num_samples)

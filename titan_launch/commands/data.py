@@ -30,6 +30,7 @@ _LABELS = {
     "bytes_per_token": "bytes per token",
     "documents_cut": "documents cut",
     "ignored_targets": "ignored targets",
+    "not_read": "files not read",
     "share": "share of the samples",
     "validated_samples": "validated samples",
     "document_lengths": "tokens per document",
@@ -77,10 +78,13 @@ def _lines(report: dict[str, Any], marks: tuple[str, str]) -> Iterator[str]:
     batch = f"{report['steps']:,} steps of {report['global_batch_size']:,} samples ({_ranks(report['world_size'])})"
     yield _row("job", report["job"])
     length = "" if report["seq_len"] is None else f" of {_tokens(report['seq_len'])}"
-    yield _row("training", f"{batch}: {consumed:,} samples{length}")
+    epochs = "" if report["epochs"] is None else f", {report['epochs']:g} epochs"
+    yield _row("training", f"{batch}: {consumed:,} samples{length}{epochs}")
     if tokenizer := report.get("tokenizer"):
         path = "" if tokenizer["path"] is None else f" {tokenizer['path']}"
         yield _row("tokenizer", f"{tokenizer['kind']}{path}, {tokenizer['vocab_size']:,} tokens")
+    for warning in report["warnings"]:
+        yield _row("warning", warning)
     for source in report["sources"]:
         yield ""
         yield from _source_lines(source)

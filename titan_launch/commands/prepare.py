@@ -7,18 +7,20 @@ import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_launch.commands.parser import OVERRIDES, Parser, at_least
 from titan_launch.config.loading.load import load_job
+from titan_launch.config.loading.merge import parse_overrides
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.config.paths import COMPRESSED
 from titan_launch.config.rules.data import CORPUS_RULES
-from titan_launch.config.sections.data import DATA_KINDS, CorpusData, FilesData
+from titan_launch.config.sections.data import DATA_KINDS, CorpusData
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
 from titan_launch.core.process import INTERRUPTED, run_and_exit
 from titan_launch.core.terminal import one_line, say, say_escaped
+from titan_launch.recipes.folders import DataFolder, UnknownDataError, look_at_data
+from titan_launch.recipes.writing import Row
 
 if TYPE_CHECKING:
     from titan_launch.config.job import JobConfig
@@ -90,19 +92,64 @@ def _overrides(arguments: Namespace) -> list[str]:
         other = "--config" if arguments.config else "--tokenizer"
         raise UserError(f"error: --train-tokenizer cannot be used with {other}; name the text alone: {_EXAMPLE}")
     if arguments.paths:
-        paths = arguments.paths
-        given[:0] = [f"--data.kind={kind}" for kind in _kinds_of(paths)]
-        given.append(f"--data.path={toml_value(paths if len(paths) > 1 else paths[0])}")
+        given = [*_chosen(arguments.paths, given), *given, _override("path", arguments.paths)]
     if arguments.tokenizer:
         given += ["--tokenizer.kind=huggingface", f"--tokenizer.path={toml_value(arguments.tokenizer)}"]
     return given
 
 
-def _kinds_of(paths: Sequence[str]) -> list[str]:
-    """Return the kind of data whose files end as all paths do, such as `.jsonl` or `.jsonl.gz`; else nothing."""
-    names = [path.removesuffix(Path(path).suffix) if path.endswith(COMPRESSED) else path for path in paths]
-    kinds = {kind: data.suffixes for kind, data in DATA_KINDS.items() if issubclass(data, FilesData)}
-    return [kind for kind, ends in kinds.items() if "" not in ends and all(name.endswith(ends) for name in names)]
+def _chosen(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of the kind of the text at the paths and of the key that names the text, unless the user has
+    set `data.kind`. Print them with the reasons. Raises UserError for paths without text, and of different kinds."""
+    keys = [override.key for override in parse_overrides(overrides)]
+    given = {key[1] for key in keys if key[0] == "data" and len(key) > 1}
+    if ("data",) in keys or "kind" in given:
+        return []
+    kinds = {kind: data for kind, data in DATA_KINDS.items() if issubclass(data, CorpusData)}
+    owners = {name: [kind for kind, data in kinds.items() if name in data.model_fields] for name in sorted(given)}
+    if only := next(((name, *kind) for name, kind in owners.items() if len(kind) == 1), None):
+        name, kind = only
+        say(f'data.kind = "{kind}": only this kind has the key data.{name}')
+        return [_override("kind", kind)]
+    first, *others = (_look(path) for path in paths)
+    for other in others:
+        if (other.kind, other.rows) != (first.kind, first.rows):
+            one, two = (
+                f"{one_line(each.path)} has {', '.join(map(_described, _rows(each)))}" for each in (first, other)
+            )
+            remedy = "prepare each into a folder of its own, and mix the folders in tables [[data.sources]]"
+            raise UserError(f"error: {one}, but {two}; {remedy}")
+    rows = [row for row in _rows(first) if row.key not in given]
+    for row in rows:
+        say(f"{_described(row)}{one_line(row.comment and f': {row.comment}')}")
+    return [_override(row.key, row.value) for row in rows]
+
+
+def _rows(found: DataFolder) -> list[Row]:
+    """Return the keys that describe the text, without those that have their defaults."""
+    fields = DATA_KINDS[found.kind].model_fields
+    kind = Row("kind", found.kind, found.reason or found.description)
+    return [kind, *(row for row in found.rows if row.value != fields[row.key].default)]
+
+
+def _described(row: Row) -> str:
+    return one_line(f"data.{row.key} = {toml_value(row.value)}")
+
+
+def _look(path: str) -> DataFolder:
+    """Return the facts about the text at a path. Raises UserError if there is none."""
+    try:
+        found = look_at_data(path)
+    except UnknownDataError as error:
+        raise UserError(f"error: {one_line(path)}: {error}") from None
+    if not issubclass(DATA_KINDS[found.kind], CorpusData):
+        raise UserError(f"error: {one_line(path)}: prepare reads text, but this is {found.description}")
+    return found
+
+
+def _override(name: str, value: Any) -> str:
+    """Return the override of a key of `[data]`. A list of one value is this value."""
+    return f"--data.{name}={toml_value(value[0] if isinstance(value, list) and len(value) == 1 else value)}"
 
 
 def _prepare(arguments: Namespace, config: JobConfig) -> None:
@@ -153,7 +200,8 @@ def _write(corpus: Corpus, digests: Sequence[str], folder: Path, num_workers: in
     parts = corpus.parts()
     progress = Progress(len(parts), sum(part.num_bytes for part in parts))
     size = f"{len(corpus.files):,} files, {progress.total_bytes / 1e6:,.1f} MB"
-    say(f"{folder}: {size}, in parts: {len(parts):,}", flush=True)
+    left_out = corpus.left_out and f"; not read: {corpus.left_out}"
+    say(f"{folder}: {size}, in parts: {len(parts):,}{left_out}", flush=True)
     advice = "run the same command again to continue: finished parts are kept"
     try:
         header = prepare(corpus, folder, num_workers, progress.advance, digests)

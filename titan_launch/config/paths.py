@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
+
+from titan_launch.core.errors import listed, toml_string
 
 PYTHON_STDLIB = "python-stdlib"
 SKLEARN_DIGITS = "sklearn-digits"
@@ -35,6 +40,40 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
         for name, file in found:
             files.setdefault(file, name)
     return [(name, file) for file, name in files.items()]
+
+
+def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Counter[str]:
+    """Return the number of files that `suffixes` leaves out of the folders among the entries of `path`, by the ends of
+    their names."""
+    folders = [entry for entry in ((path,) if isinstance(path, str) else path) if os.path.isdir(entry)]
+    if "" in suffixes:
+        return Counter()
+    names = (name for folder in folders for name, _ in _files_of(folder))
+    return count_ends(name for name in names if not _uncompressed(name).endswith(suffixes))
+
+
+def first_names(folder: str, most: int) -> list[str]:
+    """Return the names of the first `most` files below a folder, in no particular order; none if its folders are nested
+    too deeply."""
+    with suppress(RecursionError):
+        return [name for name, _ in itertools.islice(_files_of(folder), most)]
+    return []
+
+
+def count_ends(names: Iterable[str]) -> Counter[str]:
+    """Return the number of files by the ends of their names, such as `.txt` or `.jsonl.gz`, the most frequent first."""
+    found = Counter("".join(Path(name).suffixes[-1 - name.endswith(COMPRESSED) :]) for name in names)
+    return Counter(dict(sorted(found.items(), key=lambda item: (-item[1], item[0]))))
+
+
+def describe_ends(ends: Counter[str]) -> str:
+    """Return the numbers of files as text: `12 .txt, 3 .jsonl.gz`."""
+    return listed([f"{number:,} {end or 'without a suffix'}" for end, number in ends.items()], most=4)
+
+
+def glob_of_sort(path: str, end: str) -> str:
+    """Return a glob for the files of a folder whose names have an end, as TOML. `path`: the folder, or a glob."""
+    return toml_string(os.path.join(path, "**", f"*{end}") if os.path.isdir(path) else f"*{end}")
 
 
 def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:

@@ -83,6 +83,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "max_norm": "experiment",
         "seed": "experiment",
         "local_batch_size": "operation",
+        "epochs": "operation",
         "steps": "operation",
         "trainable": "experiment",
         "frozen": "experiment",
@@ -142,10 +143,10 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "comm": "operation",
     "debug": "operation",
 }
-"""The role of every section, or of each key of the section. `training.steps` is `operation`, because a larger value
-only extends the run, and moves a decay at the end of the schedule. `data.path` and `model.weights` are `operation`,
-because the files may be moved: a resumed run compares the content of the files instead. `model.path` is `operation`,
-because `model.args` has the content of its file."""
+"""The role of every section, or of each key of the section. `training.steps` and `training.epochs` are `operation`,
+because a larger value only extends the run, and moves a decay at the end of the schedule. `data.path` and
+`model.weights` are `operation`, because the files may be moved: a resumed run compares the content of the files
+instead. `model.path` is `operation`, because `model.args` has the content of its file."""
 
 
 class Difference(NamedTuple):

@@ -32,7 +32,7 @@ def describe_clipping(config: SchedulerConfig, total_steps: int) -> str | None:
     clipped = [f"{name} is clipped from {wanted} to {fits} steps" for name, wanted, fits in phases if fits < wanted]
     if not clipped:
         return None
-    return f"learning rate: {' and '.join(clipped)}, because training.steps = {total_steps}"
+    return f"learning rate: {' and '.join(clipped)}, because the run has {total_steps} steps"
 
 
 def set_lr(optimizer: Optimizer, base_lr: float, factor: float) -> None:

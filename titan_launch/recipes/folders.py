@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ from titan_launch.config.paths import (
     PYTHON_STDLIB,
     SKLEARN_DIGITS,
     class_folders,
+    count_ends,
+    describe_ends,
     expand_paths,
+    files_left_out,
+    glob_of_sort,
 )
-from titan_launch.config.sections.data import JsonlData, LinesData, ParquetData
+from titan_launch.config.sections.data import JsonlData, LinesData, ParquetData, misread_as_text
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig
-from titan_launch.core.errors import ConfigError, UserError, listed
+from titan_launch.core.errors import ConfigError, UserError, listed, toml_string
 from titan_launch.core.files import open_regular, read_regular
-from titan_launch.core.terminal import one_line
+from titan_launch.core.terminal import one_line, short_name
 from titan_launch.recipes.writing import Row
 
 _FEW_RECORDS = 200
@@ -103,21 +108,38 @@ class DataFolder:
     facts: Mapping[str, int] = field(default_factory=dict)
     """Of images: `channels`, `size` and `classes`."""
 
+    reason: str = ""
+    """Reason for `kind`, such as `the first lines have "messages"`; "" if `description` says it."""
 
-def look_at_data(path: str) -> DataFolder:
-    """Return the facts about the data at a path, by its content. Raises UserError for a path without data."""
+    num_bytes: int | None = None
+    """Bytes of text that is not compressed; None for all other data."""
+
+    num_images: int | None = None
+    """Number of images in a folder; None for all other data."""
+
+
+class UnknownDataError(Exception):
+    """A path without data, or with data whose kind is not clear. The message is a clause after the path."""
+
+
+def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
+    """Return the facts about the data at a path, by its content.
+
+    `kinds`: kinds to choose from if the first lines suit several, the best one first; without them, such lines are an
+    error. Raises UnknownDataError."""
     try:
-        return _facts_about(path)
+        return _facts_about(path, kinds)
     except (OSError, RecursionError) as error:
         reason = "has folders that are nested too deeply"
         if isinstance(error, OSError):
             reason = f"{one_line(str(error.filename or path))} cannot be read: {error.strerror or error}"
-        raise UserError(f"error: --data {path}: {reason}; name other files") from None
+        raise UnknownDataError(f"{reason}; name other files") from None
 
 
-def _facts_about(path: str) -> DataFolder:
+def _facts_about(path: str, kinds: Sequence[str]) -> DataFolder:
     if path == PYTHON_STDLIB:
-        return DataFolder(path, "text", "text files: the standard library of Python")
+        num_bytes = sum(file.stat().st_size for _, file in expand_paths(path))
+        return DataFolder(path, "text", "text files: the standard library of Python", num_bytes=num_bytes)
     if path == SKLEARN_DIGITS:
         rows = (Row("validation_percent", 20), Row("mean", 0.305, "mean pixel value of all digits"), Row("std", 0.376))
         facts = {"channels": 1, "size": 8, "classes": 10}
@@ -129,8 +151,8 @@ def _facts_about(path: str) -> DataFolder:
     try:
         files = [file for _, file in expand_paths(path)]
     except FileNotFoundError:
-        raise UserError(f"error: --data {path}: no such file or folder, or no files in it") from None
-    return _by_suffix(path, files)
+        raise UnknownDataError("no such file or folder, or no files in it") from None
+    return _by_suffix(path, files, kinds)
 
 
 def _tokens(folder: Path) -> DataFolder | None:
@@ -162,8 +184,7 @@ def _dataset(folder: Path) -> DataFolder | None:
     if not isinstance(features, dict):
         return None
     texts = [name for name, kind in features.items() if isinstance(kind, dict) and kind.get("dtype") == "string"]
-    column = _text_of(str(folder), texts, "column", list(features))
-    rows = (Row("column", column), *([Row("hf_split", split)] if split else []))
+    rows = (_column(texts, list(features)), *([Row("hf_split", split)] if split else []))
     return DataFolder(str(folder), "huggingface", "a data set of the package `datasets`", rows)
 
 
@@ -178,7 +199,10 @@ def _images(folder: Path) -> DataFolder | None:
         return None
     size = _size_of(images[0])
     about = f"images of {len(classes)} classes"
-    return DataFolder(str(folder), "images", about, *_transforms(size), facts=_facts(size, classes))
+    found = (names for name in classes for _, _, names in os.walk(folder / name))
+    number = sum(file.lower().endswith(IMAGE_SUFFIXES) for names in found for file in names)
+    facts = _facts(size, classes)
+    return DataFolder(str(folder), "images", about, *_transforms(size), facts=facts, num_images=number)
 
 
 def _shards(path: str) -> DataFolder:
@@ -194,7 +218,7 @@ def _npz(file: Path) -> DataFolder | None:
     try:
         images = open_npz(str(file), ("data", "path"))
     except ConfigError as error:
-        raise UserError(f"error: --data {file}: {error.problems[0].reason}") from None
+        raise UnknownDataError(error.problems[0].reason) from None
     number, channels, height, size = images.shape
     classes = int(images.labels.max()) + 1
     about = f"{number:,} images of {height}x{size} pixels"
@@ -232,28 +256,42 @@ _ENDS = {
     "jsonl": LinesData.suffixes,
     "tokens": (".bin",),
     "images": (".tar",),
+    "text": (".txt",),
 }
-"""Ends of the names of the files of each kind. Files with other names are text."""
+"""Ends of the names of the files of each kind. Files with other names are text, too."""
 
 
-def _by_suffix(path: str, files: list[Path]) -> DataFolder:
-    """Return the facts about files: of the kind that has the most bytes."""
+def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder:
+    """Return the facts about files: of the kind that has the most bytes. Files of another kind beside them must not
+    look like data: text beside records does if it ends in `.txt`."""
     sizes: Counter[str] = Counter()
+    data: set[str] = set()
     for file in files:
         name = str(file.with_suffix("")) if file.suffix in COMPRESSED else file.name
-        sizes[next((kind for kind, ends in _ENDS.items() if name.endswith(ends)), "text")] += file.stat().st_size
-    ((kind, _),) = sizes.most_common(1)
+        kind = next((kind for kind, ends in _ENDS.items() if name.endswith(ends)), None)
+        sizes[kind or "text"] += file.stat().st_size
+        data |= {kind} if kind is not None else set()
+    ((kind, size),) = sizes.most_common(1)
+    names = list(map(str, files))
+    if kind == "text" and (misread := misread_as_text(path, names)):
+        raise UnknownDataError(misread)
+    if kind in ("jsonl", "parquet") and data - {kind}:
+        remedy = f"name the files of one sort by a glob such as {glob_of_sort(path, _ENDS[kind][0])}"
+        mixed = "to use several, write a table [[data.sources]] for each"
+        raise UnknownDataError(f"has files of several sorts ({describe_ends(count_ends(names))}); {remedy}; {mixed}")
+    num_bytes = None if any(file.suffix in COMPRESSED for file in files) else size
     match kind:
         case "parquet":
             return _parquet(path, next(file for file in files if ".parquet" in file.suffixes))
         case "jsonl":
-            return _lines(path)
+            return replace(_lines(path, kinds), num_bytes=num_bytes)
         case "tokens":
             return _foreign_tokens(path)
         case "images":
             return _shards(path)
     is_split = len(files) >= _FEW_RECORDS / 10
-    return DataFolder(path, "text", f"{len(files):,} text file{'s' * (len(files) > 1)}", is_split=is_split)
+    about, reason = f"{len(files):,} text file{'s' * (len(files) > 1)}", "the files have no records"
+    return DataFolder(path, "text", about, is_split=is_split, reason=reason, num_bytes=num_bytes)
 
 
 def _foreign_tokens(path: str) -> DataFolder:
@@ -275,32 +313,67 @@ def _parquet(path: str, file: Path) -> DataFolder:
         schema = metadata.schema.to_arrow_schema()
     except Exception as error:  # pyarrow raises many types for damaged files
         reason = f"{one_line(str(file))} is not a valid Parquet file ({one_line(str(error)):.200})"
-        raise UserError(f"error: --data {path}: {reason}; copy or write it again") from None
+        raise UnknownDataError(f"{reason}; copy or write it again") from None
     texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if "string" in str(kind)]
-    rows = (Row("column", _text_of(path, texts, "column", schema.names)),)
-    return DataFolder(path, "parquet", "Parquet files", rows, is_split=metadata.num_rows >= _FEW_RECORDS)
+    rows = (_column(texts, schema.names),)
+    return DataFolder(path, "parquet", "Parquet files", rows=rows, is_split=metadata.num_rows >= _FEW_RECORDS)
 
 
-def _lines(path: str) -> DataFolder:
-    """Return the facts about JSON lines: chats, or text in a field."""
-    from titan_launch.data.corpora.chat import chat_messages
-    from titan_launch.data.corpora.records import RecordError
+_KINDS_OF_LINES = {
+    "chat": "chats in JSON lines",
+    "preferences": "pairs of answers in JSON lines",
+    "jsonl": "text in JSON lines",
+}
 
+
+def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
+    """Return the facts about JSON lines: chats, pairs of answers, or text in a field."""
     records = _records(path)
-    first = next(records)
-    is_split = sum(1 for _ in itertools.islice(records, _FEW_RECORDS - 1)) == _FEW_RECORDS - 1
-    if {"chosen", "rejected"} <= first.keys():
-        return DataFolder(path, "preferences", "pairs of answers in JSON lines", is_split=is_split)
-    with suppress(RecordError):
-        chat_messages(first)
-        return DataFolder(path, "chat", "chats in JSON lines", is_split=is_split)
-    texts = sorted((key for key, value in first.items() if isinstance(value, str)), key=lambda key: -len(first[key]))
-    rows = (Row("field", _text_of(path, texts, "key", list(first))),)
-    return DataFolder(path, "jsonl", "text in JSON lines", rows, is_split=is_split)
+    first, number = next(records), 1
+    found = _kinds_of_line(first)
+    common = dict(found)
+    for record in itertools.islice(records, _FEW_RECORDS - 1):
+        number += 1
+        common = {kind: keys for kind, keys in common.items() if kind in _kinds_of_line(record)}
+    candidates = common or found  # if the lines differ, the reader of the data names the first wrong one
+    kind = next((kind for kind in kinds if kind in candidates), "")
+    if not kind and len(candidates) > 1:
+        seen = ", and ".join(f"{_quoted(keys)} (data.kind = {toml_string(each)})" for each, keys in candidates.items())
+        choices = " or ".join(f"--data.kind={each}" for each in candidates)
+        raise UnknownDataError(f"its first lines have {seen}; choose {choices}")
+    kind = kind or next(iter(candidates), "jsonl")
+    rows: tuple[Row, ...] = ()
+    if kind == "jsonl":
+        texts = sorted((key for key, value in first.items() if isinstance(value, str)), key=lambda k: -len(first[k]))
+        name = _text_of(texts, "key", list(first))
+        rows = (Row("field", name, "" if name == "text" else "the longest text of the first line"),)
+    about = _KINDS_OF_LINES[kind]
+    if left_out := describe_ends(files_left_out(path, LinesData.suffixes)):
+        about += f"; not read: {left_out}"
+    keys = candidates.get(kind)
+    reason = f"the first lines have {_quoted(keys)}" if keys else "the first lines are neither chats nor pairs"
+    return DataFolder(path, kind, about, rows, is_split=number == _FEW_RECORDS, reason=reason)
+
+
+def _kinds_of_line(record: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the kinds of data that a line suits, each with the keys that show it. A line without them is text in
+    another field."""
+    from titan_launch.data.corpora.chat import ANSWERS, chat_keys
+
+    found = {
+        "chat": chat_keys(record),
+        "preferences": ANSWERS if all(key in record for key in ANSWERS) else (),
+        "jsonl": ("text",) if isinstance(record.get("text"), str) else (),
+    }
+    return {kind: keys for kind, keys in found.items() if keys}
+
+
+def _quoted(keys: Sequence[str]) -> str:
+    return " and ".join(toml_string(short_name(key)) for key in keys)
 
 
 def _records(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects of JSON lines. Raises UserError if there is none, and for a line that is none."""
+    """Yield the objects of JSON lines. Raises UnknownDataError if there is none, and for a line that is none."""
     from titan_launch.data.corpora.base import Part
     from titan_launch.data.corpora.jsonl import JsonlCorpus, parse_line
     from titan_launch.data.corpora.records import RecordError
@@ -317,20 +390,26 @@ def _records(path: str) -> Iterator[dict[str, Any]]:
                 try:
                     yield parse_line(line)
                 except RecordError as error:
-                    where = f"error: --data {path}: line {number} of {one_line(file.name)}"
-                    reason = f"{where} is {error.reason}; a file has one JSON object per line"
-                    raise UserError(reason) from None
+                    detail = f" ({one_line(error.detail):.200})" if error.detail else ""
+                    reason = f"line {number} of {one_line(file.name)} is {error.reason}{detail}"
+                    raise UnknownDataError(f"{reason}; a file has one JSON object per line") from None
     except ConfigError as error:
-        raise UserError(f"error: --data {path}: {error.problems[0].reason}") from None
+        raise UnknownDataError(error.problems[0].reason) from None
     if is_empty:
-        raise UserError(f"error: --data {path}: its files have no lines")
+        raise UnknownDataError("its files have no lines")
 
 
-def _text_of(path: str, texts: list[str], what: str, names: list[str]) -> str:
-    """Return the name of the text: `text`, or else the first of `texts`. Raises UserError if there is none."""
+def _column(texts: list[str], names: list[str]) -> Row:
+    name = _text_of(texts, "column", names)
+    return Row("column", name, "" if name == "text" else "the first column of text")
+
+
+def _text_of(texts: list[str], what: str, names: list[str]) -> str:
+    """Return the name of the text: `text`, or else the first of `texts`. Raises UnknownDataError if there is none."""
     if not texts:
         found = one_line(listed(names, most=8))
-        raise UserError(f"error: --data {path}: no {what} has text; there are: {found:.500}")
+        nested = '; a key of an inner object needs data.field, such as "meta.text"' if what == "key" else ""
+        raise UnknownDataError(f"no {what} has text; there are: {found:.500}{nested}")
     return "text" if "text" in texts else texts[0]
 
 

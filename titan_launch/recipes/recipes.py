@@ -10,7 +10,8 @@ from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES
 from titan_launch.config.paths import PYTHON_STDLIB, SKLEARN_DIGITS
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import UserError
-from titan_launch.recipes.folders import DataFolder, ModelFolder, classes_of_model, look_at_data
+from titan_launch.recipes.folders import DataFolder, ModelFolder, UnknownDataError, classes_of_model, look_at_data
+from titan_launch.recipes.length import Length, count_samples, length_of
 from titan_launch.recipes.sizes import Sizes
 from titan_launch.recipes.writing import Row, Table
 
@@ -47,11 +48,24 @@ class Recipe:
     """Approximate tokens of a step of a real model; of images: samples of a step."""
 
     steps: int
+    """Usual number of steps. With `prefers_steps` the job has it; else intervals follow from it if the samples of the
+    data are unknown."""
+
     lr: float
     lr_comment: str
     warmup_steps: int
     small_batch: int = 1
     """`training.local_batch_size` if no GPU is known."""
+
+    prefers_steps: bool = False
+    """Write `steps` instead of `epochs`, unless they are more than `epochs` epochs."""
+
+    epochs: int = 3
+    epochs_from_random: int = 3
+    """Epochs of a model with random values."""
+
+    least_steps: int = 0
+    """Number of steps for which a small data set gets a smaller batch."""
 
     lora_rank: int = 0
     """Rank of the adapters; 0 trains all parameters."""
@@ -74,6 +88,7 @@ RECIPES: dict[str, Recipe] = {
         lr_comment="larger models need smaller ones: 1.5e-4 with 70B",
         warmup_steps=100,
         small_batch=4,
+        prefers_steps=True,
     ),
     "continued_pretrain": Recipe(
         "continued pre-training: published weights, on text of your field",
@@ -87,6 +102,7 @@ RECIPES: dict[str, Recipe] = {
         lr=3e-5,
         lr_comment="a tenth of that of pre-training keeps what the model knows",
         warmup_steps=50,
+        prefers_steps=True,
     ),
     "sft": Recipe(
         "supervised fine-tuning: all parameters, on chats or prompts with responses",
@@ -100,6 +116,7 @@ RECIPES: dict[str, Recipe] = {
         lr=1e-5,
         lr_comment="usual for all parameters: 5e-6 to 2e-5",
         warmup_steps=20,
+        least_steps=50,
         weight_decay=0.0,
     ),
     "lora": Recipe(
@@ -114,6 +131,7 @@ RECIPES: dict[str, Recipe] = {
         lr=2e-4,
         lr_comment="ten times that of all parameters",
         warmup_steps=20,
+        least_steps=50,
         lora_rank=16,
         weight_decay=0.0,
     ),
@@ -129,6 +147,7 @@ RECIPES: dict[str, Recipe] = {
         lr=5e-6,
         lr_comment="larger ones soon leave the reference",
         warmup_steps=20,
+        least_steps=50,
         lora_rank=16,
         weight_decay=0.0,
     ),
@@ -145,6 +164,7 @@ RECIPES: dict[str, Recipe] = {
         lr_comment="with weights: 1e-4",
         warmup_steps=50,
         small_batch=16,
+        epochs_from_random=90,
         min_lr_factor=0.01,
     ),
 }
@@ -175,7 +195,10 @@ def find_data(name: str, path: str | None) -> DataFolder | None:
     recipe = RECIPES[name]
     if path is None and recipe.default_data in (CHATS, PAIRS):
         return None
-    data = look_at_data(path or recipe.default_data)
+    try:
+        data = look_at_data(path or recipe.default_data, (*recipe.kinds, *CHAT_KINDS, *TEXT_KINDS))
+    except UnknownDataError as error:
+        raise UserError(f"error: --data {path or recipe.default_data}: {error}") from None
     if data.kind not in recipe.kinds:
         others = [other for other, candidate in RECIPES.items() if data.kind in candidate.kinds]
         needs = " or ".join(f'"{kind}"' for kind in recipe.kinds)
@@ -189,13 +212,14 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
     """Yield the tables of a job file."""
     recipe, model, data = RECIPES[name], inputs.model, inputs.data
     is_images = "images" in recipe.kinds
+    batch, length = _batch_and_length(recipe, inputs)
     yield Table("job", [Row("name", inputs.name)])
     if is_images and data is not None:
         yield from _image_model(model, data)
     else:
         yield from _text_model(recipe, model)
     yield Table("data", [*_data(recipe, inputs), *(data.training_rows if data is not None else ())])
-    yield Table("training", list(_training(recipe, inputs, is_images)))
+    yield Table("training", [*_training(recipe, inputs, batch), length.row])
     if recipe.lora_rank:
         yield Table("lora", list(_lora(recipe, model)))
     if "preferences" in recipe.kinds:
@@ -214,28 +238,40 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
     yield Table("optimizer", list(_optimizer(recipe, model)))
     yield Table(
         "lr_scheduler",
-        [Row("kind", "cosine"), Row("warmup_steps", recipe.warmup_steps), Row("min_lr_factor", recipe.min_lr_factor)],
+        [
+            Row("kind", "cosine"),
+            Row("warmup_steps", min(recipe.warmup_steps, max(1, length.steps // 10))),
+            Row("min_lr_factor", recipe.min_lr_factor),
+        ],
     )
-    yield from _validation(recipe, inputs)
+    yield from _validation(recipe, inputs, length)
     yield Table(
         "checkpoint",
         [
             Row("enable", True, "the same command resumes after a stop"),
-            Row("interval", max(1, recipe.steps // 5)),
+            Row("interval", max(1, length.steps // 5)),
             Row("keep_latest", 2),
         ],
     )
     yield Table("planner", [Row("device", inputs.device)] if inputs.device else [])
 
 
-def _global_batch_size(recipe: Recipe, seq_len: int, is_small: bool, ranks: int) -> int:
-    """Return samples per step: a power of two for each rank, close to the recipe's number of tokens.
-
-    `is_small`: the model is one for experiments on a CPU.
-    """
-    tokens = min(recipe.tokens_per_step, 2**13) if is_small else recipe.tokens_per_step
-    samples = recipe.tokens_per_step if "images" in recipe.kinds else max(1, tokens // seq_len)
-    return ranks * 2 ** max(0, (samples // ranks).bit_length() - 1)
+def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, Length]:
+    """Return samples per step, and the length of the run. The samples are a power of two for each rank, close to the
+    recipe's number of tokens, but few enough for the recipe's least number of steps."""
+    model, data, seq_len = inputs.model, inputs.data, seq_len_of(recipe, inputs.model)
+    tokens = min(recipe.tokens_per_step, 2**13) if _is_small(recipe, model) else recipe.tokens_per_step
+    per_step = recipe.tokens_per_step if "images" in recipe.kinds else max(1, tokens // seq_len)
+    epochs = recipe.epochs if model is not None else recipe.epochs_from_random
+    samples = None
+    if data is not None:
+        rows = [*_data(recipe, inputs), *data.training_rows]
+        has_tokenizer = recipe.needs_model or model is not None
+        samples = count_samples(data, {row.key: row.value for row in rows}, seq_len, has_tokenizer)
+    if samples is not None and recipe.least_steps:
+        per_step = min(per_step, max(1, epochs * samples.number // recipe.least_steps))
+    batch = inputs.ranks * 2 ** max(0, (per_step // inputs.ranks).bit_length() - 1)
+    return batch, length_of(epochs, recipe.steps, recipe.prefers_steps, samples, batch)
 
 
 def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
@@ -328,18 +364,15 @@ def _data(recipe: Recipe, inputs: Inputs, is_validation: bool = False) -> Iterat
     yield from data.rows if data is not None else ()
 
 
-def _training(recipe: Recipe, inputs: Inputs, is_images: bool) -> Iterator[Row]:
-    seq_len = seq_len_of(recipe, inputs.model)
-    if not is_images:
+def _training(recipe: Recipe, inputs: Inputs, batch: int) -> Iterator[Row]:
+    if "images" not in recipe.kinds:
         longest = inputs.model.longest if inputs.model is not None else None
-        yield Row("seq_len", seq_len, f"the model takes up to {longest}" if longest else "")
-    local = inputs.sizes.local_batch_size
+        yield Row("seq_len", seq_len_of(recipe, inputs.model), f"the model takes up to {longest}" if longest else "")
+    local = min(inputs.sizes.local_batch_size, batch // inputs.ranks)
     yield Row("local_batch_size", local, "samples of a rank in a microbatch")
-    total = _global_batch_size(recipe, seq_len, _is_small(recipe, inputs.model), inputs.ranks)
-    microbatches = total // (local * inputs.ranks)
+    microbatches = batch // (local * inputs.ranks)
     division = f"{microbatches} microbatch{'es' * (microbatches > 1)} on {inputs.ranks} rank{'s' * (inputs.ranks > 1)}"
-    yield Row("global_batch_size", total, f"samples of a step: {division}")
-    yield Row("steps", recipe.steps, "`titan-launch data` shows the samples of an epoch")
+    yield Row("global_batch_size", batch, f"samples of a step: {division}")
 
 
 def seq_len_of(recipe: Recipe, model: ModelFolder | None) -> int:
@@ -360,14 +393,14 @@ def _optimizer(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
         yield Row("weight_decay", recipe.weight_decay)
 
 
-def _validation(recipe: Recipe, inputs: Inputs) -> Iterator[Table]:
+def _validation(recipe: Recipe, inputs: Inputs, length: Length) -> Iterator[Table]:
     data = inputs.data
     if data is None or not (data.is_split or data.validation):
         return
     yield Table(
         "validation",
         [
-            Row("freq", max(1, recipe.steps // 10), "steps between validations"),
+            Row("freq", max(1, length.steps // 10), "steps between validations"),
             Row("max_samples", 512),
             Row("local_batch_size", max(1, inputs.sizes.local_batch_size)),
         ],

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from titan_launch.checkpoint.state import Progress
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules import STEP_RULES
+from titan_launch.config.rules.data import NO_EPOCHS_OF_A_STREAM
 from titan_launch.config.sections.data import DataSource, MixtureData
-from titan_launch.core.errors import KeyPath, config_error
+from titan_launch.core.errors import ConfigError, KeyPath, config_error
+from titan_launch.data.epochs import steps_of
 from titan_launch.data.loader import (
     FetchedAhead,
     Loader,
@@ -162,6 +166,25 @@ def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> 
     )
     _check_pairs(config, data)
     return data
+
+
+def with_steps(config: JobConfig, data: RunData, global_batch_size: int, progress: Progress | None = None) -> JobConfig:
+    """Return the job with the number of steps that its epochs are, rounded up. A job without epochs is unchanged.
+
+    `progress`: progress of a resumed run. Its finished steps may have had another batch size than the later ones.
+    Raises ConfigError for a stream, and for keys that the number of steps contradicts.
+    """
+    epochs, progress = config.training.epochs, progress or Progress()
+    if epochs is None:
+        return config
+    if isinstance(data.train, StreamSource):
+        raise config_error(("training", "epochs"), NO_EPOCHS_OF_A_STREAM, epochs, also=(("data", "kind"),))
+    rest = steps_of(epochs, data.order.num_samples, global_batch_size, progress.samples_seen)
+    steps = max(1, progress.step + rest)
+    config = config.model_copy(update={"training": config.training.model_copy(update={"steps": steps})})
+    if problems := [problem for rule in STEP_RULES for problem in rule(config)]:
+        raise ConfigError(problems)
+    return config
 
 
 def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_size: int) -> Order:

@@ -50,7 +50,7 @@ from titan_launch.train.model import (
     build_loss,
 )
 from titan_launch.train.profiling import StepProfiler
-from titan_launch.train.resolve_job import ResolvedJob, resolve_job
+from titan_launch.train.resolve_job import ResolvedJob, resolve_job, resolve_steps
 from titan_launch.train.run import Run, build_meter, build_sinks, log_job, log_run
 from titan_launch.train.run_folder.attempt import this_attempt
 from titan_launch.train.run_folder.folder import OpenRunFolder, effective_load, new_attempt_folder, prepare_run_folder
@@ -95,6 +95,8 @@ def build_run(
     adapters = list(adapters_of(job.built.module))  # before pipeline stages divide the model
     mesh = build_mesh(job.layout, ranks.device.type)
     data = build_data(config, job.layout, sequence_part(mesh.context, config.parallelism))
+    job = resolve_steps(job, data)
+    config = job.config
     model = assemble_model(config, job.built, job.plan, mesh, data)
     frozen = assemble_frozen_model(config, mesh, data)
     if ranks.device.type == "cpu":
@@ -120,12 +122,15 @@ def build_run(
     second: Sources = {} if frozen is None else {format_key(frozen.key): frozen.load()}
     sources: Sources = {**data.sources, **second}
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, sources, ranks, stack)
-    load_or_begin(job, folder.path, state, progress, sources, data.order, base, adapters, ema, stack)
+    load_or_begin(job, folder.path, state, progress, sources, data.order, base, adapters, ema)
+    job = resolve_steps(job, data, progress)
+    config = job.config
+    on_rank_0(lambda: record_run(folder.path, job.requested, job.attempt, stack))
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data, folder.path)
     first_step = progress.step + 1
-    console = ConsoleSink(total_steps=config.training.steps) if ranks.is_rank_0 and not quiet else None
+    console = ConsoleSink(total_steps=config.training.total_steps) if ranks.is_rank_0 and not quiet else None
     return Run(
         config=config,
         folder=folder.path,
@@ -201,10 +206,8 @@ def load_or_begin(
     base: RunBase,
     adapters: Sequence[Adapter],
     ema: WeightEMA | None,
-    stack: ExitStack,
 ) -> None:
-    """Load the checkpoint from which the run starts, or else the weights that the job names, if any. Record the run in
-    its folder. Collective."""
+    """Load the checkpoint from which the run starts, or else the weights that the job names, if any. Collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
     is_loaded = load_run(job.requested, folder, load, state, progress, sources, order, base)
     if not is_loaded:
@@ -214,7 +217,6 @@ def load_or_begin(
             base.begin_adapters(adapters, job.config.lora)
         if ema is not None:
             ema.load_state_dict({})  # the average begins with these weights
-    on_rank_0(lambda: record_run(folder, job.requested, job.attempt, stack))
 
 
 def build_learned(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.data import IGNORED_TARGET, DataSource
+from titan_launch.config.paths import describe_ends, files_left_out
+from titan_launch.config.sections.data import IGNORED_TARGET, DataSource, FilesData
 from titan_launch.config.sections.data import single_sources as single_sections
+from titan_launch.data.epochs import too_many_epochs
 from titan_launch.data.order import MixtureOrder
 from titan_launch.data.preview import decode_sample, num_padding
 from titan_launch.data.sources import Sample, SampleSource, StreamSource, read_batch
@@ -19,7 +21,7 @@ from titan_launch.data.sources.base import DetailedSource
 from titan_launch.data.sources.mixture import single_sources
 from titan_launch.data.tokenizers import Tokenizer
 from titan_launch.plan.layout import Layout
-from titan_launch.train.batches import RunData, build_data
+from titan_launch.train.batches import RunData, build_data, with_steps
 
 _DRAWN_SAMPLES = 64
 """Samples from which the share of ignored targets is computed."""
@@ -33,10 +35,12 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
 
     Raises the same ConfigErrors as the start of a run.
     """
-    data, steps = build_data(config, layout, None), config.training.steps
-    tokenizer = data.tokenizer
+    data = build_data(config, layout, None)
+    training = with_steps(config, data, layout.global_batch_size).training
+    tokenizer, steps = data.tokenizer, training.total_steps
     report: dict[str, Any] = {
         "job": config.job.name,
+        "epochs": training.epochs,
         "steps": steps,
         "global_batch_size": layout.global_batch_size,
         "seq_len": config.training.seq_len if config.data.unit == "tokens" else None,
@@ -50,12 +54,21 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
             "digest": tokenizer.digest,
         }
     report["sources"] = _training_sources(config, data, steps * layout.global_batch_size, tokenizer)
+    report["warnings"] = list(_warnings(report["sources"], steps)) if training.epochs is None else []
     if config.validation.data is not None and data.validation is not None:
         report["sources"] += _validation_sources(config.validation.data, data, data.validation, tokenizer)
     shown = min(num_samples, steps * layout.global_batch_size)
     samples = _stream_samples(data.train, layout) if isinstance(data.train, StreamSource) else _samples(data)
     report["samples"] = [{**place, **_contents(config, sample, tokenizer)} for place, sample in islice(samples, shown)]
     return report
+
+
+def _warnings(sources: Sequence[dict[str, Any]], steps: int) -> Iterator[str]:
+    """Yield a warning for each source of training data with too many epochs. A stream has no epochs."""
+    for source in sources:
+        warning = too_many_epochs(steps, source.get("epochs", 0), source.get("samples", 0), source["name"])
+        if warning is not None:
+            yield warning
 
 
 def _training_sources(config: JobConfig, data: RunData, consumed: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -91,6 +104,8 @@ def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> 
     if isinstance(source, StreamSource):
         return {**keys, "contents": source.describe()}
     found = {**keys, "samples": len(source)}
+    if isinstance(section, FilesData) and (left_out := files_left_out(section.path, section.suffixes)):
+        found["not_read"] = describe_ends(left_out)
     if isinstance(source, DetailedSource):
         details = source.details()
         found |= details.amounts

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import Stopped
+from titan_launch.core.errors import Stopped, format_key
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.data.order import MixtureOrder
 from titan_launch.distributed.collectives import on_all_ranks
@@ -92,7 +92,7 @@ def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: i
     `first_step`: the first step of this process.
     """
     checkpoint, freq = config.checkpoint, config.validation.freq
-    is_last = step == config.training.steps
+    is_last = step == config.training.total_steps
     regular_validation = freq > 0 and (is_last or step % freq == 0)
     if checkpoint.enable:
         regular_save = is_last or step % checkpoint.interval == 0
@@ -118,11 +118,10 @@ def due_now(run: Run) -> Due:
 
 
 def fit(run: Run) -> None:
-    """Train until `training.steps` are done, reporting, validating and saving on the way."""
-    last = run.config.training.steps
+    """Train until all steps are done, reporting, validating and saving on the way."""
+    last, key = run.config.training.total_steps, format_key(run.config.training.length_key)
     if run.progress.step >= last:
-        message = "nothing to do: the run is at step %d of %d; increase training.steps to go on"
-        _log.info(message, run.progress.step, last)
+        _log.info("nothing to do: the run is at step %d of %d; increase %s to go on", run.progress.step, last, key)
         return
     if clipping := describe_clipping(run.config.lr_scheduler, last):
         _log.info("%s", clipping)
@@ -166,7 +165,7 @@ def ending(run: Run) -> str:
 
     Raises Stopped if a signal ended the run and no checkpoint is saved, or if all ranks will restart for a new host.
     """
-    step, last, number = run.progress.step, run.config.training.steps, run.control.stop_signal
+    step, last, number = run.progress.step, run.config.training.total_steps, run.control.stop_signal
     if step >= last or not number:
         return f"done: {last} steps; {result(run)}"
     if number == RESTART_SIGNAL:
@@ -273,7 +272,7 @@ def end_warm_up(run: Run) -> None:
 
 def current_lr_factor(run: Run, step: int) -> float:
     """Return the learning rate at a step as a fraction of its peak."""
-    return lr_factor(run.config.lr_scheduler, step, run.config.training.steps)
+    return lr_factor(run.config.lr_scheduler, step, run.config.training.total_steps)
 
 
 def clear_progress(run: Run) -> None:

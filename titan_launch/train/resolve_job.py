@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from titan_launch.checkpoint.state import Progress
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel
@@ -14,6 +15,7 @@ from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.module_selection import check_shards
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.auto_mode import hardware_of_run, plan_precision, resolve_auto_modes, resolve_batch_size
+from titan_launch.train.batches import RunData, with_steps
 from titan_launch.train.losses import import_loss
 from titan_launch.train.measure import check_profiling
 from titan_launch.train.model import build_on_all_ranks
@@ -29,7 +31,8 @@ class ResolvedJob:
     """
 
     config: JobConfig
-    """The resolved job: the global batch size is set, modes replace `auto`, and `parallelism` is complete."""
+    """The resolved job: the global batch size is set, modes replace `auto`, and `parallelism` is complete. When the
+    data is open, `training.steps` is also set."""
 
     requested: JobConfig
     """The same job with the user's `parallelism`, which resolves differently on another number of ranks."""
@@ -67,3 +70,14 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJo
     check_shards(config.float8, plan, layout)
     requested = config.model_copy(update={"parallelism": job.parallelism})
     return ResolvedJob(config, requested, reason, layout, hardware, built, plan, attempt)
+
+
+def resolve_steps(job: ResolvedJob, data: RunData, progress: Progress | None = None) -> ResolvedJob:
+    """Return the job with the number of steps that its epochs are. A job without epochs is unchanged. Call this
+    function when the data is open, and again with the progress of a run that may have resumed.
+
+    Raises ConfigError for a stream, and for keys that the number of steps contradicts."""
+    config, requested = (
+        with_steps(each, data, job.layout.global_batch_size, progress) for each in (job.config, job.requested)
+    )
+    return replace(job, config=config, requested=requested)

@@ -18,6 +18,7 @@ from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
+from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import format_key, leaves
 from titan_launch.data.order import Order
 from titan_launch.distributed.collectives import on_rank_0
@@ -218,11 +219,19 @@ def log_run(
     """Log the device, the predicted memory, the data and the run folder."""
     lines = [
         ("device", f"{device.type}{_memory(job.hardware, memory_check)}"),
-        *data.describe(job.config.training.steps * job.layout.global_batch_size),
+        *data.describe(job.config.training.total_steps * job.layout.global_batch_size),
+        *_steps_of_epochs(job.config.training, data),
         ("folder", f"{folder} ({UNITS_FILE} has the table of the {len(job.plan.units)} FSDP2 units)"),
     ]
     for line in format_lines(lines).split("\n"):
         _log.info("%s", line)
+
+
+def _steps_of_epochs(training: TrainingConfig, data: RunData) -> list[tuple[str, str]]:
+    """Return the line about the steps that the epochs of the job are; none for a job without epochs."""
+    if training.epochs is None:
+        return []
+    return [("steps", f"{training.total_steps:,}: {training.epochs:g} epochs of {data.order.num_samples:,} samples")]
 
 
 def _memory(hardware: Hardware, memory_check: MemoryCheck | None) -> str:

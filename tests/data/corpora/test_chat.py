@@ -380,8 +380,11 @@ def test_bad_templates_are_named(folders: dict[str, Path], tmp_path: Path, monke
     assert found(None, "none") == missing
     changing = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
     assert "a.jsonl, line 1 is not divided into turns by the template (the turn of message 2 is not " in found(changing)
-    unset = 'data.template: must be set, because {} has no chat template: "chatml", or a Jinja file'
-    assert problem(path, ByteTokenizer(), lines) == unset.format("the tokenizer")
+    unset = (
+        'data.template: must be set, because {} has no chat template: "chatml", or a Jinja file; or name a tokenizer '
+        "that has one: tokenizer.path (prepare: --tokenizer), the folder of a chat model"
+    )
+    assert problem(path, ByteTokenizer(), lines) == unset.format('the tokenizer "bytes"')
     assert problem(path, load(folders["bytes"]), lines) == unset.format(folders["bytes"])
     monkeypatch.setattr("titan_launch.data.corpora.chat_template.version", lambda name: "3.1.5")
     oldest = "needs jinja2 3.1.6 or later, because templates can leave the sandbox of 3.1.5"

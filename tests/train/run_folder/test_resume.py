@@ -57,7 +57,7 @@ def logged(config: dict[str, Any], beginning: str) -> list[str]:
 
 def test_a_resume_with_more_steps_no_longer_clips_the_warm_up(tmp_path: Path) -> None:
     config = job(tmp_path, "tiny", 2) | {"lr_scheduler": {"kind": "constant", "warmup_steps": 5}}
-    clipped = "learning rate: warm-up is clipped from 5 to 2 steps, because training.steps = 2"
+    clipped = "learning rate: warm-up is clipped from 5 to 2 steps, because the run has 2 steps"
     assert run_ranks(logged, 1, config, "learning rate") == [[clipped]]
     assert json.loads((tmp_path / "tiny/config.json").read_text())["lr_scheduler"]["warmup_steps"] == 5
     config["training"]["steps"] = 6

@@ -207,4 +207,7 @@ def _parse_json(path: str, text: str) -> dict[str, Any]:
         raise _FileError(f"{place}: not valid JSON: {error}") from None
     if not isinstance(table, dict):
         raise _FileError(f"{path}: must contain a JSON object with the sections of a job")
+    training = table.get("training")
+    if isinstance(training, dict) and training.get("epochs") is not None:
+        training.pop("steps", None)  # a run computes it anew
     return table

@@ -23,7 +23,6 @@ _NO_TRACE = (
 _NO_WANDB = (
     'wandb is not supported; reports are written to metrics.jsonl, and to TensorBoard with "metrics.enable_tensorboard"'
 )
-_NO_EPOCHS = 'epochs are not supported; set the number of optimizer steps, "training.steps"'
 _NO_DEEPSPEED = 'DeepSpeed is not supported; FSDP2 shards over "parallelism.data_parallel_shard_degree" ranks'
 _ACCUMULATION = (
     'set "training.global_batch_size" instead: local_batch_size times data-parallel ranks times accumulation steps'
@@ -128,9 +127,9 @@ COMMON_NAMES: dict[str, str] = {
     "optim": "optimizer.name",
     "lr_scheduler_type": "lr_scheduler.kind",
     "warmup_ratio": 'use "lr_scheduler.warmup_steps", in steps',
-    "num_train_epochs": _NO_EPOCHS,
-    "num_epochs": _NO_EPOCHS,
-    "epochs": _NO_EPOCHS,
+    "num_train_epochs": "training.epochs",
+    "num_epochs": "training.epochs",
+    "epochs": "training.epochs",
     "chat_template": 'use "data.template" with data.kind = "chat"',
     "train_on_inputs": 'use "data.train_on" with data.kind = "chat"; "all" trains on all tokens',
     "dataset": _DATASET,
@@ -144,7 +143,7 @@ COMMON_NAMES: dict[str, str] = {
     "tokenizer_name_or_path": _TOKENIZER,
     "val_set_size": 'use "data.validation_percent", with split = "train" and split = "validation"',
     "grad_clip": "training.max_norm",
-    "max_epochs": _NO_EPOCHS,
+    "max_epochs": "training.epochs",
     "max_steps": "training.steps",
     "max_seq_length": "training.seq_len",
     "sequence_len": "training.seq_len",

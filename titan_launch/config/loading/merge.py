@@ -119,6 +119,10 @@ def parse_value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text
 
 
+_ALTERNATIVES: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}
+"""Keys of which a job has one: each with the other one of its table."""
+
+
 class Draft:
     """The merged tables of a job, with the source of every key."""
 
@@ -161,6 +165,7 @@ class Draft:
 
     def _merge(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
         self._drop_keys_of_old_kind(table, new, key)
+        self._drop_alternatives(table, new, key, source)
         for name, value in new.items():
             self._put(table, name, value, (*key, name), source)
 
@@ -170,6 +175,16 @@ class Draft:
         if kinds := kinds_of(key):
             for name in kinds.dropped_keys(table, new):
                 self._forget((*key, name), table.pop(name))
+
+    def _drop_alternatives(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
+        """If `new` sets one of two alternatives, remove the other one, which an earlier file has set. Both stay if one
+        file, or the command line, sets both: a rule reports them."""
+        for name in new:
+            other = _ALTERNATIVES.get((*key, name))
+            if other not in table or other in new:
+                continue
+            if not (isinstance(source, Override) and isinstance(self._origins.get((*key, other)), Override)):
+                self._forget((*key, other), table.pop(other))
 
     def _put(self, container: Any, name: str | int, value: Any, key: KeyPath, source: Source) -> None:
         """Set `container[name] = value`. A table is merged into an existing table."""

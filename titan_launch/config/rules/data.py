@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from titan_launch.config.architectures import unit_taken, vocabulary_taken
 from titan_launch.config.job import JobConfig
-from titan_launch.config.paths import names_a_file
+from titan_launch.config.paths import first_names, names_a_file
 from titan_launch.config.rules.model import args_problem
 from titan_launch.config.sections.data import (
     DATA_KINDS,
@@ -23,7 +23,9 @@ from titan_launch.config.sections.data import (
     MixtureEntry,
     SampleUnit,
     SyntheticData,
+    TextData,
     TokensData,
+    misread_as_text,
     separates_documents,
     stream_problems,
 )
@@ -148,6 +150,24 @@ def files_exist(config: JobConfig) -> Iterator[Problem]:
                     yield Problem(key, _why_no_file(entry, data.suffixes), entry, also=((*source, "kind"),))
 
 
+def text_is_no_records(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each entry of a `path` to text that has files of records. Of a folder, the first files are
+    looked at; a run looks at all."""
+    for source, data in sources_of(config):
+        if not isinstance(data, TextData):
+            continue
+        entries = [data.path] if isinstance(data.path, str) else data.path
+        for index, entry in enumerate(entries):
+            names = first_names(entry, _MOST_FILES) if os.path.isdir(entry) else [entry]
+            if reason := misread_as_text(entry, names):
+                key = (*source, "path") if isinstance(data.path, str) else (*source, "path", index)
+                yield Problem(key, reason, entry, also=((*source, "kind"),))
+
+
+_MOST_FILES = 10_000
+"""Files of a folder that a rule looks at. Every rank of a run checks the rules."""
+
+
 def token_files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each `path` to token files that names no folder or file, and for a `dtype` of a folder."""
     for source, data in sources_of(config):
@@ -171,6 +191,22 @@ def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
             if data.packing != "concat":
                 reason = 'needs the lengths of all documents, but a stream has none; set "concat", or remove streaming'
                 yield Problem((*key, "packing"), reason, data.packing, also=((*key, "streaming"),))
+
+
+def epochs_have_a_length(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for `training.epochs` beside `training.steps`, and for epochs of a stream."""
+    epochs, steps = config.training.epochs, config.training.steps
+    if epochs is None:
+        return
+    key, other = ("training", "epochs"), ("training", "steps")
+    if steps is not None:
+        reason = f"sets the length of the run, and so does training.steps ({steps}); remove one of the two keys"
+        yield Problem(key, reason, epochs, also=(other,))
+    if isinstance(config.data, HuggingFaceData) and config.data.streaming:
+        yield Problem(key, NO_EPOCHS_OF_A_STREAM, epochs, also=(("data", "streaming"),))
+
+
+NO_EPOCHS_OF_A_STREAM = "the data is a stream, whose length is unknown; set training.steps instead"
 
 
 def validation_has_data(config: JobConfig) -> Iterator[Problem]:
@@ -213,7 +249,7 @@ def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
             yield Problem((*key, "seed"), reason, held_out.seed, also=also)
 
 
-CORPUS_RULES = (tokenizer_is_usable, files_exist)
+CORPUS_RULES = (tokenizer_is_usable, files_exist, text_is_no_records)
 """The rules for the text and the tokenizer that `titan-launch prepare` reads."""
 
 DATA_RULES = (
@@ -224,8 +260,10 @@ DATA_RULES = (
     tokenizer_is_usable,
     vocabulary_is_large_enough,
     files_exist,
+    text_is_no_records,
     token_files_exist,
     streams_are_only_read_in_order,
+    epochs_have_a_length,
     validation_has_data,
     validation_samples_are_held_out,
     validation_sequences_are_new,

@@ -224,10 +224,11 @@ def frozen_parameters_are_clear(config: JobConfig) -> Iterator[Problem]:
         reason = "says which parameters are frozen, and so does training.trainable; remove one of the two keys"
         yield Problem(("training", "frozen"), reason, list(training.frozen), also=(("training", "trainable"),))
     for index, row in enumerate(training.unfreeze):
-        if row.after_step >= training.steps:
+        if training.steps is not None and row.after_step >= training.steps:
             key: KeyPath = ("training", "unfreeze", index, "after_step")
-            reason = f"is not before the last step (training.steps = {training.steps}); set less, or freeze for good"
-            yield Problem(key, reason, row.after_step, also=(("training", "steps"),))
+            last = f"the last step, {training.steps} ({format_key(training.length_key)})"
+            reason = f"is not before {last}; set less, or freeze for good"
+            yield Problem(key, reason, row.after_step, also=(training.length_key,))
 
 
 def auto_divides_a_known_batch(config: JobConfig) -> Iterator[Problem]:

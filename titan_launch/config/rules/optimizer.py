@@ -108,7 +108,7 @@ def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
 def ema_settings_have_an_effect(config: JobConfig) -> Iterator[Problem]:
     """Report settings of `[ema]` without `ema.decay`, weights to validate without a validation, and an average that the
     run ends without. (Defaults are accepted: the `config.json` of a run contains them.)"""
-    ema, decay, steps = config.ema, ("ema", "decay"), config.training.steps
+    ema, decay, training = config.ema, ("ema", "decay"), config.training
     if ema.decay is None:
         for name, value in ema.changed():
             reason = "has no effect without ema.decay; set a decay such as 0.999, or remove this key"
@@ -117,10 +117,11 @@ def ema_settings_have_an_effect(config: JobConfig) -> Iterator[Problem]:
     if not config.validation.freq and ema.validate_with != "both":
         reason = "has no effect with validation.freq = 0; set validation.freq, or remove this key"
         yield Problem(("ema", "validate_with"), reason, ema.validate_with, also=(("validation", "freq"),))
-    if ema.start_step + ema.every_steps > steps:
-        name = "every_steps" if ema.every_steps > steps else "start_step"
-        reason = f"leaves no update of the average in {steps} steps (training.steps); set less"
-        yield Problem(("ema", name), reason, getattr(ema, name), also=(("training", "steps"),))
+    if training.steps is not None and ema.start_step + ema.every_steps > training.steps:
+        name = "every_steps" if ema.every_steps > training.steps else "start_step"
+        length = f"{training.steps} steps ({format_key(training.length_key)})"
+        reason = f"leaves no update of the average in {length}; set less"
+        yield Problem(("ema", name), reason, getattr(ema, name), also=(training.length_key,))
 
 
 OPTIMIZER_RULES = (

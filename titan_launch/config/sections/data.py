@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
@@ -12,9 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 from pydantic import AfterValidator, Discriminator, Field, GetCoreSchemaHandler, Tag
 from pydantic_core import CoreSchema
 
-from titan_launch.config.paths import PYTHON_STDLIB, SKLEARN_DIGITS
+from titan_launch.config.paths import (
+    COMPRESSED,
+    PYTHON_STDLIB,
+    SKLEARN_DIGITS,
+    count_ends,
+    describe_ends,
+    glob_of_sort,
+)
 from titan_launch.config.sections.base import Array, Section, Table
-from titan_launch.core.errors import KeyPath, Problem
+from titan_launch.core.errors import KeyPath, Problem, toml_string
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -491,6 +499,37 @@ def single_sources(data: DataSource) -> dict[str, DataSource]:
     if not isinstance(data, MixtureData):
         return {"": data}
     return {source.effective_name(): source for source in data.sources}
+
+
+_RECORDS = (".jsonl", ".ndjson", ".parquet")
+"""Ends of the names of files that are read as text only by mistake. (A `.json` file may be a document.)"""
+
+
+def misread_as_text(path: str, names: Iterable[str]) -> str | None:
+    """Return the reason why an entry of `path` is not read as text: some of its files have records, whose format would
+    become a part of the text. Return None for an entry without such files. `names`: of its files, or of the first
+    ones."""
+    ends = count_ends(names)
+    records = Counter({end: number for end, number in ends.items() if _without_compression(end) in _RECORDS})
+    if not records:
+        return None
+    found = {_without_compression(end) for end in records}
+    sections = {kind: section for kind, section in DATA_KINDS.items() if issubclass(section, FilesData)}
+    *kinds, last = (toml_string(kind) for kind, section in sections.items() if found & {*section.suffixes})
+    remedy = f"set kind = {', '.join(kinds)}{' or ' if kinds else ''}{last}"
+    others, mistake = ends - records, 'and kind = "text" would read the format of records as text'
+    if not others:
+        has = f"has {describe_ends(records)}" if os.path.isdir(path) else f"ends in {next(iter(records))}"
+        return f"{has}, {mistake}; {remedy}"
+    glob = glob_of_sort(path, next(iter(others)))
+    return (
+        f"has {describe_ends(records)} beside {describe_ends(others)}, {mistake}; name the files of one sort by a glob "
+        f"({glob}), or {remedy}; to use both sorts, write a table [[data.sources]] for each"
+    )
+
+
+def _without_compression(end: str) -> str:
+    return next((end.removesuffix(compressed) for compressed in COMPRESSED if end.endswith(compressed)), end)
 
 
 def separates_documents(data: DataSource) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from titan_launch.config.optimizers import ALGORITHMS
 from titan_launch.config.sections.base import Array, FloatDtype, OneOf, Section
@@ -23,7 +24,7 @@ class Unfreeze(Section):
 
 
 class TrainingConfig(Section):
-    """Batch size, sequence length, number of steps, frozen parameters, gradient clipping and seed."""
+    """Batch size, sequence length, number of steps or epochs, frozen parameters, gradient clipping and seed."""
 
     seq_len: Annotated[int, Field(ge=1)] = 256
     """Tokens per sequence. Not used with images."""
@@ -39,8 +40,15 @@ class TrainingConfig(Section):
     `global_batch_size / (local_batch_size * data-parallel ranks)`, which must be a whole number. Default: one
     microbatch."""
 
-    steps: Annotated[int, Field(ge=1)] = 100
-    """Optimizer steps of the whole run, including those before a resume."""
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps of the whole run, including those before a resume. Default: 100, unless `epochs` is set."""
+
+    epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Epochs of the whole run, in place of `steps`: passes over the training data, such as 3 or 0.5. When a run has
+    opened its data, it computes `steps` as `epochs` x samples / `global_batch_size`, rounded up. With a mixture, an
+    epoch has as many samples as all sources together. A stream has no epochs. A file sets `steps` or `epochs`; a file
+    that extends it, or an override, replaces either by the other. The `config.json` of a run has both, where `steps` is
+    the computed number."""
 
     max_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum gradient norm over all parameters. A larger gradient is scaled down to this norm. 0 disables clipping;
@@ -72,6 +80,23 @@ class TrainingConfig(Section):
     gc_freq: Annotated[int, Field(ge=1)] = 50
     """Steps between runs of Python's garbage collector. All ranks collect garbage at the same step, and at no other
     time: a rank that collects alone delays all other ranks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_default_length(cls, values: Any) -> Any:
+        is_open = isinstance(values, Mapping) and values.get("steps") is None and values.get("epochs") is None
+        return {**values, "steps": 100} if is_open else values
+
+    @property
+    def total_steps(self) -> int:
+        """`steps` of a job whose data is open, or of a job without `epochs`."""
+        assert self.steps is not None, "the data decides how many steps the epochs are"
+        return self.steps
+
+    @property
+    def length_key(self) -> KeyPath:
+        """The key that sets the length of the run."""
+        return ("training", "steps" if self.epochs is None else "epochs")
 
 
 BASE = "base"

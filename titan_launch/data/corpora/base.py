@@ -106,6 +106,11 @@ class Corpus(ABC):
     def files(self) -> Sequence[File]:
         """All files, in the order of the corpus. Raises ConfigError if there are none."""
 
+    @property
+    def left_out(self) -> str:
+        """Text about files beside those of the corpus that are not read; "" if there are none."""
+        return ""
+
     @cached_property
     def part_bytes(self) -> int:
         """Approximate size of a part: 1/256 of the corpus, but between 1 MiB and 1 GiB.

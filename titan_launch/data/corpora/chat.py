@@ -114,7 +114,8 @@ class PreferenceCorpus(ChatCorpus):
         return Document(json.dumps(pair, sort_keys=True).encode(), both, file)
 
 
-_ANSWERS = ("chosen", "rejected")
+ANSWERS = ("chosen", "rejected")
+"""Keys that make a line a pair of answers."""
 
 
 def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
@@ -125,12 +126,12 @@ def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
 
     A string `system` becomes the first message.
     """
-    if missing := [key for key in _ANSWERS if key not in record]:
+    if missing := [key for key in ANSWERS if key not in record]:
         known = '"chosen" and "rejected", and "prompt" unless both are whole chats'
         detail = f"its keys are {listed(list(record), most=8)}; a pair has {known}"
         raise RecordError(f'without "{missing[0]}"', detail)
-    answers = {key: _as_message(record[key], "assistant") for key in _ANSWERS}
-    chats = [_messages(answers, key) for key in _ANSWERS]
+    answers = {key: _as_message(record[key], "assistant") for key in ANSWERS}
+    chats = [_messages(answers, key) for key in ANSWERS]
     if any(chat[0]["role"] == "assistant" for chat in chats):
         if "prompt" not in record:
             detail = '"chosen" and "rejected" begin with the answer; whole chats, or "prompt", are needed'
@@ -152,13 +153,11 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
 
     A string `system` becomes the first message.
     """
-    answer = next((name for name in ("response", "completion", "output") if name in record), None)
-    question = next((name for name in ("prompt", "instruction") if name in record), None)
-    if "messages" in record:
-        messages = _messages(record, "messages")
-    elif "conversations" in record:
-        messages = _messages(record, "conversations")
-    elif answer is not None and question is not None:
+    keys = chat_keys(record)
+    if len(keys) == 1:
+        messages = _messages(record, keys[0])
+    elif keys:
+        question, answer = keys
         asked = record[question]
         if isinstance(asked, str) and isinstance(extra := record.get("input"), str) and extra:
             asked = f"{asked}\n\n{extra}"
@@ -169,6 +168,16 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
         raise RecordError("not a chat", f"its keys are {listed(list(record), most=8)}; a chat has {known}")
     system = record.get("system")
     return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
+
+
+def chat_keys(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys that make a line a chat: the key of its messages, or those of a question and its answer. Return
+    no keys for any other line."""
+    if whole := next((name for name in ("messages", "conversations") if name in record), None):
+        return (whole,)
+    question = next((name for name in ("prompt", "instruction") if name in record), None)
+    answer = next((name for name in ("response", "completion", "output") if name in record), None)
+    return () if question is None or answer is None else (question, answer)
 
 
 def _as_message(text: object, role: str) -> object:

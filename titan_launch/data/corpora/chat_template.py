@@ -128,8 +128,9 @@ def _of_tokenizer(folder: Path | None, settings: Mapping[str, Any], key: KeyPath
         found = next(named, {}).get("template")
     if isinstance(found, str):
         return found
-    where = "the tokenizer" if folder is None else str(folder)
-    raise config_error(key, f'must be set, because {where} has no chat template: "chatml", or a Jinja file')
+    where = 'the tokenizer "bytes"' if folder is None else str(folder)
+    remedy = "or name a tokenizer that has one: tokenizer.path (prepare: --tokenizer), the folder of a chat model"
+    raise config_error(key, f'must be set, because {where} has no chat template: "chatml", or a Jinja file; {remedy}')
 
 
 def _read(path: Path, key: KeyPath, value: str | None) -> str:

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from titan_launch.config.paths import COMPRESSED, expand_paths
-from titan_launch.config.sections.data import FilesData
+from titan_launch.config.paths import COMPRESSED, describe_ends, expand_paths, files_left_out
+from titan_launch.config.sections.data import FilesData, TextData, misread_as_text
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.files import MIB, file_state, leads_out, open_regular
 from titan_launch.core.terminal import one_line
@@ -28,8 +28,8 @@ class FileCorpus(Corpus):
 
     @cached_property
     def files(self) -> list[File]:
-        """All files. Raises ConfigError if an entry of `path` matches none, and for a link that leads out of a folder
-        among the entries."""
+        """All files. Raises ConfigError if an entry of `path` matches none, for records that would be read as text, and
+        for a link that leads out of a folder among the entries."""
         entries = (self.config.path,) if isinstance(self.config.path, str) else self.config.path
         folders = [Path(entry) for entry in entries if Path(entry).is_dir()]
         try:
@@ -40,6 +40,10 @@ class FileCorpus(Corpus):
         except FileNotFoundError as error:
             reason = f'no file is found at "{error.args[0]}"'
             raise config_error((*self.key, "path"), reason, self.config.path) from None
+        for entry in entries if isinstance(self.config, TextData) else ():
+            below = [name for name, path in found if path.is_relative_to(entry)] if Path(entry) in folders else [entry]
+            if misread := misread_as_text(entry, below):
+                raise config_error((*self.key, "path"), misread, self.config.path)
         for _, path in found:
             folder = path.is_symlink() and next((folder for folder in folders if path.is_relative_to(folder)), None)
             if folder and leads_out(path, folder):
@@ -47,6 +51,11 @@ class FileCorpus(Corpus):
                 reason = f"has a link: {one_line(str(path))} leads out of the folder; {remedy}"
                 raise config_error((*self.key, "path"), reason, self.config.path)
         return [File(name, path, file_state(path)) for name, path in found]
+
+    @property
+    def left_out(self) -> str:
+        """The numbers of files in the folders that are not read, by the ends of their names."""
+        return describe_ends(files_left_out(self.config.path, self.config.suffixes))
 
     def parts(self) -> list[Part]:
         """Return groups of files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -135,10 +136,19 @@ def parse_line(line: bytes) -> dict[str, Any]:
     except JsonError as error:
         if not _is_utf8(line):
             raise RecordError("not UTF-8 text") from None
-        raise RecordError("not valid JSON", str(error).replace(" at line 1, column", " at column")) from None
+        detail = str(error).replace(" at line 1, column", " at column")
+        raise RecordError("not valid JSON", f"{detail}{_of_array(line)}") from None
     if not isinstance(record, dict):
-        raise RecordError("not a JSON object")
+        raise RecordError("not a JSON object", _of_array(line).removeprefix("; "))
     return record
+
+
+def _of_array(line: bytes) -> str:
+    """Return a remedy for the first line of a file that is one array of objects."""
+    return "; of an array, jq -c '.[]' FILE writes each object as a line" if _ARRAY.match(line) else ""
+
+
+_ARRAY = re.compile(rb"\s*\[\s*({|$)")
 
 
 def _is_utf8(line: bytes) -> bool:

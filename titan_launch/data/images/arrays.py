@@ -10,17 +10,18 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from titan_launch.config.paths import SKLEARN_DIGITS
 from titan_launch.core.errors import KeyPath, UserError, config_error
 from titan_launch.core.files import MIB, open_regular
 from titan_launch.core.terminal import one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
 Labels = npt.NDArray[np.int64]
@@ -60,7 +61,7 @@ class ArrayImages:
 
     def hashes(self) -> npt.NDArray[np.uint32]:
         """Return a hash of each image's index."""
-        return np.array([zlib.crc32(str(index).encode()) for index in range(len(self.labels))], np.uint32)
+        return index_hashes(len(self.labels))
 
     def name(self, index: int) -> str:
         """Return the name of an image for messages."""
@@ -72,6 +73,8 @@ class ArrayImages:
 
     def pixels(self, index: int, resize: int | None) -> Tensor:
         """Return an image `[channels, height, width]`, uint8 or float32. `resize` is not used."""
+        import torch  # imported here, because `init` and `check` only count images
+
         stored = self._images[index]
         if stored.dtype == np.uint8:
             return torch.from_numpy(np.array(stored))
@@ -79,6 +82,11 @@ class ArrayImages:
         if not np.isfinite(image).all():
             raise UserError(f"{self.name(index)} has pixels that are not finite (NaN or infinity); repair or remove it")
         return torch.from_numpy(image)
+
+
+def index_hashes(number: int) -> npt.NDArray[np.uint32]:
+    """Return a hash of each index below `number`, which decides to which split an image of an array belongs."""
+    return np.array([zlib.crc32(str(index).encode()) for index in range(number)], np.uint32)
 
 
 def open_digits(path_key: KeyPath) -> ArrayImages:

@@ -98,7 +98,9 @@ def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | Pa
     documents = "" if corpus.unit == "file" else f", {_count(header.num_documents, 'document')}"
     description = f"{_count(len(header.files), 'file')}{documents}"
     stream = _open(config, context, folder, header)
-    return _build(config, context, header, stream, description, skipped and f"; {skipped}")
+    left_out = corpus.left_out and f"not read: {corpus.left_out}"
+    note = "".join(f"; {part}" for part in (skipped, left_out) if part)
+    return _build(config, context, header, stream, description, note)
 
 
 def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | PackedSource:

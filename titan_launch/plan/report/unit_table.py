@@ -13,7 +13,7 @@ from titan_launch.config.architectures.huggingface import class_name
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.config.sections.training import GradientAccumulationConfig, TrainingConfig
 from titan_launch.core.errors import KeyPath, format_key, listed
 from titan_launch.core.terminal import one_line
 from titan_launch.plan.communication import (
@@ -198,9 +198,14 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
         ("kernels", kernels),
         ("optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.warmup_steps} warm-up steps"),
         ("moving average of weights", "" if config.ema.decay is None else f"decay {config.ema.decay:g}, float32"),
-        ("steps", f"{config.training.steps:,}"),
+        _length(config.training),
     ]
     return [(name, value) for name, value in lines if value]
+
+
+def _length(training: TrainingConfig) -> Line:
+    """Return the number of steps, or of epochs if the data, which decides the number of steps, is not open."""
+    return ("steps", f"{training.steps:,}") if training.steps is not None else ("epochs", f"{training.epochs:g}")
 
 
 def _parameters_of_model(config: JobConfig, plan: ModelPlan) -> str:

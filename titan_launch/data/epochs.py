@@ -1,0 +1,79 @@
+"""Epochs: the steps that they are, and the samples of an epoch as far as they can be counted at once. No torch."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+
+from titan_launch.config.paths import SKLEARN_DIGITS, images_named
+from titan_launch.config.sections.data import DataSource, ImageData, SyntheticData, TokensData
+
+MOST_EPOCHS = 20
+"""Number of epochs above which commands warn of a job that sets `training.steps`."""
+
+_MOST_PACKED = 100_000
+"""Largest number of documents that are packed only to count the samples. It takes a fraction of a second."""
+
+_NUM_DIGITS = 1797
+
+
+def steps_of(epochs: float, num_samples: int, global_batch_size: int, consumed: int = 0) -> int:
+    """Return the number of steps, rounded up, until a run has consumed `epochs` times `num_samples` samples.
+
+    `consumed`: samples of earlier steps. Decimal fractions are exact: 0.1 is one tenth."""
+    return math.ceil((Fraction(str(epochs)) * num_samples - consumed) / global_batch_size)
+
+
+def too_many_epochs(steps: int, epochs: float, num_samples: int, source: str = "") -> str | None:
+    """Return a warning if the steps of a job are more than MOST_EPOCHS epochs of its data; else None. `source`: name of
+    a source of a mixture."""
+    if epochs <= MOST_EPOCHS:
+        return None
+    whose, remedy = (f" of the source {source}", "less, or a smaller weight") if source else ("", "less")
+    read = f"training.steps = {steps} is {epochs:.4g} epochs of the {num_samples:,} training samples{whose}"
+    return f"{read}; set {remedy}, or training.epochs for as many epochs as you want"
+
+
+def known_samples(data: DataSource, seq_len: int) -> int | None:
+    """Return the number of samples of an epoch, where this takes a moment: for token files of `prepare`, arrays of
+    images, and synthetic data. Return None for all other data, and for data that cannot be read."""
+    with suppress(Exception):  # a run explains why the data cannot be read
+        match data:
+            case SyntheticData():
+                return data.num_samples
+            case TokensData():
+                return _samples_of_tokens(data, seq_len)
+            case ImageData():
+                return _number_of_images(data)
+    return None
+
+
+def _samples_of_tokens(data: TokensData, seq_len: int) -> int | None:
+    from titan_launch.data.packing import pack
+    from titan_launch.data.token_files import open_token_files, read_header
+
+    folder = Path(data.path)
+    header = read_header(folder)
+    if data.packing == "concat":
+        return max(0, header.num_tokens - 1) // seq_len
+    if header.num_documents > _MOST_PACKED:
+        return None
+    ends = open_token_files(folder, header).document_ends()
+    return pack(ends, seq_len, header.has_pairs).summary.num_samples
+
+
+def _number_of_images(data: ImageData) -> int | None:
+    from titan_launch.data.images.arrays import index_hashes, map_npz
+
+    if data.path == SKLEARN_DIGITS:
+        number = _NUM_DIGITS
+    elif images_named(data.path) == "npz":
+        number = len(map_npz(Path(data.path), ("labels",))["labels"])
+    else:
+        return None
+    if data.split == "all":
+        return number
+    num_held_out = int((index_hashes(number) % 100 < data.validation_percent).sum())
+    return num_held_out if data.split == "validation" else number - num_held_out
