@@ -205,6 +205,7 @@ REFUSED: dict[str, tuple[Making, str]] = {
     "config: a folder": (folder_at("config.json"), CONFIG),
     "config: a FIFO": (fifo_at("config.json"), CONFIG),
     "config: /dev/zero": (link_at("config.json", "/dev/zero"), CONFIG),
+    "config: a file of /proc": (link_at("config.json", "/proc/kmsg"), CONFIG),
     "config: a link to itself": (link_at("config.json", "config.json"), CONFIG),
     "metrics: NaN": (line('{"step": 1, "a": NaN}'), REPORT),
     "metrics: a list": (line("[]"), REPORT),

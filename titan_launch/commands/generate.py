@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 _NEW_TOKENS = 128
 """Default of `--max-new-tokens`, unless the longest sequence of the model leaves fewer."""
 
+MOST_PROMPT = 1 << 24
+"""Limit of the characters of a prompt, which may be in a file or a pipe. A million tokens of text have about 4 million
+characters."""
+
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `generate`."""
@@ -116,12 +120,21 @@ def _prompts(arguments: Namespace) -> list[str] | None:
     if arguments.prompt is not None and arguments.prompt_file is not None:
         raise UserError("error: --prompt and --prompt-file are both set; remove one")
     if arguments.prompt_file is not None:
+        where = f"--prompt-file {arguments.prompt_file}"
         try:
-            return [Path(arguments.prompt_file).read_text(encoding="utf-8")]
+            with open(arguments.prompt_file, encoding="utf-8") as file:
+                return [_bounded(file.read(MOST_PROMPT + 1), where)]
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise UserError(f"error: --prompt-file {arguments.prompt_file}: {reason}") from None
+            raise UserError(f"error: {where}: {reason}") from None
     return None if arguments.prompt is None else [arguments.prompt]
+
+
+def _bounded(prompt: str, where: str) -> str:
+    """Return a prompt. Raises UserError if it is too long."""
+    if len(prompt) > MOST_PROMPT:
+        raise UserError(f"error: {where}: the prompt has more than {MOST_PROMPT:,} characters; write a shorter one")
+    return prompt
 
 
 def _typed() -> Iterator[str]:
@@ -130,7 +143,7 @@ def _typed() -> Iterator[str]:
         if sys.stdin.isatty():
             say("> ", sys.stderr, end="", flush=True)
         try:
-            line = sys.stdin.readline()
+            line = _bounded(sys.stdin.readline(MOST_PROMPT + 1), "the standard input")
         except UnicodeDecodeError:
             raise UserError("error: the standard input is not UTF-8 text") from None
         if not line:

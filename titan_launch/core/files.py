@@ -91,15 +91,26 @@ def remove(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError for other kinds of file. (Opening a FIFO would wait for a
-    writer.)"""
+    """Open a regular file for reading. Raises OSError for other kinds of file, and for the files of /proc. (Opening a
+    FIFO would wait for a writer, and reading /proc/kmsg waits for a message.)"""
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "a path cannot have the character NUL", str(path))
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    if not _is_regular(file.fileno()):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
+
+
+def _is_regular(descriptor: int) -> bool:
+    """Return True for a regular file whose size is that of its content. Files of /proc have the size 0."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return False
+    try:
+        is_empty = os.fstat(descriptor).st_size == 0 and not os.pread(descriptor, 1, 0)
+    except OSError:  # it would wait, or has no bytes at its start
+        return False
+    return is_empty or os.fstat(descriptor).st_size > 0  # again: a run may write to the file now
 
 
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
@@ -108,7 +119,7 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     with open_regular(path) as file:
         if most_bytes is None:
             return file.read()
-        size = os.fstat(file.fileno()).st_size  # 0 for a file of /proc
+        size = os.fstat(file.fileno()).st_size
         # `read` allocates memory for all bytes that it may read.
         content = b"" if size > most_bytes else file.read(min(most_bytes, max(size, 16 * MIB)) + 1)
     if max(size, len(content)) > most_bytes:

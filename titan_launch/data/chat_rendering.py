@@ -168,6 +168,10 @@ class Renderer:
         named = (value for name, value in self.variables.items() if name.endswith("_token"))
         return tuple(token for token in (*self.special_tokens, *named) if token and isinstance(token, str))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields. Another process compiles the template again."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
     @cached_property
     def _compiled(self) -> Any:
         return _environment(self.today).from_string(self.text)

@@ -271,6 +271,15 @@ def test_templates_are_found_by_name_and_in_each_file(folders: dict[str, Path], 
     assert changed == chat(folders["llama3"]) != expected, "the cache is not used for another template"
 
 
+def test_the_template_of_the_package_is_rendered_by_several_processes(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "?" * 9000}, {"role": "assistant", "content": "Yes."}]}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(chat)}\n" * 150)  # two parts
+    config = ChatData(kind="chat", path=str(tmp_path / "a.jsonl"), template="chatml")
+    corpus = ChatCorpus(config, ByteTokenizer(), ("data",), 10_000)
+    numbers = [shard.num_documents for shard in prepare(corpus, tmp_path / "tokens", num_workers=2).shards]
+    assert len(numbers) == 2 and sum(numbers) == 150
+
+
 def test_answers_that_do_not_count_are_no_targets(tmp_path: Path) -> None:
     unmarked = tmp_path / "unmarked.jinja"
     unmarked.write_text("{% for m in messages %}{{ m.role[0] + ':' + m.content + '\\n' }}{% endfor %}")

@@ -93,8 +93,7 @@ class ChatTemplate:
     def _limited(self) -> LimitedObject:
         renderer = self.renderer
         limits = Limits(memory_per_byte=600, answer=MIB + 16 * len(renderer.text), answer_per_byte=16)
-        fields = {name: getattr(renderer, name) for name in renderer.__dataclass_fields__}
-        return LimitedObject(limits, Renderer, *fields.values())
+        return LimitedObject(limits, Renderer, *renderer.__getstate__().values())
 
 
 def load_template(

@@ -1,0 +1,41 @@
+"""Reads of files that may be of any kind."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titan_launch.core.files import open_regular, read_regular
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "folder": lambda path: path.mkdir(),
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "memory": lambda path: path.symlink_to("/proc/self/mem"),
+    "text of the kernel": lambda path: path.symlink_to("/proc/self/maps"),
+    "messages of the kernel": lambda path: path.symlink_to("/proc/kmsg"),
+    "loop": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_regular_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
+    OTHERS[kind](tmp_path / "a")
+    for read in (open_regular, read_regular):
+        with pytest.raises(OSError):
+            read(tmp_path / "a")
+
+
+def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.touch()
+    assert read_regular(path, 0) == b""
+    path.write_bytes(b"abc")
+    assert read_regular(path) == read_regular(path, 3) == b"abc"
+    with pytest.raises(OSError, match="larger than"):
+        read_regular(path, 2)
