@@ -14,16 +14,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.checkpoint.test_attacks import forge
 from tests.distributed import run_command, run_ranks
 from tests.tensors import assert_equal
 from tests.train.health.test_skipped_steps import poison
 from tests.train.jobs import TINY_JOB_FILE, read_metrics, run_job_until, this_rank, tiny_job
 from tests.train.run_folder.test_resume import logged, start
-from titan_launch.checkpoint.index import read_weights
-from titan_launch.checkpoint.manifest import read_manifest
+from titan_launch.checkpoint.index import INDEX_FILE, read_weights
+from titan_launch.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from titan_launch.checkpoint.state import Progress, Values
 from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError
 from titan_launch.inference.export import ExportOptions, export
+from titan_launch.inference.saved_model import open_saved_model
 from titan_launch.train.build import build_run
 from titan_launch.train.early_stopping import EarlyStopping
 from titan_launch.train.loop import fit
@@ -133,6 +136,11 @@ def test_a_larger_patience_continues_a_run_that_has_ended_early(tmp_path: Path, 
     assert numbers(tmp_path) == numbers(whole)
     nothing_more = nothing.format(end_of(tmp_path, 6, 12, 3))
     assert run_ranks(logged, 1, stopping_job(tmp_path, 2), "nothing") == [[nothing_more]]
+    shutil.rmtree(tmp_path / "tiny/checkpoints/step-6")
+    missing = nothing_more.replace("at step 6)", "at step 6, whose checkpoint is missing)").replace(
+        "step-6;", "step-12;"
+    )
+    assert run_ranks(logged, 1, stopping_job(tmp_path, 2), "nothing") == [[missing]]
 
     run_ranks(run_job_until, 1, stopping_job(copy, None), 10)  # step 6, the best, is not saved
     assert run_ranks(logged, 1, stopping_job(copy, 2), "ended") == [[end_of(copy, 2, 14, 2)]]
@@ -165,7 +173,7 @@ def test_the_best_checkpoint_is_the_result(tmp_path: Path, whole: Path) -> None:
 
 def test_the_loss_of_the_average_is_compared_if_only_the_average_is_validated(tmp_path: Path) -> None:
     ema = {"decay": 0.7, "validate_with": "ema"}
-    job = stopping_job(tmp_path, 2, ema=ema, checkpoint={**SAVES, "async_mode": "process"})
+    job = stopping_job(tmp_path, 2, ema=ema)
     assert run_ranks(logged, 1, job, "ended") == [[end_of(tmp_path, 8, 12, 2)]]
     assert_ended(tmp_path, 2, best=8, end=12, tag="validation/ema_loss")
 
@@ -273,6 +281,27 @@ def test_a_state_with_impossible_numbers_is_refused(whole: Path) -> None:
     }
     (found,) = run_ranks(refused, 1, whole / "tiny/checkpoints", [{}, unknown, *states])
     assert found == [False, False, *[True] * len(states)]
+
+
+def refused_start(job: dict[str, Any]) -> str:
+    with ExitStack() as stack, pytest.raises(ConfigError) as error:
+        build_run(JobConfig.model_validate(job), this_rank(), stack)
+    return str(error.value)
+
+
+def test_a_forged_end_is_an_error(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "forged"
+    shutil.copytree(whole / "tiny", run, symlinks=True)
+    newest = run / "checkpoints/step-12"
+    index = json.loads((newest / INDEX_FILE).read_text())
+    index["tensors"]["early_stopping.has_ended"]["dtype"] = "float64"
+    forge(newest, INDEX_FILE, json.dumps(index).encode())
+    reason = f"{INDEX_FILE} has no valid entry for the tensor early_stopping.has_ended"
+    with pytest.raises(DamagedCheckpointError, match=reason):
+        open_saved_model(run)
+    job = stopping_job(tmp_path, None, checkpoint={"initial_load_path": str(run)})
+    expected = f"checkpoint.initial_load_path: {newest} cannot be loaded: {reason}; name another checkpoint"
+    assert run_ranks(refused_start, 2, job) == [expected] * 2
 
 
 def test_the_command_line_shows_the_end_and_the_result(tmp_path: Path) -> None:

@@ -113,11 +113,15 @@ def find_result(path: Path, key: KeyPath) -> Path:
     found = find_checkpoint(path, key)
     if found == path:  # the path names a checkpoint
         return found
-    try:
-        step = on_rank_0(lambda: result_step(found.parent, read_manifest(found).step))
-    except DamagedCheckpointError as error:
-        raise config_error(key, f"{found} cannot be loaded: {error}; name another checkpoint", str(path)) from None
-    result = found.with_name(checkpoint_name(step))
+
+    def look() -> Path:
+        try:
+            return found.with_name(checkpoint_name(result_step(found.parent, read_manifest(found).step)))
+        except DamagedCheckpointError as error:
+            reason = f"{found} cannot be loaded: {error}; name another checkpoint"
+            raise config_error(key, reason, str(path)) from None
+
+    result = on_rank_0(look)
     return found if result == found else find_checkpoint(result, key)
 
 

@@ -107,11 +107,11 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     own_config(record)
     if not has_checkpoint:
         return _open_imported(folder, record, job)
-    chosen = result_step(checkpoint_folder(folder), max(steps)) if step is None else step
-    checkpoint = checkpoint_folder(folder) / checkpoint_name(chosen)
-    reason = f" (the best; the run ended early after step {max(steps)})" if step is None and chosen < max(steps) else ""
-    manifest = check(checkpoint)
-    check_step(checkpoint, manifest.step)
+    checkpoint, manifest = _checked(folder, max(steps) if step is None else step)
+    description = checkpoint.name
+    if step is None and (best := result_step(checkpoint.parent, manifest.step)) != manifest.step:
+        checkpoint, manifest = _checked(folder, best)
+        description = f"{checkpoint.name} (the best; the run ended early after step {max(steps)})"
     tensors = model_tensors(checkpoint, ema)
     entries = {name: Entry(name, t.shape, getattr(torch, t.dtype)) for name, t in tensors.items()}
 
@@ -120,9 +120,16 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
 
     started_from = _base_folder(job, manifest.base, base)
     companions = None if started_from is None else companions_of(started_from)
-    description = f"{checkpoint.name}{reason}"
     saved = SavedModel(record, job, entries, read, description, companions, (), started_from, manifest)
     return _with_base(saved)
+
+
+def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
+    """Return a checkpoint of a run folder and its manifest. Raises DamagedCheckpointError."""
+    checkpoint = checkpoint_folder(folder) / checkpoint_name(step)
+    manifest = check(checkpoint)
+    check_step(checkpoint, manifest.step)
+    return checkpoint, manifest
 
 
 def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> Path | None:
