@@ -58,6 +58,7 @@ LONGEST_FILES = (
     "tests/parallel/test_expert_balance.py",
     "tests/parallel/test_activation_offload.py",
     "tests/train/test_images.py",
+    "tests/train/test_early_stopping.py",
 )
 """Files of 15 s or more, longest first. They run first, so that no worker of xdist runs one alone at the end."""
 

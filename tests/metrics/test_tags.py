@@ -14,7 +14,8 @@ def test_names_are_unique_and_grouped() -> None:
 def test_the_dashboard_has_a_page_for_each_question_that_the_run_answers() -> None:
     layout = dashboard_layout([tag.name for tag in TAGS])
     assert tuple(layout) == PAGES
-    assert layout["Learning"]["loss"] == ["train/loss", "train/loss_max", "validation/loss", "validation/ema_loss"]
+    validation = ["validation/loss", "validation/best_loss", "validation/ema_loss"]
+    assert layout["Learning"]["loss"] == ["train/loss", "train/loss_max", *validation]
     parts = [f"time/{part}_s" for part in (*STEP_PARTS, "other", *PAUSES)]
     assert layout["Speed"]["where the time of a step goes"] == parts
     assert dashboard_layout(["train/loss", "experts/entropy/layers.0.moe", "train/samples_seen"]) == {

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.test_retention import fill
 from tests.distributed import run_command
 from tests.report.recorded import add_log, record, reports
 from tests.train.jobs import model_source, tiny_job
@@ -66,6 +68,22 @@ def test_a_rollback_is_shown_and_its_reports_do_not_count(tmp_path: Path) -> Non
     assert run.values("train/loss") == [(1, 1), (2, 1), (3, 3)]
     assert run.rolled_back == [3, 4]
     assert "There were 2 steps skipped, 1 rollback." in summary(run)
+
+
+def test_a_run_that_ended_early_names_its_best_checkpoint(tmp_path: Path) -> None:
+    """It ended early if its last report is of the validation that exhausted the patience."""
+    metrics = {step: {"train/loss": 1.0, "validation/without_improvement": step / 2 - 2} for step in (4, 6, 8)}
+    cases = {
+        "ended": (metrics, 2, ("ended early", 4)),
+        "more-patience": (metrics, 3, ("stopped", None)),
+        "stopped-later": ({**metrics, 9: {"train/loss": 1.0}}, 2, ("stopped", None)),
+    }
+    for name, (reported, patience, expected) in cases.items():
+        folder = record(tmp_path / name, reported, training={"steps": 20}, validation={"patience": patience})
+        (folder / "checkpoints").mkdir()
+        fill(folder / "checkpoints", {4: 1.0, 6: math.nan, 8: 1.5})
+        run = load_run(folder)
+        assert (run.state, run.best_step) == expected
 
 
 def test_starts_come_from_the_logs(tmp_path: Path) -> None:

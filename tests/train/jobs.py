@@ -22,7 +22,7 @@ from titan_launch.plan.types import ModelPlan
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
-from titan_launch.train.loop import due_now, fit, report, save, train_one_step
+from titan_launch.train.loop import compared_loss, due_now, fit, is_saved, report, save, train_one_step
 from titan_launch.train.model import shard_model
 from titan_launch.train.run import Run
 
@@ -130,9 +130,9 @@ def run_job_until(job: dict[str, Any], step: int) -> None:
             result = train_one_step(run)
             act_on_skipped_steps(run)
             due = due_now(run)
-            report(run, result, due)
-            if due.save:
-                save(run)
+            scalars = report(run, result, due)
+            if is_saved(run, due):
+                save(run, compared_loss(scalars))
 
 
 def sharded_model(config: JobConfig, seq_len: int) -> nn.Module:

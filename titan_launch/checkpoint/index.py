@@ -49,6 +49,9 @@ DCP_INDEX_FILE = ".metadata"
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 """A number of elements or bytes."""
 
+_HAS_ENDED = "early_stopping.has_ended"
+"""Name of the tensor with 1 in a checkpoint with which early stopping ended the run (`train.early_stopping`)."""
+
 _LOCAL_HEADER_BYTES = 30
 _NAME_LENGTHS_AT = 26  # offset of two 2-byte lengths in a zip file's local header: name, extra field
 
@@ -173,12 +176,23 @@ def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
 
 def check_step(folder: Path, step: int) -> None:
     """Raise DamagedCheckpointError if the index cannot be read, or if the saved tensors are of another step."""
-    progress = read_index(folder).get("progress.step")
-    if progress is None or (progress.dtype, progress.shape) != ("int64", ()):
-        raise DamagedCheckpointError(f"{INDEX_FILE} has no valid entry for the tensor progress.step")
-    saved = [int(read_chunk(folder, chunk, torch.int64)) for chunk in progress.chunks]
-    if saved != [step]:
-        raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {step}, but the tensors are of step {saved[0]}")
+    saved = _saved_number(folder, read_index(folder), "progress.step")
+    if saved != step:
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {step}, but the tensors are of step {saved}")
+
+
+def ended_early(folder: Path) -> bool:
+    """Return True if early stopping (`validation.patience`) ended the run with this checkpoint. Raises
+    DamagedCheckpointError."""
+    index = read_index(folder)
+    return _HAS_ENDED in index and _saved_number(folder, index, _HAS_ENDED) != 0
+
+
+def _saved_number(folder: Path, index: Index, name: str) -> int:
+    tensor = index.get(name)
+    if tensor is None or (tensor.dtype, tensor.shape) != ("int64", ()):  # `read_index` ensures that it has one part
+        raise DamagedCheckpointError(f"{INDEX_FILE} has no valid entry for the tensor {name}")
+    return int(read_chunk(folder, tensor.chunks[0], torch.int64))
 
 
 class IndexReader(FileSystemReader):

@@ -17,7 +17,7 @@ from titan_launch.checkpoint.manifest import (
     checkpoint_steps,
     read_manifest,
 )
-from titan_launch.checkpoint.retention import set_aside
+from titan_launch.checkpoint.retention import best_steps, set_aside, validation_losses
 from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank_key
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.globs import matches
@@ -73,6 +73,18 @@ def damage(checkpoint: Path) -> str | None:
     return next((reason for reason in on_all_ranks(look) if reason is not None), None)
 
 
+def result_step(folder: Path, newest: int) -> int:
+    """Return the step of the checkpoint that is the result of a run: the newest, or the best if early stopping ended
+    the run with the newest. Raises DamagedCheckpointError if the index of the newest is invalid.
+
+    `folder`: folder of the run's checkpoints. `newest`: step of the newest.
+    """
+    from titan_launch.checkpoint.index import ended_early  # imports DCP
+
+    best = best_steps(validation_losses(folder)) if ended_early(folder / checkpoint_name(newest)) else []
+    return best[0] if best else newest
+
+
 def find_checkpoint(path: Path, key: KeyPath) -> Path:
     """Return the checkpoint that a path in the job file names: the path itself, or the newest valid checkpoint of a
     run folder. Collective.
@@ -93,6 +105,24 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
     if damaged is not None:
         raise config_error(key, f"it has no checkpoint that can be loaded: {damaged}; name another one", str(path))
     return path
+
+
+def find_result(path: Path, key: KeyPath) -> Path:
+    """Return the checkpoint that a path in the job file names: the best one of the folder of a run that early stopping
+    ended, else that of `find_checkpoint`. The errors are those of `find_checkpoint`. Collective."""
+    found = find_checkpoint(path, key)
+    if found == path:  # the path names a checkpoint
+        return found
+
+    def look() -> Path:
+        try:
+            return found.with_name(checkpoint_name(result_step(found.parent, read_manifest(found).step)))
+        except DamagedCheckpointError as error:
+            reason = f"{found} cannot be loaded: {error}; name another checkpoint"
+            raise config_error(key, reason, str(path)) from None
+
+    result = on_rank_0(look)
+    return found if result == found else find_checkpoint(result, key)
 
 
 EXCLUDED_PARTS = ("optimizer", "ema", "step", "data", "random")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,9 +76,9 @@ class Written:
 
 
 def best_steps(losses: Mapping[int, float | None]) -> list[int]:
-    """Return the steps whose validation loss is a number, the lowest loss first. Of equal losses, the older step comes
+    """Return the steps whose validation loss is finite, the lowest loss first. Of equal losses, the older step comes
     first."""
-    known = [(loss, step) for step, loss in losses.items() if loss is not None and loss == loss]
+    known = [(loss, step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return [step for _, step in sorted(known)]
 
 
@@ -88,7 +89,7 @@ def tidy(folder: Path, newest: int, retention: Retention) -> tuple[list[int], li
     A link or folder that cannot be changed does not stop the work on the others. A folder whose manifest cannot be read
     stays. `newest`: the step that was just saved.
     """
-    losses = _losses(folder)
+    losses = validation_losses(folder)
     links: dict[str, int | None] = {LATEST: newest}
     if not retention.best:
         links[BEST] = None  # without `keep_best`, the best checkpoint may be deleted
@@ -159,7 +160,8 @@ def set_aside(checkpoint: Path) -> Path:
     return aside
 
 
-def _losses(folder: Path) -> dict[int, float | None]:
+def validation_losses(folder: Path) -> dict[int, float | None]:
+    """Return the validation loss of every checkpoint with a readable manifest, by step."""
     losses: dict[int, float | None] = {}
     for step in checkpoint_steps(folder):
         try:

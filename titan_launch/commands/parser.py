@@ -137,7 +137,8 @@ def add_source(parser: Parser) -> None:
     """Add the positional argument SOURCE, which names a trained model, and the options that choose its weights."""
     text = "run folder, folder that `import` wrote, or Hugging Face folder"
     parser.add_argument("source", metavar="SOURCE", help=text)
-    parser.add_argument("--step", type=at_least(0), metavar="N", help="checkpoint of this step (default: the newest)")
+    text = "checkpoint of this step (default: the newest; if validation.patience has ended the run, the best)"
+    parser.add_argument("--step", type=at_least(0), metavar="N", help=text)
     text = "the moving average of the weights (`[ema]`) in place of each parameter that has one"
     parser.add_argument("--ema", action="store_true", help=text)
     text = "folder of the parameters that the checkpoint omits (default: model.weights of the run)"

@@ -55,7 +55,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         one_line(row["folder"]),
         row["state"],
-        f"{row['step']}/{row['steps']}",
+        f"{row['step']}/{row['steps']}" + ("" if row["best_step"] is None else f", best {row['best_step']}"),
         "" if loss is None else f"{loss:.4f}",
         "" if speed is None else f"{speed:,.0f} {row['speed_unit']}",
         "" if seconds is None else f"{seconds:.3g}",

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
+from titan_launch.checkpoint.loading import result_step
 from titan_launch.checkpoint.manifest import Base, Manifest, check, checkpoint_name, complete_steps
 from titan_launch.config.huggingface.config_json import (
     longest_sequence,
@@ -84,10 +85,10 @@ class SavedModel:
 def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, base: Path | None = None) -> SavedModel:
     """Open a run folder, a folder that `import` or `export` wrote, or a Hugging Face folder. No values are read.
 
-    `step`: step of the run's checkpoint, by default the newest. `ema`: use the moving average of the weights in place
-    of each parameter that has one. `base`: folder of the parameters that the checkpoint omits, by default the first
-    that exists of `model.weights` and the path in the manifest. Adapters are tensors of their own; see `merged`. Raises
-    WeightsError, DamagedCheckpointError and UserError.
+    `step`: step of the run's checkpoint, by default that of `result_step`. `ema`: use the moving average of the weights
+    in place of each parameter that has one. `base`: folder of the parameters that the checkpoint omits, by default the
+    first that exists of `model.weights` and the path in the manifest. Adapters are tensors of their own; see `merged`.
+    Raises WeightsError, DamagedCheckpointError and UserError.
     """
     refuse_adapter(folder)
     record = read_json(folder / CONFIG_FILE)
@@ -106,9 +107,11 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     own_config(record)
     if not has_checkpoint:
         return _open_imported(folder, record, job)
-    checkpoint = checkpoint_folder(folder) / checkpoint_name(max(steps) if step is None else step)
-    manifest = check(checkpoint)
-    check_step(checkpoint, manifest.step)
+    checkpoint, manifest = _checked(folder, max(steps) if step is None else step)
+    description = checkpoint.name
+    if step is None and (best := result_step(checkpoint.parent, manifest.step)) != manifest.step:
+        checkpoint, manifest = _checked(folder, best)
+        description = f"{checkpoint.name} (the best; the run ended early after step {max(steps)})"
     tensors = model_tensors(checkpoint, ema)
     entries = {name: Entry(name, t.shape, getattr(torch, t.dtype)) for name, t in tensors.items()}
 
@@ -117,8 +120,16 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
 
     started_from = _base_folder(job, manifest.base, base)
     companions = None if started_from is None else companions_of(started_from)
-    saved = SavedModel(record, job, entries, read, checkpoint.name, companions, (), started_from, manifest)
+    saved = SavedModel(record, job, entries, read, description, companions, (), started_from, manifest)
     return _with_base(saved)
+
+
+def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
+    """Return a checkpoint of a run folder and its manifest. Raises DamagedCheckpointError."""
+    checkpoint = checkpoint_folder(folder) / checkpoint_name(step)
+    manifest = check(checkpoint)
+    check_step(checkpoint, manifest.step)
+    return checkpoint, manifest
 
 
 def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> Path | None:

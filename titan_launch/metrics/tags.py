@@ -13,6 +13,10 @@ PAUSES = ("validation", "checkpoint")
 """Parts that do not count as time of steps."""
 
 
+BEST_LOSS, WITHOUT_IMPROVEMENT = "validation/best_loss", "validation/without_improvement"
+"""Metrics of early stopping (`validation.patience`)."""
+
+
 @dataclass(frozen=True)
 class Tag:
     """A metric."""
@@ -423,6 +427,19 @@ TAGS = [
         '`loss.name = "dpo"` or a function of your own: the mean of that loss, without label smoothing.',
         chart=("Learning", "loss"),
         console="validation loss {:8.4f}",
+    ),
+    Tag(
+        BEST_LOSS,
+        "same",
+        "With `validation.patience`: lowest validation loss so far, of the loss that `checkpoint.keep_best` compares.",
+        chart=("Learning", "loss"),
+    ),
+    Tag(
+        WITHOUT_IMPROVEMENT,
+        "same",
+        "With `validation.patience`: number of validations in a row without an improvement. The run ends when it is "
+        "`validation.patience`.",
+        chart=("Learning", "validations without improvement"),
     ),
     Tag(
         "validation/perplexity",

@@ -87,7 +87,7 @@ class Comparison:
         """Return the comparison as text."""
         letters = [chr(ord("A") + index) for index in range(len(self.runs))]
         where = [
-            f"{letter} = {one_line(str(run.folder))}: {run.state}, step {run.last_step} of {run.total_steps}"
+            f"{letter} = {one_line(str(run.folder))}: {run.state}, step {_progress(run)}"
             for letter, run in zip(letters, self.runs, strict=True)
         ]
         rows = [[f"  {one_line(key)}", *(_short(value) for value in values)] for key, values in self.keys.items()]
@@ -105,7 +105,13 @@ class Comparison:
         """Return the comparison as plain data."""
         return {
             "runs": [
-                {"folder": str(run.folder), "state": run.state, "step": run.last_step, "steps": run.total_steps}
+                {
+                    "folder": str(run.folder),
+                    "state": run.state,
+                    "step": run.last_step,
+                    "steps": run.total_steps,
+                    "best_step": run.best_step,
+                }
                 for run in self.runs
             ],
             "configuration": {key: list(values) for key, values in self.keys.items()},
@@ -118,7 +124,7 @@ class Comparison:
     def as_page(self) -> str:
         """Return the comparison as a page."""
         states = [
-            (name, one_line(str(run.folder)), run.state, f"{run.last_step} of {run.total_steps}")
+            (name, one_line(str(run.folder)), run.state, _progress(run))
             for name, run in zip(self.names, self.runs, strict=True)
         ]
         keys = [(key, *(_short(value, 200) for value in values)) for key, values in self.keys.items()]
@@ -178,6 +184,11 @@ class Comparison:
             for name, loss in zip(self.names[1:], losses[1:], strict=True)
             if not abs(loss - losses[0]) <= limit
         ]
+
+
+def _progress(run: RecordedRun) -> str:
+    best = "" if run.best_step is None else f", best step {run.best_step}"
+    return f"{run.last_step} of {run.total_steps}{best}"
 
 
 def _distinct_names(runs: Sequence[RecordedRun]) -> list[str]:

@@ -104,7 +104,8 @@ def _state(run: RecordedRun) -> str:
     model = run.config.get("model", {})
     flavor = f" ({model['flavor']})" if model.get("flavor") else ""
     ranks = "" if run.num_ranks is None else f" on {counted(run.num_ranks, 'rank')}"
-    verb = {"running": "is running", "finished": "is finished", "stopped": "was stopped", "failed": "has failed"}
+    verb = {"running": "is running", "finished": "is finished", "ended early": "ended early"}
+    verb |= {"stopped": "was stopped", "failed": "has failed"}
     text = f"The run of {model.get('name', 'a model')}{flavor}{ranks} {verb[run.state]}: "
     text += f"step {run.last_step:,} of {run.total_steps:,}"
     if run.state == "failed" and run.starts:
@@ -188,7 +189,8 @@ def _interruptions(run: RecordedRun) -> str:
 def _saved(run: RecordedRun) -> str:
     if not run.checkpoints:
         return "There is no checkpoint."
-    return f"{counted(len(run.checkpoints), 'checkpoint')}, the newest of step {run.checkpoints[0].step:,}."
+    result = "" if run.best_step is None else f"; the best, of step {run.best_step:,}, is the result"
+    return f"{counted(len(run.checkpoints), 'checkpoint')}, the newest of step {run.checkpoints[0].step:,}{result}."
 
 
 def counted(number: int, noun: str) -> str:

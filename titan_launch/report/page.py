@@ -19,7 +19,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var
 h1 { font-size: 24px; margin: 12px 0 4px; } h2 { font-size: 18px; margin: 32px 0 8px; }
 .dim { color: var(--dim); } p { margin: 4px 0; }
 .state { border-radius: 4px; padding: 1px 8px; font-size: 14px; color: #fff; background: #636c76; }
-.running { background: #2f6fbb; } .finished { background: #3b8f5a; } .failed { background: #c0392b; }
+.running { background: #2f6fbb; } .finished, .early { background: #3b8f5a; } .failed { background: #c0392b; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); gap: 16px; }
 figure { margin: 0; } svg { width: 100%; height: auto; background: var(--soft); border-radius: 6px; }
 svg text { fill: var(--text); font: 12px system-ui, sans-serif; } svg .title { font-size: 14px; font-weight: 600; }

@@ -24,18 +24,20 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, checkpoint_name, complete_steps, read_manifest
+from titan_launch.checkpoint.retention import best_steps
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import MIB, open_regular, read_regular
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, parse_json, reason_of
 from titan_launch.core.terminal import one_line
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, numbered_lines
+from titan_launch.metrics.tags import WITHOUT_IMPROVEMENT
 from titan_launch.train.run_folder.attempt import Launch, attempt_name, attempt_numbers, parse_launch
 from titan_launch.train.run_folder.folder import LOCK_FILE, checkpoint_folder
 from titan_launch.train.run_folder.records import AUDIT_FILE, CONFIG_FILE, LAUNCH_FILE, ROLLED_BACK_FILE, UNITS_FILE
 
-State = Literal["running", "finished", "stopped", "failed"]
-"""State of a run. `finished`: the last step is done. `stopped`: a signal ended the run in order. `failed`: an error
-ended the run, or the run was killed."""
+State = Literal["running", "finished", "ended early", "stopped", "failed"]
+"""State of a run. `finished`: the last step is done. `ended early`: `validation.patience` ended the run. `stopped`: a
+signal ended the run in order. `failed`: an error ended the run, or the run was killed."""
 
 MOST_REPORTS = 500_000
 """Limit of the reports in a file."""
@@ -94,12 +96,18 @@ class _Model:
 
 
 @dataclass(frozen=True)
+class _Validation:
+    patience: _Count | None = None
+
+
+@dataclass(frozen=True)
 class _Config:
     """The parts of `config.json` that must have a certain form."""
 
     job: _Job
     training: _Training
     model: _Model = field(default_factory=_Model)
+    validation: _Validation = field(default_factory=_Validation)
 
 
 _CONFIG = TypeAdapter(_Config)
@@ -228,6 +236,13 @@ class RecordedRun:
         return found
 
     @cached_property
+    def best_step(self) -> int | None:
+        """Step of the best checkpoint, which is the result, if `validation.patience` ended the run; else None."""
+        if self.state != "ended early":
+            return None
+        return next(iter(best_steps({saved.step: saved.validation_loss for saved in self.checkpoints})), None)
+
+    @cached_property
     def starts(self) -> list[Start]:
         """The last starts of the run, at most 200, from their logs."""
         logs = self.folder / "logs"
@@ -311,7 +326,7 @@ def load_run(folder: Path) -> RecordedRun:
     except (OSError, JsonError) as error:
         raise UserError(f"error: {path}: not the configuration of a run ({reason_of(error)})") from None
     reports = _merged(_lines(folder / METRICS_FILE))
-    return RecordedRun(folder, known.job.name, config, reports, _state(folder, known.training.steps, reports))
+    return RecordedRun(folder, known.job.name, config, reports, _state(folder, known, reports))
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[Path]:
@@ -443,7 +458,7 @@ def _without_replaced(
     return found
 
 
-def _state(folder: Path, total_steps: int, reports: Reports) -> State:
+def _state(folder: Path, config: _Config, reports: Reports) -> State:
     launch = _launch(folder)
     if _is_locked(folder / LOCK_FILE) or (launch is not None and launch.agent_alive_here() is not None):
         return "running"
@@ -451,7 +466,10 @@ def _state(folder: Path, total_steps: int, reports: Reports) -> State:
         return "failed"
     reported = max(reports.steps[-1:], default=0)
     saved = max(complete_steps(checkpoint_folder(folder)), default=0)
-    return "finished" if max(reported, saved) >= total_steps else "stopped"
+    at, number = reports.columns.get(WITHOUT_IMPROVEMENT, ((), ()))
+    if config.validation.patience and reported in at[-1:] and number[-1] >= config.validation.patience:
+        return "ended early"
+    return "finished" if max(reported, saved) >= config.training.steps else "stopped"
 
 
 def _launch(folder: Path) -> Launch | None:

@@ -175,6 +175,7 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
         "state": run.state,
         "step": run.last_step,
         "steps": run.total_steps,
+        "best_step": run.best_step,
         "loss": dict(run.values(LOSS)).get(max(run.reports.steps[-1:], default=0)),
         "speed": None if speed is None else speed.median,
         "speed_unit": None if tag is None else speed_unit(tag),

@@ -36,6 +36,7 @@ from titan_launch.plan.types import ModelPlan
 from titan_launch.plan.units.rule_assignment import matched_modules
 from titan_launch.train.base_weights import RunBase
 from titan_launch.train.batches import build_data, build_stream_batches, build_train_batches, build_validation_batches
+from titan_launch.train.early_stopping import build_early_stopping
 from titan_launch.train.frozen_model import FrozenModel, assemble_frozen_model
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import create_nccl_folder
@@ -53,7 +54,13 @@ from titan_launch.train.profiling import StepProfiler
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job, resolve_steps
 from titan_launch.train.run import Run, build_meter, build_sinks, log_job, log_run
 from titan_launch.train.run_folder.attempt import this_attempt
-from titan_launch.train.run_folder.folder import OpenRunFolder, effective_load, new_attempt_folder, prepare_run_folder
+from titan_launch.train.run_folder.folder import (
+    OpenRunFolder,
+    checkpoint_folder,
+    effective_load,
+    new_attempt_folder,
+    prepare_run_folder,
+)
 from titan_launch.train.run_folder.logs import LogFile
 from titan_launch.train.run_folder.records import record_run, record_units
 from titan_launch.train.run_folder.resume import (
@@ -116,8 +123,10 @@ def build_run(
     step = build_step(config, model, optimizer, guard, ranks, data.num_classes, timeline, frozen)
     stream = build_stream_batches(config, data, job.layout, ranks, stack)
     base = RunBase(model.module, config, job.plan.inventory)
+    early_stopping = build_early_stopping(config.validation, checkpoint_folder(folder.path), progress)
+    others = {"guard": guard, "stream": stream, "ema": ema, "early_stopping": early_stopping}
     state = training_state(
-        config, model.module, optimizer, progress, data.order, stream, guard, ema, step.statistics, mesh, ranks, base
+        config, model.module, optimizer, progress, data.order, others, step.statistics, mesh, ranks, base
     )
     second: Sources = {} if frozen is None else {format_key(frozen.key): frozen.load()}
     sources: Sources = {**data.sources, **second}
@@ -149,6 +158,7 @@ def build_run(
         progress=progress,
         state=state,
         control=StepCoordinator(stop or StopRequest(), config.checkpoint.interval_minutes),
+        early_stopping=early_stopping,
         first_step=first_step,
         order=data.order,
         train_batches=stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack),

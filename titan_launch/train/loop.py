@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from titan_launch.checkpoint.manifest import checkpoint_name
+from titan_launch.checkpoint.retention import best_steps, validation_losses
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import Stopped, format_key
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.data.order import MixtureOrder
-from titan_launch.distributed.collectives import on_all_ranks
+from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.tags import TAGS
 from titan_launch.models.parallel_plans import shapes_explained
@@ -76,7 +77,7 @@ class Due:
 
     save: bool
     """Save a checkpoint. Due after the last step, and after the step at which a signal ends the run. With
-    `checkpoint.enable`, also due every `checkpoint.interval` steps or `interval_minutes`."""
+    `checkpoint.enable`, also due every `checkpoint.interval` steps or `interval_minutes`. See also `is_saved`."""
 
     pool: bool
     """Pool BatchNorm's running statistics over ranks. Due before a validation or a checkpoint: both need one model."""
@@ -117,9 +118,19 @@ def due_now(run: Run) -> Due:
     return due_after_step(run.config, run.progress.step, run.first_step, control.stop_signal, control.save_is_due)
 
 
+def is_saved(run: Run, due: Due) -> bool:
+    """Return True if a checkpoint of the run's last finished step is saved: because it is due, or because of the result
+    of the validation, which early stopping needs on the disk. Call this function after `report`."""
+    return due.save or (due.validate and run.early_stopping is not None and run.early_stopping.needs_checkpoint)
+
+
 def fit(run: Run) -> None:
-    """Train until all steps are done, reporting, validating and saving on the way."""
+    """Train until all steps are done or early stopping ends the run, reporting, validating and saving on the way."""
     last, key = run.config.training.total_steps, format_key(run.config.training.length_key)
+    if has_ended_early(run):
+        keys = "validation.patience" if run.progress.step < last else f"validation.patience and {key}"
+        _log.info("nothing to do: %s; increase %s to go on", early_ending(run), keys)
+        return
     if run.progress.step >= last:
         _log.info("nothing to do: the run is at step %d of %d; increase %s to go on", run.progress.step, last, key)
         return
@@ -127,7 +138,7 @@ def fit(run: Run) -> None:
         _log.info("%s", clipping)
     with scheduled_garbage_collection(run.config.training.gc_freq) as collect_garbage:
         run.control.agree()  # a signal may have come while the run was built
-        while run.progress.step < last and not run.control.stop_signal:
+        while run.progress.step < last and not run.control.stop_signal and not has_ended_early(run):
             result = train_one_step(run)
             run.watchdog.enter("agreeing and reporting", run.progress.step)
             run.control.agree()
@@ -135,8 +146,8 @@ def fit(run: Run) -> None:
             if looks_for_skipped_steps(run, due) and act_on_skipped_steps(run):
                 continue  # the run has gone back to a checkpoint
             scalars = report(run, result, due) if due.report else {}
-            if due.save:
-                save(run, scalars.get("validation/loss", scalars.get("validation/ema_loss")))
+            if is_saved(run, due):
+                save(run, compared_loss(scalars))
             elif run.checkpoints is not None:
                 run.checkpoints.poll()
             if run.progress.step == last_warm_up_step(run):
@@ -166,6 +177,8 @@ def ending(run: Run) -> str:
     Raises Stopped if a signal ended the run and no checkpoint is saved, or if all ranks will restart for a new host.
     """
     step, last, number = run.progress.step, run.config.training.total_steps, run.control.stop_signal
+    if has_ended_early(run):
+        return early_ending(run)
     if step >= last or not number:
         return f"done: {last} steps; {result(run)}"
     if number == RESTART_SIGNAL:
@@ -177,6 +190,21 @@ def ending(run: Run) -> str:
     if run.checkpoints is None:
         raise Stopped(f"{stopped}; {NOTHING_SAVED}", 128 + number)
     return f"{stopped}, which is saved; to resume, {how_to_resume(run.config)}"
+
+
+def has_ended_early(run: Run) -> bool:
+    """Return True if early stopping has ended the run after its last finished step."""
+    return run.early_stopping is not None and run.early_stopping.has_ended
+
+
+def early_ending(run: Run) -> str:
+    """Return a text that says how early stopping ended the run, with its result. Collective."""
+    assert run.early_stopping is not None
+    folder, newest = checkpoint_folder(run.folder), run.progress.step
+    best, *_ = on_rank_0(lambda: [*best_steps(validation_losses(folder)), newest])
+    of_total = f"ended after step {newest} of {run.config.training.total_steps}"
+    result = f"the result is {folder / checkpoint_name(best)}"
+    return f"{of_total}: {run.early_stopping.describe(best)}; {result}"
 
 
 def result(run: Run) -> str:
@@ -310,6 +338,8 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
         scalars |= pool_statistics(run, "validation" if due.validate else "checkpoint", due.restore_statistics)
     if due.validate:
         scalars |= validation_scalars(run)
+        if run.early_stopping is not None and (loss := compared_loss(scalars)) is not None:
+            scalars |= run.early_stopping.observe(loss)
     scalars |= perplexities(run, scalars)
     scalars |= run.meter.pauses()
     run.measurements.end_window(step, only_training=not due.pool)
@@ -402,6 +432,12 @@ def validation_scalars(run: Run) -> dict[str, float]:
                 of_average = validated(run)
             scalars |= {tag.replace("/", "/ema_", 1): value for tag, value in of_average.items()}
     return scalars
+
+
+def compared_loss(scalars: Mapping[str, float]) -> float | None:
+    """Return the loss of a validation that `checkpoint.keep_best` and `validation.patience` compare; None without a
+    validation."""
+    return scalars.get("validation/loss", scalars.get("validation/ema_loss"))
 
 
 def validated(run: Run) -> dict[str, float]:

@@ -27,6 +27,7 @@ from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.learned import Learned
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import ConsoleSink, GuardedSink, RunDescription, Sink, SinkContext, open_sinks
+from titan_launch.metrics.tags import BEST_LOSS, WITHOUT_IMPROVEMENT
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.parallel.fsdp import Unfreezing
@@ -37,6 +38,7 @@ from titan_launch.plan.report.unit_table import KeyLocator, format_lines, format
 from titan_launch.plan.types import ModelPlan
 from titan_launch.plan.units.rule_assignment import is_batch_norm
 from titan_launch.train.batches import RunData, StreamBatches, TrainBatches, ValidationBatches
+from titan_launch.train.early_stopping import EarlyStopping
 from titan_launch.train.health.coordination import StepCoordinator
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
@@ -73,6 +75,9 @@ class Run:
     """The state that a checkpoint holds."""
 
     control: StepCoordinator
+    early_stopping: EarlyStopping | None
+    """None without `validation.patience`."""
+
     first_step: int
     """The first step of this process: 1, or the step after the checkpoint from which the run resumed."""
 
@@ -194,6 +199,8 @@ def _later_metrics(job: ResolvedJob) -> Iterator[str]:
         shown = config.ema.validate_with if config.ema.decay is not None else "parameters"
         prefixes = [prefix for prefix, other in (("", "ema"), ("ema_", "parameters")) if shown != other]
         yield from (f"validation/{prefix}{kind}" for prefix in prefixes for kind in kinds)
+        if config.validation.patience is not None:
+            yield from (BEST_LOSS, WITHOUT_IMPROVEMENT)
         if config.data.kind == "mixture":
             yield from ("validation/loss/<source>", "validation/accuracy/<source>")
     has_norms = any(map(is_batch_norm, job.plan.inventory.modules))

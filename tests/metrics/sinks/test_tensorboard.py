@@ -19,7 +19,8 @@ from tests.train.jobs import read_metrics, run_job, tiny_job
 from titan_launch.metrics.tags import TAGS
 
 SOURCES = [{"kind": "synthetic", "name": name, "vocab_size": 61, "num_samples": 7, "noise": 0.5} for name in "ab"]
-VALIDATION = {"freq": 2, "data": {"kind": "mixture", "sources": [source | {"seed": 1} for source in SOURCES]}}
+HELD_OUT = {"kind": "mixture", "sources": [source | {"seed": 1} for source in SOURCES]}
+VALIDATION = {"freq": 2, "patience": 9, "data": HELD_OUT}
 METRICS = {"enable_tensorboard": True, "peak_tflops_per_device": 0.5, "log_freq": 1, "modules": ["layers.*"]}
 
 
@@ -29,7 +30,7 @@ def job(folder: Path, steps: int) -> dict[str, dict[str, object]]:
         model={"args": {"norm": "batchnorm"}},
         validation=VALIDATION,
         metrics=METRICS,
-        checkpoint={"enable": True, "interval": 2},
+        checkpoint={"enable": True, "interval": 2, "keep_best": 1},
         comm={"count_traffic": True},
         training={"steps": steps},
         ema={"decay": 0.9},

@@ -12,6 +12,7 @@ from titan_launch.core.files import weights_folder_around
 
 _ENABLE: KeyPath = ("checkpoint", "enable")
 _LOAD: KeyPath = ("checkpoint", "load")
+_PATIENCE: KeyPath = ("validation", "patience")
 _INITIAL, _EXCLUDE = ("checkpoint", "initial_load_path"), ("checkpoint", "exclude_from_loading")
 _KEYWORDS = ("latest", "none")
 
@@ -35,7 +36,8 @@ def weights_are_never_written_to(config: JobConfig) -> Iterator[Problem]:
 
 
 def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `keep_best` is set, but few or no steps are both validated and saved."""
+    """Report a problem if `keep_best` is set, but few or no steps are both validated and saved. With
+    `validation.patience` the steps that count are always saved."""
     checkpoint, freq = config.checkpoint, config.validation.freq
     if not checkpoint.keep_best or not checkpoint.enable:
         return
@@ -45,12 +47,33 @@ def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
             "requires the validation loss, but validation.freq is 0; set validation.freq above 0, or set keep_best = 0"
         )
         yield Problem(("checkpoint", "keep_best"), reason, checkpoint.keep_best, also=also)
-    elif checkpoint.interval % freq and freq % checkpoint.interval:
+    elif config.validation.patience is None and checkpoint.interval % freq and freq % checkpoint.interval:
         reason = (
             f"counts only steps that are both saved (checkpoint.interval = {checkpoint.interval}) and validated "
             f"(validation.freq = {freq}), which are few; make one number a multiple of the other"
         )
         yield Problem(("checkpoint", "keep_best"), reason, checkpoint.keep_best, also=also)
+
+
+def early_stopping_has_a_result(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if `validation.patience` is set, but there are no validations, or the best checkpoint is not
+    kept. Also report a problem for `min_improvement` without `patience`."""
+    validation, checkpoint = config.validation, config.checkpoint
+    if validation.patience is None:
+        if validation.min_improvement:
+            reason = "has no effect without validation.patience; set patience to a number of validations"
+            yield Problem(("validation", "min_improvement"), reason, validation.min_improvement, also=(_PATIENCE,))
+        return
+    requirements: list[tuple[KeyPath, bool, str]] = [
+        (("validation", "freq"), validation.freq > 0, "validation.freq to the steps between validations"),
+        (_ENABLE, checkpoint.enable, "checkpoint.enable = true"),
+        (("checkpoint", "keep_best"), checkpoint.keep_best > 0, "checkpoint.keep_best = 1"),
+    ]
+    missing = [remedy for _, is_met, remedy in requirements if not is_met]
+    if missing:
+        needs = "ends the run with its best checkpoint as the result, which needs validations and checkpoints"
+        reason = f"{needs}; set {', and '.join(missing)}"
+        yield Problem(_PATIENCE, reason, validation.patience, also=tuple(key for key, *_ in requirements))
 
 
 def loaded_step_is_resumable(config: JobConfig) -> Iterator[Problem]:
@@ -110,6 +133,7 @@ CHECKPOINT_RULES = (
     last_step_is_saved,
     weights_are_never_written_to,
     best_checkpoints_are_validated,
+    early_stopping_has_a_result,
     loaded_step_is_resumable,
     load_is_a_word_or_a_path,
     one_checkpoint_is_loaded,

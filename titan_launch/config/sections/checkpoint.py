@@ -43,7 +43,8 @@ class CheckpointConfig(Section):
 
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Number of checkpoints with the lowest validation loss to keep, whatever their age. The link `best` points to the
-    checkpoint with the lowest loss. A checkpoint counts only if its step was validated. 0 disables this rule."""
+    checkpoint with the lowest loss. A checkpoint counts only if its step was validated. With `validation.patience` each
+    validation with the lowest loss so far is saved. 0 disables this rule."""
 
     save_frozen: bool = False
     """Save also the parameters that are never trained and have the values of `model.weights`. False: checkpoints omit
@@ -60,8 +61,8 @@ class CheckpointConfig(Section):
 
     initial_load_path: str | None = None
     """Path of a checkpoint from which a new run loads parameters and buffers. If the path is a run folder, its newest
-    checkpoint is loaded. Step, data position and optimizer state start anew. If this run already has checkpoints, it
-    resumes from its newest one instead."""
+    checkpoint is loaded, or the best one if `validation.patience` has ended that run. Step, data position and optimizer
+    state start anew. If this run already has checkpoints, it resumes from its newest one instead."""
 
     exclude_from_loading: Array[str] = ()
     """Parts of a checkpoint that are not loaded; they start as in a new run. `optimizer`: the optimizer state. `ema`:

@@ -552,5 +552,15 @@ class ValidationConfig(Section):
     max_samples: Annotated[int, Field(ge=1)] | None = None
     """Number of samples to validate on, the same ones each time; of a mixture, of each source. Default: all samples."""
 
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Early stopping: the run ends when its validation loss has not improved for this many validations in a row. Its
+    result is then the checkpoint with the lowest loss, which `export`, `generate` and `evaluate` take. Each validation
+    with the lowest loss so far is saved. The loss is that of `checkpoint.keep_best`, which must be at least 1, with
+    `checkpoint.enable = true`. Unset: the run ends after `training.steps`."""
+
+    min_improvement: Annotated[float, Field(ge=0)] = 0.0
+    """With `patience`: a validation counts as an improvement if its loss is lower than the loss of the last improvement
+    by more than this number. A loss that is not finite is no improvement."""
+
     data: DataSource | None = None
     """The held-out data. This table has the keys of `[data]`."""

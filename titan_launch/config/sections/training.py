@@ -410,4 +410,4 @@ class EMAConfig(Section):
     validate_with: Literal["both", "ema", "parameters"] = "both"
     """Weights to validate. `ema`: the average, with the metrics `validation/ema_loss` and `validation/ema_accuracy`.
     `parameters`: the parameters, with `validation/loss` and `validation/accuracy`. `both` takes twice the time.
-    `checkpoint.keep_best` compares `validation/loss`; with `ema`, `validation/ema_loss`."""
+    `checkpoint.keep_best` and `validation.patience` compare `validation/loss`; with `ema`, `validation/ema_loss`."""

@@ -12,6 +12,7 @@ from typing import Any
 from titan_launch.config.architectures.huggingface import class_name
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.sections.data import ValidationConfig
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.training import GradientAccumulationConfig, TrainingConfig
 from titan_launch.core.errors import KeyPath, format_key, listed
@@ -198,6 +199,7 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
         ("kernels", kernels),
         ("optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.warmup_steps} warm-up steps"),
         ("moving average of weights", "" if config.ema.decay is None else f"decay {config.ema.decay:g}, float32"),
+        ("early stopping", _early_stopping(config.validation)),
         _length(config.training),
     ]
     return [(name, value) for name, value in lines if value]
@@ -206,6 +208,15 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
 def _length(training: TrainingConfig) -> Line:
     """Return the number of steps, or of epochs if the data, which decides the number of steps, is not open."""
     return ("steps", f"{training.steps:,}") if training.steps is not None else ("epochs", f"{training.epochs:g}")
+
+
+def _early_stopping(config: ValidationConfig) -> str:
+    """Return when the run ends before its last step; empty if it does not."""
+    if config.patience is None:
+        return ""
+    enough = f" by more than {config.min_improvement:g}" if config.min_improvement else ""
+    number = f"{config.patience} validation{'s' * (config.patience != 1)}"
+    return f"after {number} in a row that do not improve the loss{enough}"
 
 
 def _parameters_of_model(config: JobConfig, plan: ModelPlan) -> str:

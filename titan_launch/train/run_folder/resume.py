@@ -16,7 +16,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from titan_launch.checkpoint.loading import EVERYTHING, Selection, damage, find_checkpoint, load_state, newest_valid
+from titan_launch.checkpoint.loading import (
+    EVERYTHING,
+    Selection,
+    damage,
+    find_checkpoint,
+    find_result,
+    load_state,
+    newest_valid,
+)
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
 from titan_launch.checkpoint.state import BaseWeights, LocalStatistics, Part, Progress, TrainingState, Values
@@ -84,7 +92,7 @@ def load_run(
     elif isinstance(load, str) and load not in ("latest", "none"):
         _load(find_checkpoint(Path(load), ("checkpoint", "load")), state, _selected(config))
     elif config.checkpoint.initial_load_path is not None:
-        path = find_checkpoint(Path(config.checkpoint.initial_load_path), ("checkpoint", "initial_load_path"))
+        path = find_result(Path(config.checkpoint.initial_load_path), ("checkpoint", "initial_load_path"))
         _load(path, state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
     else:
         return False
@@ -131,22 +139,17 @@ def training_state(
     optimizer: Optimizer,
     progress: Progress,
     order: Order,
-    stream: Part | None,
-    guard: Part,
-    ema: Part | None,
+    others: Mapping[str, Part | None],
     statistics: LocalStatistics,
     mesh: Mesh,
     ranks: Ranks,
     base: BaseWeights,
 ) -> TrainingState:
     """Return the state that checkpoints save: model, optimizer, random generators, progress, consumed samples, the
-    skipped-step counters and history of `guard` (a StepGuard), and BatchNorm statistics of this rank. `stream`: the
-    position in a stream of training data; None for data with an index."""
-    parts: dict[str, Part] = {"progress": progress, "consumed": ConsumedSamples(order, progress), "guard": guard}
-    if stream is not None:
-        parts["stream"] = stream
-    if ema is not None:
-        parts["ema"] = ema
+    `others`, which are loaded after these, and BatchNorm statistics of this rank. `others`: by name in a checkpoint;
+    None: a part that this run does not have."""
+    parts: dict[str, Part] = {"progress": progress, "consumed": ConsumedSamples(order, progress)}
+    parts |= {name: part for name, part in others.items() if part is not None}
     random = random_stream(ranks.rank, config.parallelism)
     seed, pipeline = config.training.seed, mesh.pipeline_group
     return TrainingState(model, optimizer, parts, statistics, ranks.device, seed, random, pipeline, base)
