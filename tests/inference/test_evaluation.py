@@ -13,7 +13,7 @@ import torch
 from tests.inference.test_generation import byte_level_tokenizer, load
 from tests.models.parity import random_model
 from titan_launch.cli import main
-from titan_launch.inference.generation import Sampling, generate_text
+from titan_launch.inference.generation import Sampling, TextStream, generate_tokens
 from titan_launch.inference.language_model import LanguageModel
 
 pytest.importorskip("lm_eval")
@@ -92,7 +92,8 @@ def test_results_are_sums_by_hand(run: Path, tmp_path: Path, capsys: pytest.Capt
             bits += sum(log_likelihoods(model, window)[start - stop :])
         num_bytes += len(whole.encode())
         room = 48 - 12
-        text = "".join(generate_text(model, context[-room:], 12, Sampling(), stop=["!"]))
+        stream = TextStream(model.tokenizer.decode, context[-room:], ["!"])
+        text = "".join(stream.pieces(generate_tokens(model, context[-room:], 12, Sampling())))
         num_exact += text == f" {document['choices'][0]} \N{EARTH GLOBE EUROPE-AFRICA}"
     assert results["capitals"]["acc,none"] == pytest.approx(num_right / 3)
     assert results["rolling"]["bits_per_byte,none"] == pytest.approx(-bits / num_bytes / 0.6931471805599453, rel=1e-5)

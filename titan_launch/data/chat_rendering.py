@@ -117,14 +117,15 @@ class Renderer:
 
         `allows_special`: do not refuse messages with the names of special tokens, which become these tokens.
         """
-        self._check_strings(messages, allows_special)
+        for number, message in enumerate(messages, start=1):
+            self._check_strings(message, f"message {number}, of the {message['role']}", allows_special)
         *earlier, last = messages
         if last["role"] != "assistant":
             return self.rendered(messages, None, add_generation_prompt=True).text
         end = f"{_END}{len(earlier)}{_MARK_END}"
         found = self.rendered([*earlier, {**last, "content": f"{last['content']}{end} "}], None)
-        if not found.marks:
-            detail = "the template does not write the beginning of the answer"
+        if not found.marks or last["content"].strip() not in found.text:
+            detail = "the template does not write the whole beginning of the answer"
             raise RefusedChat("refused by the chat template", detail, "template")
         text, rest = found.text[: found.marks[-1].position], found.text[found.marks[-1].position :]
         return text if rest.startswith(" ") else text.rstrip()  # the template has removed the space
@@ -163,7 +164,7 @@ class Renderer:
     def _forbidden(self) -> re.Pattern[str]:
         return re.compile("|".join([_NONCHARACTERS.pattern, *map(re.escape, self.special_tokens)]))
 
-    def _check_strings(self, value: Any, allows_special: bool = False) -> None:
+    def _check_strings(self, value: Any, where: str = "", allows_special: bool = False) -> None:
         forbidden = _NONCHARACTERS if allows_special else self._forbidden
         for string in _strings(value):
             if found := forbidden.search(string):
@@ -173,7 +174,7 @@ class Renderer:
                     if is_special
                     else f"the noncharacter U+{ord(found[0]):04X}"
                 )
-                raise RefusedChat(f"a chat with {name} in a message")
+                raise RefusedChat(f"a chat with {name} in a message", where)
 
     def rendered(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> Rendered:
         """Return the text of messages. Raises RefusedChat."""
