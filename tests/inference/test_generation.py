@@ -129,9 +129,12 @@ OWN = f"{__name__}:Smoothed"
 
 @needs_transformers
 def test_every_kind_of_model_generates_what_plain_pytorch_does(
-    single_process_group: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    single_process_group: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model with BatchNorm, a class of `transformers` with its own cache, and a model of the user without one."""
+    """A model with BatchNorm, a class of `transformers` with its own cache, and a model of the user without one. Each
+    also answers in a chat."""
+    pytest.importorskip("jinja2")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
     llama = {**CONFIGS["llama"], "vocab_size": 257, "max_position_embeddings": 48}
     models = [
         ({"args": {"norm": "batchnorm"}}, None, True),
@@ -159,6 +162,9 @@ def test_every_kind_of_model_generates_what_plain_pytorch_does(
         options = ["--max-new-tokens=5", *(["--model", OWN] if name else [])]
         assert main(["generate", str(run), "--prompt=Gr", *options]) == 0
         assert ("each token computes the whole sequence again" in capsys.readouterr().err) != is_cached
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Gr\nGr\n"))
+        assert main(["chat", str(run), f"--template={tmp_path}/own.jinja", *options]) == 0
+        assert capsys.readouterr().err.count("\nprompt: ") == 2
     assert main(["generate", str(run), "--prompt=Gr"]) == 2
     assert f"a folder may not choose code: add --model {OWN}" in capsys.readouterr().err
 
