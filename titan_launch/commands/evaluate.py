@@ -6,7 +6,7 @@ from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
-from titan_launch.commands.language_model import add_chat, add_model, chat_options, load_model
+from titan_launch.commands.language_model import add_chat, add_model, check_chat, load_model
 from titan_launch.commands.parser import Parser, at_least
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import refuse_weights_folder
@@ -48,9 +48,7 @@ def run(arguments: Namespace) -> int:
         raise UserError(f"error: --out {out}: there is no folder {out.parent}")
     if out is not None:
         refuse_weights_folder(out)
-    chat_options(arguments)  # raises
-    if arguments.single_turn and not arguments.chat:
-        raise UserError("error: --single-turn has no effect without --chat; add --chat")
+    check_chat(arguments, "single_turn")
     model = load_model(arguments)
 
     from titan_launch.inference.evaluation import ChatForm, as_json, evaluate, tables

@@ -13,7 +13,7 @@ from titan_launch.commands.language_model import (
     add_chat,
     add_model,
     add_sampling,
-    chat_options,
+    check_chat,
     check_sampling,
     load_model,
     sampling_of,
@@ -58,9 +58,9 @@ def run(arguments: Namespace) -> int:
     """Generate text for each prompt. Text goes to the standard output, and speed to the standard error."""
     prompts = _prompts(arguments)
     check_sampling(arguments)
+    check_chat(arguments)
     if arguments.chat and arguments.special_tokens:
         raise UserError("error: --special-tokens cannot be used with --chat, whose template writes the special tokens")
-    chat_options(arguments)  # raises
     generate = _generator(load_model(arguments), arguments)
     is_interactive = prompts is None and sys.stdin.isatty()
     try:

@@ -18,7 +18,6 @@ from titan_launch.core.terminal import as_message, one_line, say
 if TYPE_CHECKING:
     import torch
 
-    from titan_launch.inference.chat_format import ChatOptions
     from titan_launch.inference.generation import Sampling
     from titan_launch.inference.language_model import LanguageModel
 
@@ -71,16 +70,11 @@ def _date(text: str) -> str:
         raise ArgumentTypeError(f'{error}, not "{text}"') from None
 
 
-def chat_options(arguments: Namespace) -> ChatOptions | None:
-    """Return the choices about chats; None without `--chat`. Raises UserError for options that need it."""
-    if not arguments.chat:
-        given = [name for name in ("system", "template", "template_arg", "date") if getattr(arguments, name)]
-        if given:
-            raise UserError(f"error: --{given[0].replace('_', '-')} has no effect without --chat; add --chat")
-        return None
-    from titan_launch.inference.chat_format import ChatOptions
-
-    return ChatOptions(arguments.template, dict(arguments.template_arg), arguments.date)
+def check_chat(arguments: Namespace, *further: str) -> None:
+    """Raise UserError for options that need `--chat`. `further`: those of the command."""
+    given = [name for name in ("system", "template", "template_arg", "date", *further) if getattr(arguments, name)]
+    if given and not arguments.chat:
+        raise UserError(f"error: --{given[0].replace('_', '-')} has no effect without --chat; add --chat")
 
 
 def load_model(arguments: Namespace) -> LanguageModel:
@@ -90,10 +84,12 @@ def load_model(arguments: Namespace) -> LanguageModel:
 
         from titan_launch.checkpoint.manifest import DamagedCheckpointError
         from titan_launch.config.huggingface.features import WeightsError
+        from titan_launch.inference.chat_format import ChatOptions
         from titan_launch.inference.language_model import device_of, load_language_model
         from titan_launch.inference.saved_model import open_saved_model
     gc.enable()  # the start of the program disables garbage collection
-    device, source, chat = device_of(arguments.device), Path(arguments.source), chat_options(arguments)
+    device, source = device_of(arguments.device), Path(arguments.source)
+    chat = ChatOptions(arguments.template, dict(arguments.template_arg), arguments.date) if arguments.chat else None
     try:
         saved = open_saved_model(source, arguments.step, arguments.ema, arguments.base)
         for note in saved.notes:
