@@ -187,15 +187,16 @@ def test_the_way_from_text_to_text(tmp_path: Path) -> None:
 
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
 def write_chat_model(folder: Path) -> None:
     """Write a tiny chat model, chats and a task, with the names of the page."""
     name = "Llama-3.2-1B-Instruct"
-    random_model("Llama 3.1, RoPE scaling", folder / name, vocab_size=300)
+    random_model("Llama 3.1, RoPE scaling", folder / name, vocab_size=300, eos_token_id=0)
     train_tokenizer(["user: Say hello. assistant: Hello!"], 300, folder / "tokenizer")
     for file in (folder / "tokenizer").iterdir():
         shutil.copy(file, folder / name)
@@ -218,13 +219,13 @@ def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: 
     before = {file: file.read_bytes() for file in (tmp_path / "Llama-3.2-1B-Instruct").iterdir()}
     job, _ = (block for name, block in blocks("toml") if FINE_TUNING in name)
     (tmp_path / "job.toml").write_text(job)
-    data, plan, train, resume, evaluate, export, adapter = (
+    data, plan, train, resume, chat, evaluate, export, adapter = (
         shlex.split(line)[1:] for name, block in blocks("sh") if FINE_TUNING in name for line in block.splitlines()
     )
 
     def printed_by(arguments: list[str], expected: str = "") -> str:
         if arguments[0] != "launch":
-            status, printed, reported = run_command(arguments, tmp_path)
+            status, printed, reported = run_command(arguments, tmp_path, typed="Say hello.\n")
         else:
             environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", "titan_launch", *arguments]
@@ -238,10 +239,11 @@ def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: 
     printed_by(train)
     resumed = printed_by(resume)
     losses = [float(loss) for loss in re.findall(r"^step .* loss +([\d.]+)", resumed, re.MULTILINE)]
-    assert "resumed from outputs/assistant/checkpoints/step-20\n" in resumed and losses[-1] < 3 < 5.7
+    assert "resumed from outputs/assistant/checkpoints/step-20\n" in resumed and losses[-1] < 3.5 < 5.7
     index = read_index(tmp_path / "outputs/assistant/checkpoints/step-40")
     held = [key for key in index if key.startswith("model.") and not key.endswith("rope.table")]
     assert held and all(".lora." in key for key in held)
+    answer = printed_by(chat)
     printed_by(evaluate, "capitals")
     printed_by(export)
     printed_by(adapter)
@@ -263,6 +265,8 @@ def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: 
         for _ in range(names["tokens"].shape[1] - begun):
             ours.append(int(model.module(torch.tensor([ours]))[0, -1].argmax()))
     assert ours == names["tokens"][0].tolist(), text
+    begin = names["tokenizer"].decode(names["tokens"][0, begun:], skip_special_tokens=True)
+    assert answer.startswith(begin.rstrip("\ufffd")), (answer, begin)
 
 
 RESULT = [  # smaller than the main job, and in fp32, so that the numbers are equal
@@ -325,7 +329,9 @@ def test_the_docs_load_an_export_in_plain_pytorch(tmp_path: Path, monkeypatch: p
         torch.testing.assert_close(names["model"](tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
-WITHOUT_JOB = {"init", "migrate", "import", "export", "generate", "evaluate", "prepare", "runs", "report", "compare"}
+WITHOUT_JOB = {
+    *("init", "migrate", "import", "export", "generate", "chat", "evaluate", "prepare", "runs", "report", "compare")
+}
 """Commands that take no job file."""
 
 
@@ -333,22 +339,11 @@ WITHOUT_JOB = {"init", "migrate", "import", "export", "generate", "evaluate", "p
 def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
     words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # commands may follow VARIABLE=value
+    words = words[: next((i for i, word in enumerate(words) if word == "<"), None)]
     match words:
         case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
             arguments = rest if words[0] == "titan-launch" else rest[2:]
-            own = (
-                "init",
-                "migrate",
-                "import",
-                "export",
-                "generate",
-                "evaluate",
-                "prepare",
-                "runs",
-                "report",
-                "compare",
-            )
-            if arguments[0] in own:
+            if arguments[0] in WITHOUT_JOB:
                 assert parse_arguments(arguments).run
             elif arguments[0] == "data":
                 parsed = parse_arguments(arguments)

@@ -25,6 +25,7 @@ COMMANDS = {
     "import": "convert a Hugging Face folder to the names of this package, and write a job that starts from it",
     "export": "write the weights of a run in the format of Hugging Face, or as one file",
     "generate": "continue a text with a trained model, and print it as it is generated",
+    "chat": "answer messages with a trained model, turn by turn, by its chat template",
     "evaluate": "measure a trained model on tasks of lm-evaluation-harness",
     "runs": "list the runs of a folder with their state, step, loss and speed",
     "report": "write a page about a run: loss, speed, time, memory, precision, restarts and checkpoints",

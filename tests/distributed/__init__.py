@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -58,14 +59,15 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 process.join()
 
 
-def run_command(args: Sequence[str], folder: Path, timeout: float = 120) -> tuple[int, str, str]:
-    """Run a command of the launcher in `folder`, in a process of its own that has loaded what it needs.
+def run_command(args: Sequence[str], folder: Path, timeout: float = 120, typed: str = "") -> tuple[int, str, str]:
+    """Run a command of the launcher in `folder`, in a process of its own that has loaded what it needs. `typed`: its
+    standard input.
 
     Returns the exit status, and what the command printed and reported as errors.
     """
     with tempfile.TemporaryDirectory() as temporary:
         files = Path(temporary, "stdout"), Path(temporary, "stderr")
-        process = _CONTEXT.Process(target=_command_main, args=(args, folder, *files))
+        process = _CONTEXT.Process(target=_command_main, args=(args, folder, *files, typed))
         process.start()
         process.join(timeout)
         status = process.exitcode
@@ -107,9 +109,10 @@ def _receive(pipe: multiprocessing.connection.Connection, process: Any, rank: in
     return result
 
 
-def _command_main(args: Sequence[str], folder: Path, stdout: Path, stderr: Path) -> None:
+def _command_main(args: Sequence[str], folder: Path, stdout: Path, stderr: Path, typed: str) -> None:
     from titan_launch.cli import main
 
+    sys.stdin = io.StringIO(typed)
     for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), stream.fileno())
     os.chdir(folder)

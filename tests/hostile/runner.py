@@ -34,13 +34,13 @@ STARTS = (
 )
 """Audit events of the functions that start a program, or that reach a host."""
 
-_COMMANDS = "check compare data export generate import_ init launch migrate plan prepare report runs train"
+_COMMANDS = "chat check compare data export generate import_ init launch migrate plan prepare report runs train"
 _PRELOADED = (
     *(f"titan_launch.commands.{name}" for name in _COMMANDS.split()),
     "titan_launch.train.main",
     "titan_launch.data.preview",
     "titan_launch.inference.export",
-    "titan_launch.inference.language_model",
+    "titan_launch.inference.conversation",
     "titan_launch.report.comparison",
     "PIL.Image",
     "jinja2.sandbox",
@@ -102,10 +102,17 @@ class Runner:
         )
 
     def run(
-        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, memory: int = MEMORY
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        memory: int = MEMORY,
+        typed: str = "",
     ) -> Ended:
-        """Run `titan-launch` with arguments in a folder. `memory`: bytes that it may allocate."""
+        """Run `titan-launch` with arguments in a folder. `memory`: bytes that it may allocate. `typed`: its standard
+        input."""
         request = {"arguments": list(arguments), "folder": str(folder), "environment": dict(environment or {})}
+        request["typed"] = typed
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps({**request, "memory": memory}) + "\n")
         self._server.stdin.flush()
@@ -167,7 +174,10 @@ def _become_command(request: Mapping[str, Any], out: IO[bytes], err: IO[bytes], 
     os.setsid()
     os.chdir(request["folder"])
     os.environ.update(request["environment"])
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with tempfile.TemporaryFile() as typed:
+        typed.write(request["typed"].encode())
+        typed.seek(0)
+        os.dup2(typed.fileno(), 0)
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     sys.stdin = os.fdopen(0)

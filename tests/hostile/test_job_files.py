@@ -187,9 +187,7 @@ PATH_ARGUMENTS = (
 
 
 @pytest.mark.parametrize("arguments", PATH_ARGUMENTS, ids=lambda words: "-".join(word[:9] for word in words))
-def test_a_path_on_the_command_line_ends_in_one_sentence(
-    arguments: list[str], folder: Path, runner: Runner
-) -> None:
+def test_a_path_on_the_command_line_ends_in_one_sentence(arguments: list[str], folder: Path, runner: Runner) -> None:
     runner.run(arguments, folder).assert_one_sentence("error:")
 
 

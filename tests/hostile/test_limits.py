@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from titan_launch.commands import generate
+from titan_launch.commands import language_model
 from titan_launch.config.architectures import base
 from titan_launch.config.architectures import huggingface as classes
 from titan_launch.config.huggingface import adapters, config_json
@@ -65,7 +65,7 @@ LIMITS = {
     "a label in a tar file; classes": f"{mib(encoded._MOST_LABEL)}; {arrays.MOST_CLASSES:,}",
     "a compressed array or document; a compressed file of lines": _COMPRESSED,
     "a line of a data set": mib(jsonl.MOST_LINE),
-    "a prompt of `generate`": f"{generate.MOST_PROMPT:,} characters",
+    "a prompt of `generate`": f"{language_model.MOST_PROMPT:,} characters",
     "header of token files": mib(token_files.MOST_LISTED),
 }
 """The rows of the table."""

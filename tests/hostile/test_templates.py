@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.hostile.runner import Runner
+from tests.hostile.weights_folders import write_folder
 from titan_launch.core import limited_process
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.chat_rendering import Renderer
@@ -49,7 +50,11 @@ COMMANDS = {
     "data": ["data", "--config", "job.toml"],
     "prepare": ["prepare", "--config", "job.toml", "--out", "tokens"],
     "train": ["train", "--config", "job.toml"],
+    "generate": ["generate", "hf", "--chat", "--prompt", "a question", "--template", "own.jinja"],
+    "chat": ["chat", "hf", "--template", "own.jinja"],
 }
+
+TYPED = "a question\n"
 
 CHAT = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
 
@@ -115,20 +120,26 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    write_folder(tmp_path / "hf")
     return tmp_path
 
 
+OF_JOBS, OF_MODELS = ("data.template", "data.path", "tokens has no"), ("--template", "the conversation is ")
+NAMED = {command: OF_MODELS if command in ("generate", "chat") else OF_JOBS for command in COMMANDS}
+"""Words that name the template or the chat in an error."""
+
+
 def refused(runner: Runner, folder: Path, command: str, sentence: str) -> None:
-    ended = runner.run(COMMANDS[command], folder, {"TITAN_LAUNCH_CACHE": str(folder / "cache")})
+    ended = runner.run(COMMANDS[command], folder, {"TITAN_LAUNCH_CACHE": str(folder / "cache")}, typed=TYPED)
     ended.assert_one_sentence(sentence)
-    assert "data.template" in ended.stderr or "data.path" in ended.stderr or "tokens has no" in ended.stderr
+    assert any(words in ended.stderr for words in NAMED[command])
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_commands_refuse_files_that_are_no_templates(case: str, runner: Runner, folder: Path) -> None:
     make, sentence = FILES[case]
     make(folder / "own.jinja")
-    for command in COMMANDS if case in ("a FIFO", "large") else ["prepare"]:
+    for command in COMMANDS if case in ("a FIFO", "large") else ["prepare", "chat"]:
         refused(runner, folder, command, sentence)
 
 
@@ -136,7 +147,7 @@ def test_commands_refuse_files_that_are_no_templates(case: str, runner: Runner, 
 def test_commands_stop_at_a_template_without_end(case: str, runner: Runner, folder: Path) -> None:
     text, sentence = LIMITED[case]
     (folder / "own.jinja").write_text(text)
-    for command in COMMANDS if case == "signs" else ["prepare"]:
+    for command in COMMANDS if case == "signs" else ["prepare", "chat"]:
         refused(runner, folder, command, sentence)
 
 
@@ -144,8 +155,16 @@ def test_commands_stop_at_a_template_without_end(case: str, runner: Runner, fold
 def test_commands_skip_chats_that_a_template_refuses(case: str, runner: Runner, folder: Path) -> None:
     (folder / "own.jinja").write_text(REFUSED[case])
     refused(runner, folder, "data", "")
+    refused(runner, folder, "chat", "error: the conversation is ")
     (folder / "job.toml").write_text(JOB.replace('on_error = "skip"', ""))
     refused(runner, folder, "prepare", "a.jsonl, line 1 is ")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_template_that_waits_for_a_message_is_stopped(command: str, runner: Runner, folder: Path) -> None:
+    """The command has loaded the model by then, and has rendered a chat to find where answers end."""
+    (folder / "own.jinja").write_text("{% if messages[0].content == 'a question' %}{{ 'a' * 10**10 }}{% endif %}a")
+    refused(runner, folder, command, MEMORY)
 
 
 def template(text: str, special: tuple[str, ...] = ()) -> ChatTemplate:

@@ -122,6 +122,7 @@ COMMANDS: dict[str, list[str]] = {
     "import folder": ["import", EVIL, "out"],
     "export": ["export", EVIL, "out"],
     "generate": ["generate", EVIL, "--prompt", "a"],
+    "chat": ["chat", EVIL],
     "generate tensors": ["generate", "weights", "--prompt", "a"],
     "migrate": ["migrate", "torchtitan.json", "new.toml"],
     "init model": ["init", "sft", "job1.toml", "--model", EVIL],

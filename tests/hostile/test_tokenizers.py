@@ -248,7 +248,10 @@ COMMANDS = {
     "prepare": ["prepare", "--config", "job.toml", "--out", "tokens"],
     "train": ["train", "--config", "job.toml"],
     "generate": ["generate", "out/tiny", "--prompt", "the " + "e" * 40, "--max-new-tokens", "2"],
+    "chat": ["chat", "out/tiny", "--template", "chatml", "--max-new-tokens", "2"],
 }
+
+TYPED = "the " + "e" * 40 + "\n"
 
 
 @pytest.fixture
@@ -259,7 +262,7 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 
 
 def refused(runner: Runner, folder: Path, command: str, sentence: str) -> None:
-    ended = runner.run(COMMANDS[command], folder, {"TITAN_LAUNCH_CACHE": str(folder / "cache")})
+    ended = runner.run(COMMANDS[command], folder, {"TITAN_LAUNCH_CACHE": str(folder / "cache")}, typed=TYPED)
     ended.assert_one_sentence(sentence)
     assert "tok" in ended.stderr
 
@@ -281,7 +284,7 @@ def test_commands_refuse_what_the_library_cannot_do(
     damage, sentence = READ_BY_THE_LIBRARY[case]
     damage(folder / "tok/tokenizer.json", json.loads(contents["BPE"]))
     assert runner.run(COMMANDS["check"], folder).status == 0
-    for command in ["prepare"] if case == "slow regex" else ["prepare", "generate"]:
+    for command in ["prepare"] if case == "slow regex" else ["prepare", "generate", "chat"]:
         refused(runner, folder, command, sentence)
 
 

@@ -13,7 +13,8 @@ import torch
 from tests.inference.test_generation import byte_level_tokenizer, load
 from tests.models.parity import random_model
 from titan_launch.cli import main
-from titan_launch.inference.generation import Sampling, generate_text
+from titan_launch.inference.chat_format import ChatOptions
+from titan_launch.inference.generation import Sampling, TextStream, generate_tokens
 from titan_launch.inference.language_model import LanguageModel
 
 pytest.importorskip("lm_eval")
@@ -70,21 +71,35 @@ def log_likelihoods(model: LanguageModel, tokens: list[int]) -> list[float]:
     return [float(row.log_softmax(-1)[token]) for row, token in zip(logits, tokens[1:], strict=True)]
 
 
+CHAT = (
+    "{% for m in messages %}{{ m.role[:1] }}:{{ m.content }}{% if m.role == 'assistant' %}!{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
 @torch.no_grad()
-def test_results_are_sums_by_hand(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names, out = write_tasks(tmp_path), tmp_path / "results.json"
-    assert main(["evaluate", str(run), "--tasks", names, f"--include-path={tmp_path}", f"--out={out}"]) == 0
+@pytest.mark.parametrize("is_chat", [False, True], ids=["texts", "chats"])
+def test_results_are_sums_by_hand(is_chat: bool, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A chat has a system message, its answers have no space at their beginning, and rolling texts are no chats."""
+    names, out, template = write_tasks(tmp_path), tmp_path / "results.json", tmp_path / "own.jinja"
+    template.write_text(CHAT)
+    options = ["--chat", f"--template={template}", "--system=S"] if is_chat else []
+    assert main(["evaluate", str(run), "--tasks", names, f"--include-path={tmp_path}", f"--out={out}", *options]) == 0
     assert "|capitals" in capsys.readouterr().out
-    results: dict[str, Any] = json.loads(out.read_text())["results"]
-    model, num_right, num_bytes, bits, num_exact = load(run), 0, 0, 0.0, 0
+    written: dict[str, Any] = json.loads(out.read_text())
+    results, config = written["results"], written["config"]
+    assert config["apply_chat_template"] == is_chat and config.get("system_instruction") == ("S" if is_chat else None)
+    model = load(run, chat=ChatOptions(str(template)) if is_chat else None)
+    num_right, num_bytes, bits, num_exact = 0, 0, 0.0, 0
     for document in DOCUMENTS:
-        context = list(str(document["question"]).encode())
+        question = str(document["question"])
+        context = list((f"s:S;u:{question};a:" if is_chat else question).encode())
         scores = [
             sum(log_likelihoods(model, [*context, *choice.encode()][-49:])[-len(choice.encode()) :])
-            for choice in (f" {choice}" for choice in document["choices"])
+            for choice in (choice if is_chat else f" {choice}" for choice in document["choices"])
         ]
         num_right += scores.index(max(scores)) == document["answer"]
-        whole = str(document["question"]) + document["choices"][document["answer"]]
+        whole = question + document["choices"][document["answer"]]
         tokens = [256, *whole.encode()]
         for start in range(0, len(tokens) - 1, 48):  # each window has the longest context that leaves room
             stop = min(start + 48, len(tokens) - 1)
@@ -92,12 +107,44 @@ def test_results_are_sums_by_hand(run: Path, tmp_path: Path, capsys: pytest.Capt
             bits += sum(log_likelihoods(model, window)[start - stop :])
         num_bytes += len(whole.encode())
         room = 48 - 12
-        text = "".join(generate_text(model, context[-room:], 12, Sampling(), stop=["!"]))
+        stream = TextStream(model.tokenizer.decode, () if is_chat else context[-room:], ["!"])
+        text = "".join(stream.pieces(generate_tokens(model, context[-room:], 12, Sampling())))
         num_exact += text == f" {document['choices'][0]} \N{EARTH GLOBE EUROPE-AFRICA}"
     assert results["capitals"]["acc,none"] == pytest.approx(num_right / 3)
     assert results["rolling"]["bits_per_byte,none"] == pytest.approx(-bits / num_bytes / 0.6931471805599453, rel=1e-5)
     assert results["continued"]["exact_match,none"] == pytest.approx(num_exact / 3)
-    assert 0 < num_right < 3 and num_exact == 1
+    assert is_chat or (0 < num_right < 3 and num_exact == 1)
+
+
+def test_examples_are_turns_and_a_refused_system_message_is_left_out(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from titan_launch.inference.evaluation import EvaluatedModel
+
+    write_tasks(tmp_path)
+    template, seen = tmp_path / "own.jinja", list[str]()
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    encode = EvaluatedModel.tok_encode
+
+    def noted(self: EvaluatedModel, string: str, *arguments: Any, **options: Any) -> list[int]:
+        seen.append(string)
+        return encode(self, string, *arguments, **options)
+
+    monkeypatch.setattr(EvaluatedModel, "tok_encode", noted)
+    command = ["evaluate", str(run), "--tasks=continued", f"--include-path={tmp_path}", "--limit=1", "--num-fewshot=1"]
+    for text, options in ((CHAT, []), (CHAT, ["--single-turn"]), (refusing + CHAT, ["--system=S"])):
+        template.write_text(text)
+        assert main([*command, "--chat", f"--template={template}", *options]) == 0
+    examples = {str(document["question"]): document["choices"][0] for document in DOCUMENTS}
+    question = str(DOCUMENTS[0]["question"])
+    turns = "|".join(f"u:{re.escape(asked)};a: {first} .!;" for asked, first in examples.items())
+    assert re.fullmatch(f"(?:{turns})u:{question};a:", seen[0])
+    assert re.fullmatch(rf"u:.*{question};a:", seen[1], re.DOTALL) and seen[1].count(";") == 1
+    assert re.fullmatch(f"(?:{turns})u:{question};a:", seen[2])
+    assert "note: the chat template refuses system messages" in capsys.readouterr().err
+    template.write_text("{{ raise_exception('nothing') }}")
+    assert main([*command, "--chat", f"--template={template}"]) == 2
+    assert "error: --chat: a document of a task is refused by the chat template (nothing)" in capsys.readouterr().err
 
 
 def test_bad_requests_are_one_line_and_status_2(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,3 +187,36 @@ def test_results_are_those_of_the_harness_on_the_folder(tmp_path: Path) -> None:
     options = {"until": ["\n"], "max_gen_toks": 10, "do_sample": False}
     generated, expected_texts = ask("generate_until", [(context or "a", options) for context, _ in pairs])
     assert generated == expected_texts
+
+
+@pytest.mark.slow
+def test_chats_are_those_of_the_harness_on_the_folder(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from titan_launch.inference.evaluation import EvaluatedModel
+
+    random_model("Llama 3.1, RoPE scaling", tmp_path, vocab_size=258, eos_token_id=256, bos_token_id=257)
+    byte_level_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}" + CHAT.replace("!", "<end>"))
+    theirs = HFLM(pretrained=str(tmp_path), device="cpu", batch_size=2)
+    ours = EvaluatedModel(load(tmp_path, chat=ChatOptions()), batch_size=3)
+    histories = [
+        [{"role": "system", "content": "S"}, {"role": "user", "content": "a <end>"}],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}],
+    ]
+    contexts = []
+    for history in histories:
+        options = {"add_generation_prompt": history[-1]["role"] == "user"}
+        contexts.append(ours.apply_chat_template(history, **options))
+        assert contexts[-1] == theirs.apply_chat_template(history, **options)
+    pairs = [Instance("loglikelihood", {}, (context, "an answer"), 0) for context in contexts]
+    for (score, is_greedy), (expected, expected_greedy) in zip(
+        ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True
+    ):
+        assert score == pytest.approx(expected, abs=1e-4) and is_greedy == expected_greedy
+    kwargs = {"until": ["\n"], "max_gen_toks": 10, "do_sample": False}
+    requests = [Instance("generate_until", {}, (context, kwargs), 0) for context in contexts]
+    assert ours.generate_until(requests) == theirs.generate_until(requests)

@@ -24,11 +24,11 @@ from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.inference.generation import (
     Sampling,
     TextStream,
-    cached_forward,
     choose,
     generate_tokens,
     has_cache,
     probabilities,
+    token_sequence,
 )
 from titan_launch.inference.language_model import LanguageModel, load_language_model
 from titan_launch.inference.saved_model import open_saved_model
@@ -86,10 +86,14 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
     assert len(tokens) == new or expected[0, len(prompt) + len(tokens)] == 256
     sequence = torch.tensor([[*prompt, *range(new)]])
     pieces = [sequence[:, :7], *sequence[:, 7:30].split(1, dim=1), sequence[:, 30:]]
-    with torch.no_grad(), cached_forward(model.module, sequence.shape[1]) as forward:
-        cached = torch.stack([forward(piece) for piece in pieces])
     whole = model.module(sequence)[0]
-    torch.testing.assert_close(cached, torch.cat([whole[6:30], whole[-1:]]), rtol=0, atol=1e-5)
+    other = [*sequence[0, :21].tolist(), *range(40, 60)]  # the cache is shortened, and grows
+    whole_other = model.module(torch.tensor([other]))[0, -1]
+    with torch.no_grad(), token_sequence(model.module, max_tokens=len(pieces)) as computed:
+        cached = torch.stack([computed.extend(piece[0].tolist()) for piece in pieces])
+        torch.testing.assert_close(cached, torch.cat([whole[6:30], whole[-1:]]), rtol=0, atol=1e-5)
+        assert computed.continued_as(other) == other[21:] and computed.num_kept == 21
+        torch.testing.assert_close(computed.extend(other[21:]), whole_other, rtol=0, atol=1e-5)
 
 
 @needs_transformers
@@ -125,9 +129,12 @@ OWN = f"{__name__}:Smoothed"
 
 @needs_transformers
 def test_every_kind_of_model_generates_what_plain_pytorch_does(
-    single_process_group: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    single_process_group: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model with BatchNorm, a class of `transformers` with its own cache, and a model of the user without one."""
+    """A model with BatchNorm, a class of `transformers` with its own cache, and a model of the user without one. Each
+    also answers in a chat."""
+    pytest.importorskip("jinja2")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
     llama = {**CONFIGS["llama"], "vocab_size": 257, "max_position_embeddings": 48}
     models = [
         ({"args": {"norm": "batchnorm"}}, None, True),
@@ -155,6 +162,9 @@ def test_every_kind_of_model_generates_what_plain_pytorch_does(
         options = ["--max-new-tokens=5", *(["--model", OWN] if name else [])]
         assert main(["generate", str(run), "--prompt=Gr", *options]) == 0
         assert ("each token computes the whole sequence again" in capsys.readouterr().err) != is_cached
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Gr\nGr\n"))
+        assert main(["chat", str(run), f"--template={tmp_path}/own.jinja", *options]) == 0
+        assert capsys.readouterr().err.count("\nprompt: ") == 2
     assert main(["generate", str(run), "--prompt=Gr"]) == 2
     assert f"a folder may not choose code: add --model {OWN}" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
-from titan_launch.commands.generate import add_model, load_model
+from titan_launch.commands.language_model import add_chat, add_model, check_chat, load_model
 from titan_launch.commands.parser import Parser, at_least
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import refuse_weights_folder
@@ -28,6 +28,9 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--batch-size", type=at_least(1), default=8, metavar="N", help=text)
     group.add_argument("--include-path", metavar="FOLDER", help="folder with tasks of your own, as YAML files")
     group.add_argument("--out", metavar="FILE", help="also write all results as JSON")
+    add_chat(parser, "each document is a message of a user, by the chat template of the model")
+    text = "with --chat: the examples are a part of the message, in place of turns of their own"
+    parser.add_argument("--single-turn", action="store_true", help=text)
 
 
 def run(arguments: Namespace) -> int:
@@ -45,11 +48,13 @@ def run(arguments: Namespace) -> int:
         raise UserError(f"error: --out {out}: there is no folder {out.parent}")
     if out is not None:
         refuse_weights_folder(out)
+    check_chat(arguments, "single_turn")
     model = load_model(arguments)
 
-    from titan_launch.inference.evaluation import as_json, evaluate, tables
+    from titan_launch.inference.evaluation import ChatForm, as_json, evaluate, tables
 
-    results = evaluate(model, tasks, arguments.limit, arguments.num_fewshot, arguments.batch_size, include)
+    chat = ChatForm(arguments.system, not arguments.single_turn) if arguments.chat else None
+    results = evaluate(model, tasks, arguments.limit, arguments.num_fewshot, arguments.batch_size, include, chat)
     for table in tables(results):
         say(table)
     if out is not None:

@@ -24,6 +24,8 @@ _BEGIN, _END, _MARK_END = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters of Unicode, of which marks consist. A mark is one of the first two, the index of a message, and the
 third. Marks of `generation` blocks have no index. Messages with these characters are refused."""
 
+_NONCHARACTERS = re.compile(f"[{_BEGIN}-{_MARK_END}]")
+
 _MARKS = re.compile(f"([{_BEGIN}{_END}])([0-9]*){_MARK_END}")
 
 _PLACES = (("blank", "first", "last", "end"), ("first", "last", "end"), ("last",), ("end",), ("first",))
@@ -109,6 +111,39 @@ class Renderer:
                 raise RefusedChat("a chat with a call that the template does not write", detail, "template")
         return text, spans
 
+    def prompt(self, messages: Sequence[Message], allows_special: bool = False) -> str:
+        """Return the text of a chat up to the answer that follows. If the last message is of the assistant, the text
+        ends with that of this message, which the answer continues. Raises RefusedChat.
+
+        `allows_special`: do not refuse messages with the names of special tokens, which become these tokens.
+        """
+        for number, message in enumerate(messages, start=1):
+            self._check_strings(message, f"message {number}, of the {message['role']}", allows_special)
+        *earlier, last = messages
+        if last["role"] != "assistant":
+            return self.rendered(messages, None, add_generation_prompt=True).text
+        end = f"{_END}{len(earlier)}{_MARK_END}"
+        found = self.rendered([*earlier, {**last, "content": f"{last['content']}{end} "}], None)
+        if not found.marks or last["content"].strip() not in found.text:
+            detail = "the template does not write the whole beginning of the answer"
+            raise RefusedChat("refused by the chat template", detail, "template")
+        text, rest = found.text[: found.marks[-1].position], found.text[found.marks[-1].position :]
+        return text if rest.startswith(" ") else text.rstrip()  # the template has removed the space
+
+    def end_of_answer(self) -> str:
+        """Return the text that ends the last answer of a chat, as `render` finds it: a special token, or what stands in
+        its line after the answer. "" if nothing does."""
+        answer = "answer"
+        try:
+            text, spans = self.render([_QUESTION, {"role": "assistant", "content": answer}], None, "last")
+        except RefusedChat:
+            return ""
+        turn = "".join(text[span.start : span.stop] for span in spans[-1:])
+        end = turn.rpartition(answer)[2].strip()
+        tokens = [token for token in self.closing if end.startswith(token)]
+        line = end.partition("\n")[0].rstrip()
+        return max(tokens, key=len, default=line if len(line) <= _LONGEST_END else "")
+
     def syntax_error(self) -> str:
         """Return why the text is not a template; "" if it is one."""
         from jinja2 import TemplateSyntaxError
@@ -127,18 +162,19 @@ class Renderer:
 
     @cached_property
     def _forbidden(self) -> re.Pattern[str]:
-        return re.compile("|".join([f"[{_BEGIN}-{_MARK_END}]", *map(re.escape, self.special_tokens)]))
+        return re.compile("|".join([_NONCHARACTERS.pattern, *map(re.escape, self.special_tokens)]))
 
-    def _check_strings(self, value: Any) -> None:
+    def _check_strings(self, value: Any, where: str = "", allows_special: bool = False) -> None:
+        forbidden = _NONCHARACTERS if allows_special else self._forbidden
         for string in _strings(value):
-            if found := self._forbidden.search(string):
+            if found := forbidden.search(string):
                 is_special = found[0] in self.special_tokens
                 name = (
                     f"the special token {one_line(found[0])}"
                     if is_special
                     else f"the noncharacter U+{ord(found[0]):04X}"
                 )
-                raise RefusedChat(f"a chat with {name} in a message")
+                raise RefusedChat(f"a chat with {name} in a message", where)
 
     def rendered(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> Rendered:
         """Return the text of messages. Raises RefusedChat."""
@@ -349,6 +385,9 @@ def _shortened(error: Exception) -> str:
 
 
 _LONGEST_MESSAGE = 500
+
+_LONGEST_END = 100
+"""Characters of a text that ends an answer. Each new token is compared with it."""
 
 
 def _is_target(message: Message) -> bool:

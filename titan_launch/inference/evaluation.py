@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lm_eval import simple_evaluate
@@ -18,11 +19,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from titan_launch.core.errors import UserError, did_you_mean
-from titan_launch.inference.generation import Sampling, generate_text, logits_of
+from titan_launch.core.terminal import one_line, say
+from titan_launch.data.corpora.records import RecordError
+from titan_launch.inference.generation import Sampling, TextStream, generate_tokens, logits_of
 from titan_launch.inference.language_model import LanguageModel
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 """A request: texts, tokens of the context, and tokens of the continuation to score."""
+
+
+class ChatForm(NamedTuple):
+    """The form of a document as a chat."""
+
+    system: str | None
+    """Text before the description of the task in the system message."""
+
+    is_multiturn: bool
+    """True if the examples in a prompt are turns of their own. False: they are a part of the user's message."""
 
 
 class EvaluatedModel(TemplateLM):
@@ -32,9 +45,11 @@ class EvaluatedModel(TemplateLM):
     """
 
     def __init__(self, model: LanguageModel, batch_size: int):
+        """`model`: if it has a chat template, the harness gives it chats that `apply_chat_template` has written."""
         super().__init__()
         self.model = model
         self.batch_size = batch_size
+        self._has_refused_system = False
 
     @property
     def eot_token_id(self) -> int:
@@ -46,17 +61,49 @@ class EvaluatedModel(TemplateLM):
         """The token before a text without context: the begin of a document, or else the end of the one before it."""
         return self.model.begin[0] if self.model.begin else self.eot_token_id
 
+    @property
+    def tokenizer_name(self) -> str:
+        """A name of the tokenizer and of the chat template, for caches of requests."""
+        return f"{self.model.tokenizer.digest} {self.chat_template()}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return the chat template; "" without one."""
+        return "" if self.model.template is None else self.model.template.text
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a chat. If the last message is of the assistant, the answer continues it, and the harness
+        wants no prompt for an answer. Raises UserError.
+
+        As with the model `hf`, names of special tokens in documents become these tokens, and a template that refuses a
+        system message gets none.
+        """
+        assert self.model.template is not None
+        messages = list(chat_history)
+        try:
+            return self.model.template.prompt(messages, allows_special=True)
+        except RecordError as error:
+            others = [message for message in messages if message["role"] != "system"]
+            if len(others) == len(messages):
+                detail = f" ({one_line(error.detail)})" if error.detail else ""
+                raise UserError(f"error: --chat: a document of a task is {error.reason}{detail}") from None
+        if not self._has_refused_system:
+            self._has_refused_system = True
+            say("note: the chat template refuses system messages, so the documents have none", sys.stderr)
+        return self.apply_chat_template(others)
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the tokens of a text, in which the chat template has written its special tokens."""
         model = self.model
-        return model.tokenizer.encode(string) if add_special_tokens is False else model.encode(string)
+        if add_special_tokens is False:
+            return model.tokenizer.encode(string)
+        return model.encode(string) if model.template is None else model.tokenizer.encode_chat(string)[0]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text. Windows of the longest sequence score each token once."""
         windows: list[Scored] = []
         owners: list[int] = []
         for index, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0])
+            tokens = self.model.encode(request.args[0])  # the harness makes no chat of it
             for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.model.max_tokens, context_len=1):
                 windows.append((None, *make_disjoint_window(pair)))
                 owners.append(index)
@@ -102,9 +149,10 @@ class EvaluatedModel(TemplateLM):
         tokens = self.tok_encode(context)[most - longest :] or [self.prefix_token_id]
         temperature = given.get("temperature", 1.0 if given["do_sample"] else 0.0)
         sampling = Sampling(temperature, given.get("top_k") or None, given.get("top_p", 1.0))
-        stop = [text for text in given["until"] if text]
+        stop = [text for text in (*given["until"], *self.model.end_texts) if text]
         generator = torch.Generator().manual_seed(0)
-        return "".join(generate_text(self.model, tokens, most, sampling, generator, stop))
+        stream = TextStream(self.model.tokenizer.decode, tokens if self.model.template is None else (), stop)
+        return "".join(stream.pieces(generate_tokens(self.model, tokens, most, sampling, generator)))
 
 
 def _score(logits: Tensor, wanted: Tensor) -> tuple[float, bool]:
@@ -120,11 +168,14 @@ def evaluate(
     num_fewshot: int | None = None,
     batch_size: int = 8,
     include_path: Path | None = None,
+    chat: ChatForm | None = None,
 ) -> dict[str, Any]:
     """Return the results of the harness on some tasks. `include_path`: a folder with tasks of the user, as YAML files.
+    `chat`: the form of chats, for a model with a chat template.
 
-    Raises UserError for unknown tasks.
+    Raises UserError for unknown tasks, and for documents that the template refuses.
     """
+    form = {} if chat is None else {"system_instruction": chat.system, "fewshot_as_multiturn": chat.is_multiturn}
     results: dict[str, Any] = simple_evaluate(
         EvaluatedModel(model, batch_size),
         tasks=list(tasks),
@@ -132,8 +183,10 @@ def evaluate(
         num_fewshot=num_fewshot,
         task_manager=_find_tasks(tasks, include_path),
         log_samples=False,
+        apply_chat_template=chat is not None,
+        **form,
     )
-    results["config"]["model"] = model.description
+    results["config"].update(model=model.description, apply_chat_template=chat is not None, **form)
     return results
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -55,23 +56,121 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
     return int(torch.multinomial(probabilities(logits.cpu(), sampling), 1, generator=generator))
 
 
-Forward = Callable[[Tensor], Tensor]
-"""A function of the tokens (1, n) that follow those of earlier calls. It returns the logits of the last token."""
+class TokenSequence:
+    """A sequence of tokens that a model has computed, and that further tokens extend.
+
+    Without a cache, as here, each call computes the whole sequence.
+    """
+
+    def __init__(self, module: nn.Module):
+        """`module`: the model, whose parameters are on one device."""
+        self.module = module
+        self.device = next((tensor.device for tensor in module.parameters()), None)
+        self.tokens: list[int] = []
+        """The tokens that are computed."""
+
+        self.num_kept = 0
+        """Number of tokens that the last call of `continued_as` kept."""
+
+    def continued_as(self, tokens: Sequence[int]) -> list[int]:
+        """Keep what the sequence shares with the beginning of `tokens`, as far as the model can. Return the tokens that
+        are left to compute, which are at least one."""
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens, strict=False)))
+        self.num_kept = self._shortened(min(shared, len(tokens) - 1))
+        del self.tokens[self.num_kept :]
+        return list(tokens[self.num_kept :])
+
+    def extend(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits (vocabulary) of the last of some new tokens."""
+        logits = self._logits(tokens)
+        self.tokens += tokens
+        return logits
+
+    def _shortened(self, num_tokens: int) -> int:
+        """Keep the first `num_tokens` tokens, or fewer. Return their number."""
+        return num_tokens
+
+    def _logits(self, tokens: Sequence[int]) -> Tensor:
+        return logits_of(self.module, self._rows([*self.tokens, *tokens]))[0, -1]
+
+    def _rows(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=self.device)
+
+
+class _OwnCache(TokenSequence):
+    """A sequence of a model that keeps a cache itself. The caches of `transformers` have no common way to forget some
+    tokens, so a sequence with another end is computed again."""
+
+    past: Any = None
+
+    def _shortened(self, num_tokens: int) -> int:
+        if num_tokens == len(self.tokens):
+            return num_tokens
+        self.past = None
+        return 0
+
+    def _logits(self, tokens: Sequence[int]) -> Tensor:
+        outputs = self.module(self._rows(tokens), past_key_values=self.past, use_cache=True)
+        self.past = outputs.past_key_values
+        logits: Tensor = outputs.logits[0, -1]
+        return logits
+
+
+class _DecoderSequence(TokenSequence):
+    """A sequence of a decoder of this package, whose layers of attention have caches."""
+
+    def __init__(self, module: Decoder, max_tokens: int):
+        super().__init__(module)
+        self.output = module.output
+        self.positions = [child for child in module.modules() if isinstance(child, (RotaryEmbedding, LearnedPositions))]
+        self.attentions = [child for child in module.modules() if isinstance(child, (Attention, LatentAttention))]
+        self.caches = [KeyValueCache(max_tokens) for _ in self.attentions]
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Give the caches to the model until the end of the block. Its output layer computes the last token only."""
+
+        def last_token(output: nn.Module, args: tuple[Tensor]) -> Tensor:
+            return args[0][:, -1:]
+
+        hook = self.output.register_forward_pre_hook(last_token)
+        try:
+            for attention, cache in zip(self.attentions, self.caches, strict=True):
+                attention.cache = cache
+            yield
+        finally:
+            hook.remove()
+            for attention in self.attentions:
+                attention.cache = None
+            for child in self.positions:
+                child.position = 0
+
+    def _shortened(self, num_tokens: int) -> int:
+        for cache in self.caches:
+            cache.shorten(num_tokens)
+        return num_tokens
+
+    def _logits(self, tokens: Sequence[int]) -> Tensor:
+        for child in self.positions:
+            child.position = len(self.tokens)
+        logits: Tensor = self.module(self._rows(tokens))
+        return logits[0, -1]
 
 
 @contextmanager
-def cached_forward(module: nn.Module, max_tokens: int) -> Iterator[Forward]:
-    """Yield a function that extends a sequence of up to `max_tokens` tokens.
+def token_sequence(module: nn.Module, max_tokens: int = 0) -> Iterator[TokenSequence]:
+    """Yield an empty sequence, which computes tokens of `module` until the end of the block.
 
-    A decoder of this package gets a cache in each layer of attention until the end of the block. A model whose forward
-    takes `past_key_values`, as the classes of `transformers` do, keeps a cache itself. Any other model computes the
-    whole sequence in each call.
+    A decoder of this package gets a cache in each layer of attention, with memory for `max_tokens` tokens, which grows
+    if more come. A model whose forward takes `past_key_values`, as the classes of `transformers` do, keeps a cache
+    itself. Any other model computes the whole sequence in each call.
     """
     if isinstance(module, Decoder):
-        with _attached_caches(module, max_tokens) as forward:
-            yield forward
+        sequence = _DecoderSequence(module, max_tokens)
+        with sequence.attached():
+            yield sequence
     else:
-        yield _own_cache(module) if has_cache(module) else _whole_sequence(module)
+        yield _OwnCache(module) if has_cache(module) else TokenSequence(module)
 
 
 def has_cache(module: nn.Module) -> bool:
@@ -81,59 +180,6 @@ def has_cache(module: nn.Module) -> bool:
 
 def _parameters(module: nn.Module) -> set[str]:
     return set(inspect.signature(module.forward).parameters)
-
-
-@contextmanager
-def _attached_caches(module: Decoder, max_tokens: int) -> Iterator[Forward]:
-    positions = [child for child in module.modules() if isinstance(child, (RotaryEmbedding, LearnedPositions))]
-    attentions = [child for child in module.modules() if isinstance(child, (Attention, LatentAttention))]
-    num_tokens = 0
-
-    def forward(tokens: Tensor) -> Tensor:
-        nonlocal num_tokens
-        for child in positions:
-            child.position = num_tokens
-        num_tokens += tokens.shape[1]
-        logits: Tensor = module(tokens)
-        return logits[0, -1]
-
-    def last_token(output: nn.Module, args: tuple[Tensor]) -> Tensor:
-        return args[0][:, -1:]
-
-    hook = module.output.register_forward_pre_hook(last_token)
-    try:
-        for attention in attentions:
-            attention.cache = KeyValueCache(max_tokens)
-        yield forward
-    finally:
-        hook.remove()
-        for attention in attentions:
-            attention.cache = None
-        for child in positions:
-            child.position = 0
-
-
-def _own_cache(module: nn.Module) -> Forward:
-    past: Any = None
-
-    def forward(tokens: Tensor) -> Tensor:
-        nonlocal past
-        outputs = module(tokens, past_key_values=past, use_cache=True)
-        past = outputs.past_key_values
-        logits: Tensor = outputs.logits[0, -1]
-        return logits
-
-    return forward
-
-
-def _whole_sequence(module: nn.Module) -> Forward:
-    earlier: list[Tensor] = []
-
-    def forward(tokens: Tensor) -> Tensor:
-        earlier[:] = [torch.cat([*earlier, tokens], dim=1)]
-        return logits_of(module, earlier[0])[0, -1]
-
-    return forward
 
 
 def logits_of(module: nn.Module, tokens: Tensor) -> Tensor:
@@ -151,23 +197,26 @@ def generate_tokens(
     max_new_tokens: int,
     sampling: Sampling,
     generator: torch.Generator | None = None,
+    sequence: TokenSequence | None = None,
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` tokens after a prompt, without the token that ends the text.
 
-    Raises UserError for an empty prompt, and if the sequence could become longer than those of the model.
+    `sequence`: one of the model with which the prompt may begin; its tokens are then not computed again. Raises
+    UserError for an empty prompt, and if the sequence could become longer than those of the model.
     """
     if not prompt:
         raise UserError("error: the prompt is empty; give at least one character")
-    if len(prompt) + max_new_tokens > model.max_tokens:
+    longest = len(prompt) + max_new_tokens
+    if longest > model.max_tokens:
         reason = f"the prompt has {len(prompt)} tokens, and --max-new-tokens is {max_new_tokens}"
         room = model.max_tokens - len(prompt)
         remedy = f"set --max-new-tokens to at most {room}" if room > 0 else "shorten the prompt"
         raise UserError(f"error: {reason}, but the model takes {model.max_tokens} tokens at most; {remedy}")
-    model.make_room(len(prompt) + max_new_tokens)
-    with cached_forward(model.module, len(prompt) + max_new_tokens) as forward:
-        new = list(prompt)
+    model.make_room(longest)
+    with token_sequence(model.module, longest) if sequence is None else nullcontext(sequence) as computed:
+        new = computed.continued_as(prompt)
         for _ in range(max_new_tokens):
-            token = choose(forward(torch.tensor([new], device=model.device)), sampling, generator)
+            token = choose(computed.extend(new), sampling, generator)
             if token in model.end_tokens:
                 return
             yield token
@@ -185,18 +234,29 @@ class TextStream:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stop: Sequence[str] = ()):
-        """`stop`: texts that end the stream. They are not part of it."""
+        """`prompt`: the tokens before those of the stream; none for a text of its own, such as an answer. `stop`: texts
+        that end the stream. They are not part of it."""
         self._decode = decode
         self._stop = stop
         self._tokens = list(prompt[-8:])
         self._start, self._end = 0, len(self._tokens)
         self._taken = len(decode(self._tokens))
         self._held = ""
+        self.num_tokens = 0
         self.is_stopped = False
+
+    def pieces(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Yield the pieces of text of some tokens: one for each token, and what is held back at their end."""
+        for token in tokens:
+            yield self.push(token)
+            if self.is_stopped:
+                return
+        yield self.close()
 
     def push(self, token: int) -> str:
         """Return the piece of text that a token completes; often empty."""
         self._tokens.append(token)
+        self.num_tokens += 1
         text = self._decode(self._tokens[self._start :])
         # A part of a character is up to three U+FFFD at the end: one for all of its bytes, or one for each.
         complete = text.rstrip(_REPLACEMENT)
@@ -225,23 +285,3 @@ class TextStream:
         shown = len(text) - max(lengths, default=0)
         self._held = text[shown:]
         return text[:shown]
-
-
-def generate_text(
-    model: LanguageModel,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
-    stop: Sequence[str] = (),
-    on_token: Callable[[], object] = lambda: None,
-) -> Iterator[str]:
-    """Yield the text after a prompt, in pieces. The arguments and errors are those of `generate_tokens`; `on_token` is
-    called for each token."""
-    stream = TextStream(model.tokenizer.decode, prompt, stop)
-    for token in generate_tokens(model, prompt, max_new_tokens, sampling, generator):
-        on_token()
-        yield stream.push(token)
-        if stream.is_stopped:
-            return
-    yield stream.close()

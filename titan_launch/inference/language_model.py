@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig
 from titan_launch.core.errors import UserError, listed
 from titan_launch.core.import_string import refuse_imports_from
+from titan_launch.core.terminal import one_line
+from titan_launch.data.chat_rendering import Message
+from titan_launch.data.corpora.chat_template import ChatTemplate
+from titan_launch.data.corpora.records import RecordError, utf8
 from titan_launch.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_beside
+from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template
 from titan_launch.inference.saved_model import SavedModel, merged
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild
@@ -49,6 +55,11 @@ class LanguageModel:
 
     device: torch.device
     description: str
+    template: ChatTemplate | None = None
+    """The chat template, if chats are wanted."""
+
+    end_texts: tuple[str, ...] = ()
+    """Texts that end an answer in a chat whose template marks its end without a token."""
 
     def make_room(self, num_tokens: int) -> None:
         """Extend the tables of positions, so that sequences can have `num_tokens`."""
@@ -56,18 +67,41 @@ class LanguageModel:
             if isinstance(child, RotaryEmbedding):
                 child.extend(num_tokens)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, as those of a document begin."""
-        return [*self.begin, *self.tokenizer.encode(text)]
+    def encode(self, text: str, has_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of a text, as those of a document begin. `has_special_tokens`: names of special tokens in
+        the text are these tokens, also the one that begins a document."""
+        if not has_special_tokens:
+            return [*self.begin, *self.tokenizer.encode(text)]
+        tokens, _ = self.tokenizer.encode_chat(text)
+        return tokens if tokens[: len(self.begin)] == [*self.begin] else [*self.begin, *tokens]
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a chat up to the answer that follows. Raises UserError for messages that the template
+        refuses, or that have the name of a special token."""
+        assert self.template is not None
+        try:
+            text = self.template.prompt(messages)
+            utf8(text)  # raises
+        except RecordError as error:
+            detail = f" ({one_line(error.detail)})" if error.detail else ""
+            raise UserError(f"error: the conversation is {error.reason}{detail}") from None
+        tokens, _ = self.tokenizer.encode_chat(text)
+        return tokens
 
 
 def load_language_model(
-    saved: SavedModel, source: Path, device: torch.device, dtype: torch.dtype | None = None, model: str | None = None
+    saved: SavedModel,
+    source: Path,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    model: str | None = None,
+    chat: ChatOptions | None = None,
 ) -> LanguageModel:
     """Build a saved model on a device, and read its weights. `source`: the folder of the model.
 
     `dtype`: dtype of the parameters, by default the widest of the saved ones. `model`: name of the model by the user,
-    who may choose code; a folder may not. Raises WeightsError, ConfigError and UserError.
+    who may choose code; a folder may not. `chat`: choices about the chat template, which is loaded only then. Raises
+    WeightsError, ConfigError and UserError.
     """
     saved = merged(saved)
     job = saved.job
@@ -78,12 +112,15 @@ def load_language_model(
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         tokens = f"the tokenizer has {tokenizer.vocab_size} tokens"
         raise WeightsError(f"its model has {vocabulary} tokens, but {tokens}; it was not trained on text")
+    template = None if chat is None else find_template(saved, tokenizer, chat)
+    of_template, end_texts = ends_of_answers(template, tokenizer)
+    end_tokens = _end_tokens(saved, tokenizer) | of_template
     max_tokens = _longest(saved)
     module = _build(saved, source, device, dtype or saved.widest_dtype, max_tokens)
     begin = tuple(map(int, tokenizer.encode_documents([b""])[0][:-1]))
     dtype_name = str(dtype or saved.widest_dtype).removeprefix("torch.")
     description = f"{source}, {saved.description}: {job.model.name}, {dtype_name} on {device}"
-    return LanguageModel(module, tokenizer, begin, max_tokens, _end_tokens(saved, tokenizer), device, description)
+    return LanguageModel(module, tokenizer, begin, max_tokens, end_tokens, device, description, template, end_texts)
 
 
 def _check_model(job: JobConfig, model: str | None) -> None:
@@ -111,14 +148,16 @@ def _tokenizer_config(saved: SavedModel) -> TokenizerConfig:
 
 
 def _end_tokens(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-document token, and those of the Hugging Face files that the weights came with."""
-    tokens = {tokenizer.end_of_document}
+    """Return the end-of-document token, and those at which `transformers` stops: `eos_token_id` of the generation
+    config that the weights came with, or else of their config."""
     folder = saved.companions
     files = [] if folder is None else [folder / "generation_config.json", folder / CONFIG_FILE]
     for file in filter(Path.exists, files):
         found: Any = read_json(file).get("eos_token_id")
-        tokens |= {token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)}
-    return frozenset(tokens)
+        tokens = [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
+        if tokens:
+            return frozenset({tokenizer.end_of_document, *tokens})
+    return frozenset({tokenizer.end_of_document})
 
 
 def _longest(saved: SavedModel) -> int:

@@ -162,7 +162,7 @@ class KeyValueCache:
     """Keys and values of one layer, for all tokens of a sequence so far. Generation attaches a cache to a layer."""
 
     def __init__(self, max_tokens: int):
-        """`max_tokens`: number of tokens for which memory is allocated."""
+        """`max_tokens`: number of tokens for which memory is allocated at first. More tokens double the memory."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._tensors: tuple[Tensor, ...] = ()
@@ -170,15 +170,28 @@ class KeyValueCache:
     def append(self, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens, (batch, heads, tokens, head_dim). Return those of all tokens to which
         the new tokens attend."""
-        if not self._tensors:
-            self._tensors = tuple(x.new_empty(*x.shape[:2], self._max_tokens, x.shape[3]) for x in (k, v))
         start, stop = self._num_tokens, self._num_tokens + k.shape[2]
+        if not self._tensors or stop > self._max_tokens:
+            self._grow(k, v, stop)
         for kept, new in zip(self._tensors, (k, v), strict=True):
             kept[:, :, start:stop] = new
         self._num_tokens = stop
         first = 0 if window is None else max(0, start - window + 1)
         keys, values = (kept[:, :, first:stop] for kept in self._tensors)
         return keys, values
+
+    def shorten(self, num_tokens: int) -> None:
+        """Forget all tokens but the first `num_tokens`."""
+        self._num_tokens = num_tokens
+
+    def _grow(self, k: Tensor, v: Tensor, needed: int) -> None:
+        """Allocate memory for at least `needed` tokens, and copy those that are kept."""
+        if needed > self._max_tokens:
+            self._max_tokens = max(needed, 2 * self._max_tokens)
+        grown = tuple(x.new_empty(*x.shape[:2], self._max_tokens, x.shape[3]) for x in (k, v))
+        for old, new in zip(self._tensors, grown, strict=False):
+            new[:, :, : self._num_tokens] = old[:, :, : self._num_tokens]
+        self._tensors = grown
 
 
 def _allowed(

@@ -379,6 +379,34 @@ def test_each_conversation_has_the_tokens_of_transformers_and_no_target_of_anoth
             assert not (is_target and foreign & set(range(start, stop))), conversation
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_prompt_for_an_answer_has_the_tokens_of_transformers(
+    name: str, bytes_and_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the prompt of an answer that has begun. What `transformers` refuses is refused."""
+    folder = write(name, bytes_and_words, tmp_path)
+    corpus = corpus_of(folder)
+    set_clock(monkeypatch, corpus.config.date)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    compared = {True: 0, False: 0}
+    for conversation, messages in CONVERSATIONS.items():
+        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        for chat, is_begun in ((asked, False), (messages, True)):
+            if not chat or (chat[-1]["role"] == "assistant") != is_begun:
+                continue
+            try:
+                options = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
+                expected = theirs.apply_chat_template(chat, return_dict=True, **options)["input_ids"]
+            except Exception:  # templates raise many kinds
+                with pytest.raises(RecordError, match="refused by the chat template"):
+                    corpus.template.prompt(chat, allows_special=True)
+                continue
+            text = corpus.template.prompt(chat, allows_special=True)
+            assert corpus.tokenizer.encode_chat(text)[0] == expected, (conversation, is_begun)
+            compared[is_begun] += 1
+    assert compared[False] > 10 and (compared[True] > 10 or name == "yandexgpt5"), "it writes no last answer"
+
+
 def test_every_template_file_names_its_source_and_is_tested() -> None:
     files = {path.stem: path.read_text() for path in TEMPLATES.glob("*.jinja")}
     assert files.keys() == FAMILIES.keys() and len(files) >= 20

@@ -161,7 +161,8 @@ class JsonlData(LinesData):
     """Key of the text in each line's object. Dots select keys of inner objects: `meta.text`."""
 
 
-def _date(text: str) -> str:
+def date_text(text: str) -> str:
+    """Return a date as `YYYY-MM-DD`. Raises ValueError for any other text."""
     with suppress(ValueError):
         if date.fromisoformat(text).isoformat() == text:  # Python 3.11 also reads other formats
             return text
@@ -189,7 +190,7 @@ class ChatData(LinesData):
     template_args: Table = Field(default_factory=dict)
     """Further variables of the template, such as `{ enable_thinking = false }`."""
 
-    date: Annotated[str, AfterValidator(_date), Field(json_schema_extra={"format": "date"})] = "2024-07-26"
+    date: Annotated[str, AfterValidator(date_text), Field(json_schema_extra={"format": "date"})] = "2024-07-26"
     """Date that the template writes as the present one, as `"YYYY-MM-DD"`: `strftime_now` gives this date at midnight.
     Another date than the default also sets the variable `date_string` (`"26 Jul 2024"`) of Llama 3's templates. The
     default is the date that these templates write without a date."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import date
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from titan_launch.config.sections.data import ChatData
 from titan_launch.core.errors import KeyPath, listed
 from titan_launch.data.chat_rendering import Message, Span
 from titan_launch.data.corpora.base import Document
-from titan_launch.data.corpora.chat_template import ChatTemplate, load_template
+from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
 from titan_launch.data.corpora.jsonl import LinesCorpus
 from titan_launch.data.corpora.records import RecordError, utf8
 from titan_launch.data.token_files import Encoded, token_dtype
@@ -37,10 +36,7 @@ class ChatCorpus(LinesCorpus):
     def __init__(self, config: ChatData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
         """Load the template. Raises ConfigError on the key `template`."""
         super().__init__(config, tokenizer, key, seq_len)
-        today = date.fromisoformat(config.date)
-        dated = {"date_string": today.strftime("%d %b %Y")} if dict(config.changed("date")) else {}
-        variables = dated | config.template_args
-        self.template: ChatTemplate = load_template(config.template, variables, today, tokenizer, (*key, "template"))
+        self.template: ChatTemplate = template_of(config, tokenizer, (*key, "template"))
 
     @property
     def identity(self) -> Sequence[object]:

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from titan_launch.config.sections.data import ChatData
 from titan_launch.config.sections.tokenizer import SETTINGS_FILE, read_settings
 from titan_launch.core.errors import UNSET, KeyPath, config_error
 from titan_launch.core.files import MIB, read_regular
@@ -67,11 +68,23 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """Return the text of a chat, and its parts that are targets, as `Renderer.render`. Raises RecordError, and
         ConfigError if the template needs too much memory or time."""
+        text, spans = self._rendered("render", messages, tools, train_on)
+        return text, spans
+
+    def prompt(self, messages: Sequence[Message], allows_special: bool = False) -> str:
+        """Return the text of a chat up to the answer that follows, as `Renderer.prompt`. The errors are those of
+        `render`."""
+        return str(self._rendered("prompt", messages, allows_special))
+
+    def end_of_answer(self) -> str:
+        """Return the text that ends an answer, as `Renderer.end_of_answer`. Raises ConfigError."""
+        return str(self.call("end_of_answer"))
+
+    def _rendered(self, method: str, messages: Sequence[Message], *arguments: Any) -> Any:
         try:
-            text, spans = self.call("render", messages, tools, train_on, seconds=_SECONDS_PER_MESSAGE * len(messages))
+            return self.call(method, messages, *arguments, seconds=_SECONDS_PER_MESSAGE * len(messages))
         except RefusedChat as error:
             raise RecordError(error.reason, error.detail, error.key) from None
-        return text, spans
 
     def call(self, method: str, *arguments: Any, seconds: float = 0.0) -> Any:
         """Return the result of a method of the renderer. Raises ConfigError on the key of the template."""
@@ -96,17 +109,33 @@ class ChatTemplate:
         return LimitedObject(limits, Renderer, *renderer.__getstate__().values())
 
 
-def load_template(
-    template: str | None, variables: Mapping[str, Any], today: date, tokenizer: Tokenizer, key: KeyPath
+def template_of(
+    config: ChatData, tokenizer: Tokenizer, key: KeyPath, further_folder: Path | None = None
 ) -> ChatTemplate:
-    """Return the template that the key `template` names: by default that of the tokenizer's folder. Raises ConfigError
-    on `key`. `variables`: further variables of the template. `today`: the date of `strftime_now`."""
+    """Return the template of chats, with the variables and the date that `config` sets. The arguments and errors are
+    those of `load_template`."""
+    today = date.fromisoformat(config.date)
+    dated = {"date_string": today.strftime("%d %b %Y")} if dict(config.changed("date")) else {}
+    return load_template(config.template, dated | config.template_args, today, tokenizer, key, further_folder)
+
+
+def load_template(
+    template: str | None,
+    variables: Mapping[str, Any],
+    today: date,
+    tokenizer: Tokenizer,
+    key: KeyPath,
+    further_folder: Path | None = None,
+) -> ChatTemplate:
+    """Return the template that the key `template` names: by default that of the tokenizer's folder, or else of
+    `further_folder`. Raises ConfigError on `key`. `variables`: further variables of the template. `today`: the date of
+    `strftime_now`."""
     folder = tokenizer.folder
-    settings = {} if folder is None else read_settings(folder / SETTINGS_FILE, key, UNSET)
     if template is None:
-        text = _of_tokenizer(folder, settings, key)
+        text = _of_folders([found for found in (folder, further_folder) if found is not None], key)
     else:
         text = TEMPLATES.get(template) or _read(Path(template), key, template)
+    settings = {} if folder is None else read_settings(folder / SETTINGS_FILE, key, UNSET)
     tokens = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
     special = {name: token for name, token in tokens.items() if token}
     renderer = Renderer(text, {**special, **variables}, today, tokenizer.special_tokens)
@@ -117,17 +146,18 @@ def load_template(
     return loaded
 
 
-def _of_tokenizer(folder: Path | None, settings: Mapping[str, Any], key: KeyPath) -> str:
-    """Return the template in the files of a tokenizer: a file, a string, or the one with the name `default`."""
-    if folder is not None and os.path.lexists(folder / "chat_template.jinja"):
-        return _read(folder / "chat_template.jinja", key, None)
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = (item for item in found if isinstance(item, dict) and item.get("name") == "default")
-        found = next(named, {}).get("template")
-    if isinstance(found, str):
-        return found
-    where = 'the tokenizer "bytes"' if folder is None else str(folder)
+def _of_folders(folders: Sequence[Path], key: KeyPath) -> str:
+    """Return the first template in folders of tokenizers: a file, a string, or the one with the name `default`."""
+    for folder in folders:
+        if os.path.lexists(folder / "chat_template.jinja"):
+            return _read(folder / "chat_template.jinja", key, None)
+        found = read_settings(folder / SETTINGS_FILE, key, UNSET).get("chat_template")
+        if isinstance(found, list):
+            named = (item for item in found if isinstance(item, dict) and item.get("name") == "default")
+            found = next(named, {}).get("template")
+        if isinstance(found, str):
+            return found
+    where = str(folders[0]) if folders else 'the tokenizer "bytes"'
     remedy = "or name a tokenizer that has one: tokenizer.path (prepare: --tokenizer), the folder of a chat model"
     raise config_error(key, f'must be set, because {where} has no chat template: "chatml", or a Jinja file; {remedy}')
 

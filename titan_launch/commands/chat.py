@@ -1,0 +1,128 @@
+"""The command `chat`: a conversation with a trained model, turn by turn."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+from titan_launch.commands.language_model import (
+    add_chat,
+    add_model,
+    add_sampling,
+    check_sampling,
+    load_model,
+    sampling_of,
+    say_error,
+    say_speed,
+    typed_lines,
+)
+from titan_launch.commands.parser import Parser
+from titan_launch.core.errors import UserError
+from titan_launch.core.process import FAILED, INTERRUPTED, OK
+from titan_launch.core.terminal import say, say_data
+
+if TYPE_CHECKING:
+    from titan_launch.inference.conversation import Answer
+    from titan_launch.inference.generation import TokenSequence
+
+_NEW_TOKENS = 1024
+"""Default of `--max-new-tokens`, unless the longest sequence of the model leaves fewer."""
+
+_RESET, _QUIT = "/reset", "/quit"
+"""Lines that are no messages."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `chat`."""
+    parser.usage = "titan-launch chat SOURCE [--system TEXT] [options]"
+    parser.epilog = (
+        f"Each line of the standard input is a message. {_RESET} begins a new conversation. {_QUIT}, or the end of the "
+        "input (Ctrl-D),\nends the chat. On a terminal, Ctrl-C stops an answer, and a second Ctrl-C ends the chat.\n\n"
+        'example:\n  titan-launch chat outputs/assistant --system "Be brief."'
+    )
+    add_model(parser)
+    add_chat(parser)
+    most = f"most tokens of an answer (default: {_NEW_TOKENS}, or fewer if the model has no room for more)"
+    add_sampling(parser, most, "text that ends an answer, and is not printed; may be given several times")
+
+
+def run(arguments: Namespace) -> int:
+    """Answer each line. Answers go to the standard output, and everything else to the standard error."""
+    check_sampling(arguments)
+    model = load_model(arguments)
+
+    from titan_launch.inference.conversation import Conversation
+    from titan_launch.inference.generation import token_sequence
+
+    sampling, generator = sampling_of(arguments, model)
+    most, is_terminal = arguments.max_new_tokens or _NEW_TOKENS, sys.stdin.isatty()
+    if is_terminal:
+        say(f"{_RESET} begins a new conversation; {_QUIT} or Ctrl-D ends; Ctrl-C stops an answer", sys.stderr)
+    try:
+        with token_sequence(model.module) as sequence:
+            conversation = Conversation(model, sequence, arguments.system)
+            for line in typed_lines():
+                if line == _QUIT:
+                    break
+                if line == _RESET:
+                    conversation.reset()
+                elif line.strip():
+                    try:
+                        answer = conversation.answer(line, most, sampling, generator, arguments.stop)
+                        _say(answer, sequence, is_terminal)
+                        if answer.is_cut:
+                            _say_limit(answer, most, model.max_tokens)
+                    except UserError as error:
+                        if not is_terminal:
+                            raise
+                        say_error(error)
+    except KeyboardInterrupt:
+        say()
+        return INTERRUPTED
+    except BrokenPipeError:
+        return FAILED
+    return OK
+
+
+def _say(answer: Answer, sequence: TokenSequence, is_terminal: bool) -> None:
+    """Print an answer while it is generated, and then the speed."""
+    start = time.perf_counter()
+    with closing(answer.pieces), _first_interrupt_noted(is_terminal) as is_interrupted:
+        for piece in answer.pieces:
+            say_data(piece, end="", flush=True)
+            if is_interrupted():
+                break
+    seconds = time.perf_counter() - start
+    say(flush=True)
+    say_speed(answer.num_tokens, sequence.num_kept, answer.stream.num_tokens, seconds)
+
+
+def _say_limit(answer: Answer, most: int, longest: int) -> None:
+    if answer.max_new_tokens < most:
+        reason = f"the model takes {longest} tokens at most; begin anew with {_RESET}"
+    else:
+        reason = "--max-new-tokens allows no more"
+    say(f"note: the answer was cut after {answer.max_new_tokens} tokens: {reason}", sys.stderr)
+
+
+@contextmanager
+def _first_interrupt_noted(is_terminal: bool) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True after a first Ctrl-C in the block, which does not interrupt the model within a
+    forward. The next Ctrl-C raises KeyboardInterrupt, and without a terminal also the first."""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if noted or not is_terminal:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGINT, before)

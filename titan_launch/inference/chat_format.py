@@ -1,0 +1,71 @@
+"""The chat template of a trained model, and where its answers end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.data import ChatData, single_sources
+from titan_launch.core.errors import ConfigError, KeyPath
+from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
+from titan_launch.data.tokenizers import Tokenizer
+from titan_launch.inference.saved_model import SavedModel
+
+OPTION: KeyPath = ("--template",)
+"""The option that names a template, as errors name it."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """The format of chats by the command line. What it leaves out is that of the run."""
+
+    template: str | None = None
+    """A Jinja file, or a name as in `data.template`."""
+
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
+
+    date: str | None = None
+    """The date of `strftime_now`, as `YYYY-MM-DD`."""
+
+
+def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
+    """Return the template of a model: that of the command line, or that of the run's chats, or else the one beside the
+    tokenizer, or in the Hugging Face folder of the weights. Raises WeightsError and ConfigError."""
+    data = _chats_of(saved.job, options.template is not None)
+    given = {"template": options.template, "date": options.date}
+    changes = {name: value for name, value in given.items() if value is not None}
+    data = data.model_copy(update={**changes, "template_args": {**data.template_args, **options.template_args}})
+    is_of_run = options.template is None and data.template is not None
+    try:
+        return template_of(data, tokenizer, ("data", "template") if is_of_run else OPTION, saved.companions)
+    except ConfigError as error:
+        if not is_of_run:
+            raise
+        raise WeightsError(f"{error}; --template replaces the template of the run") from None
+
+
+def _chats_of(job: JobConfig, has_template: bool) -> ChatData:
+    """Return the section of the chats on which a run was trained, or the defaults. Raises WeightsError if there are
+    several formats. `has_template`: the user names another template."""
+    sections = [source for source in single_sources(job.data).values() if isinstance(source, ChatData)]
+    if any(_format(section) != _format(sections[0]) for section in sections) and not has_template:
+        raise WeightsError("its sources of chats have several formats; choose the chat template with --template")
+    return sections[0] if sections else ChatData(kind="chat", path="")
+
+
+def _format(data: ChatData) -> tuple[Any, ...]:
+    return data.template, data.template_args, data.date
+
+
+def ends_of_answers(template: ChatTemplate | None, tokenizer: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Return the token, or else the text, with which the template ends the last answer of a chat. Both are empty if it
+    writes none, and without a template. Raises ConfigError."""
+    end = "" if template is None else template.end_of_answer()
+    tokens, _ = tokenizer.encode_chat(end)
+    if len(tokens) == 1:
+        return frozenset(tokens), ()
+    return frozenset(), (end,) if end else ()
