@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_launch.metrics.sinks.jsonl import json_number
@@ -66,7 +66,7 @@ _MAX_COLUMNS = 120
 """Largest number of columns of `step_columns`."""
 
 
-def part_colors(names: Iterable[str]) -> dict[str, int]:
+def part_colors(names: Collection[str]) -> dict[str, int]:
     """Return the number of the color of each part of a step, in the order in which parts are shown. A part has the same
     color in all charts."""
     unknown = sorted({*names} - {*_PART_ORDER})

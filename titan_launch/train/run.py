@@ -172,14 +172,14 @@ def _close(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
     sink.close(failed=kind is not None)
 
 
-_NOT_SETTINGS = ("job", "checkpoint", "metrics", "profiling", "planner", "comm", "debug")
+_NOT_SETTINGS = ("job", "metrics", "profiling", "planner", "comm")
 """Sections whose keys change neither the result of a run nor its speed."""
 
 _LONGEST_SETTING = 100
 
 
 def settings_of(config: JobConfig) -> dict[str, int | float | str]:
-    """Return the values with which runs are compared, by key."""
+    """Return the values with which runs are compared, by key. A long value is cut off."""
     return {key: value for key, value in _settings(config) if key.partition(".")[0] not in _NOT_SETTINGS}
 
 

@@ -131,7 +131,8 @@ def test_the_tab_hparams_shows_the_keys_that_differ_and_the_last_metrics(tmp_pat
             "precision": {"param_dtype": "float32", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]},
             "compile": {"enable": True},
             "lora": {"targets": ["layers.*.attention.wq"], "rank": 4},
-            "checkpoint": {"enable": True},
+            "checkpoint": {"keep_latest": 3},
+            "metrics": {"log_freq": 3},
         },
     }
     for name, sections in runs.items():
@@ -151,6 +152,7 @@ def test_the_tab_hparams_shows_the_keys_that_differ_and_the_last_metrics(tmp_pat
     experiment = answer(f"{plugin}/experiment", experimentName="x", hparamsLimit=1000)
     columns = [(column["name"], column["type"]) for column in experiment["hparamInfos"] if column["differs"]]
     assert columns == [
+        ("checkpoint.keep_latest", "DATA_TYPE_FLOAT64"),
         ("compile.enable", "DATA_TYPE_STRING"),
         ("lora.rank", "DATA_TYPE_FLOAT64"),
         ("lora.targets", "DATA_TYPE_STRING"),
@@ -160,7 +162,7 @@ def test_the_tab_hparams_shows_the_keys_that_differ_and_the_last_metrics(tmp_pat
         ("precision.param_dtype", "DATA_TYPE_STRING"),
         ("precision.rules", "DATA_TYPE_STRING"),
     ]
-    assert [column["differs"] for column in experiment["hparamInfos"]][: len(columns) + 1] == [*[True] * 8, False]
+    assert [column["differs"] for column in experiment["hparamInfos"]][: len(columns) + 1] == [*[True] * 9, False]
     cells = {group["name"]: group["hparams"] for group in groups}
     assert [cells[name]["optimizer.lr"] for name in runs] == [0.01, 0.02]
     assert [cells[name]["compile.enable"] for name in runs] == ["false", "true"]
