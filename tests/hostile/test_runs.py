@@ -184,6 +184,9 @@ REFUSED: dict[str, tuple[Making, str]] = {
     "config: steps as float": (config("training", "steps", value=1e300), CONFIG),
     "config: negative steps": (config("training", "steps", value=-1), CONFIG),
     "config: steps as text": (config("training", "steps", value="8"), CONFIG),
+    "config: seq_len as text": (config("training", "seq_len", value="256"), CONFIG),
+    "config: seq_len 0": (config("training", "seq_len", value=0), CONFIG),
+    "config: seq_len of many digits": (config("training", "seq_len", value=10**200), CONFIG),
     "config: no training": (without("training"), CONFIG),
     "config: no job": (without("job"), CONFIG),
     "config: training is a list": (config("training", value=[]), CONFIG),
@@ -294,6 +297,25 @@ HARMLESS: dict[str, Making] = {
     ),
     "metrics: speeds": line(
         '{"step": 1, "throughput/tokens_per_second": 1e308, "throughput/tokens_per_second_per_device": 1e-308}'
+    ),
+    "metrics: places of samples": written(
+        "metrics.jsonl",
+        "".join(
+            json.dumps({"step": step, "train/loss": 1.0, "validation/loss": "inf", "train/samples_seen": seen}) + "\n"
+            for step, seen in enumerate((7, "nan", 5, "inf", -1e308, 1e308, 5e-324, 9), start=1)
+        ),
+    ),
+    "metrics: memory without bounds": line(
+        json.dumps({"step": 1, **dict.fromkeys(["memory/predicted_active_gib", "memory/max_rss_gib"], "nan")})[:-1]
+        + ', "memory/max_active_gib": 1e308, "memory/limit_gib": "inf", "memory/max_reserved_gib": -1}'
+    ),
+    "metrics: parts without bounds": written(
+        "metrics.jsonl",
+        "".join(
+            json.dumps({"step": step, **dict.fromkeys(["time/step_s", "time/validation_s"], y), "time/data_s": -y})
+            + "\n"
+            for step, y in enumerate((1e308, -1e308, 5e-324, 0, 1e149, -1e149), start=1)
+        ),
     ),
     "metrics: step 0": line('{"step": 0, "time/validation_s": 1, "time/step_s": 0, "time/data_s": 0}'),
     "metrics: negative times": line('{"step": 1, "time/step_s": 1, "time/data_s": -1, "time/forward_s": 1}'),

@@ -17,11 +17,32 @@ def test_the_dashboard_has_a_page_for_each_question_that_the_run_answers() -> No
     validation = ["validation/loss", "validation/best_loss", "validation/ema_loss"]
     assert layout["Learning"]["loss"] == ["train/loss", "train/loss_max", *validation]
     parts = [f"time/{part}_s" for part in (*STEP_PARTS, "other", *PAUSES)]
-    assert layout["Speed"]["where the time of a step goes"] == parts
+    assert layout["Speed"]["where the time of a step goes (s)"] == parts
     assert dashboard_layout(["train/loss", "experts/entropy/layers.0.moe", "train/samples_seen"]) == {
         "Learning": {"loss": ["train/loss"]},
-        "Experts": {"entropy of the load": ["experts/entropy/<layer>"]},
+        "Experts": {"entropy of the load (0 to 1)": ["experts/entropy/<layer>"]},
     }
+
+
+UNITS = {
+    "_s": r"\((s|s per \w+)\)",
+    "_gib": "GiB",
+    "_percent": "%",
+    "_per_second": "per second",
+    "_per_second_per_device": "per second per device",
+    "accuracy": r"\(0 to 1\)",
+}
+"""End of a metric's name, and its unit in the title of a chart."""
+
+
+def test_the_title_of_a_chart_has_the_unit_of_its_metrics() -> None:
+    """TensorBoard's axes have no labels."""
+    checked = {end for end in UNITS for tag in TAGS if tag.chart and tag.name.endswith(end)}
+    assert checked == UNITS.keys()
+    for tag in TAGS:
+        for end, unit in UNITS.items():
+            if tag.chart and re.sub("/<.*>$", "", tag.name).endswith(end):
+                assert re.search(unit, tag.chart[1]), tag.name
 
 
 @pytest.mark.parametrize(

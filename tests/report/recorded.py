@@ -25,6 +25,7 @@ def reports(loss: float = 2.0, speed: float = 1.0) -> dict[int, dict[str, float]
         step: {
             "train/loss": loss - step / 10,
             "train/grad_norm": 1.5,
+            "train/samples_seen": 4.0 * step,
             "train/skipped_steps": 0.0,
             "train/rollbacks": 0.0,
             "time/step_s": seconds / speed,

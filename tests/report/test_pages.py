@@ -75,11 +75,12 @@ def test_compare_names_what_differs_and_the_figures_in_its_first_lines(
 ) -> None:
     assert main(["compare", "outputs/fp32", "outputs/bf16"]) == 0
     lines = [re.sub(" +", " ", line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[:8] == [
+    assert lines[:9] == [
+        "configuration: 1 different key",
+        " A: fp32 B: bf16",
+        ' precision.param_dtype "float32" "bfloat16"',
         "A = outputs/fp32: finished, step 8 of 8",
         "B = outputs/bf16: finished, step 8 of 8",
-        "configuration: 1 different key",
-        ' precision.param_dtype "float32" "bfloat16"',
         " A B B against A",
         "loss at step 8 1.2 1.7 +0.5",
         "tokens per second 200 (183 to 250) 400 (367 to 500) +100.0 %",
@@ -214,7 +215,8 @@ def test_the_page_of_a_run_has_every_part_and_no_script_or_address(runs: Path) -
     assert not page.addresses and "<script" not in text and "http:" not in text and "https:" not in text
     for heading in ("Summary", "Loss and speed", "Where the time of a step goes", "Memory", "Precision", "Starts"):
         assert heading in page.words
-    assert "layers.0 .. layers.1 (2 units)" in page.words and "differs" in page.words
+    rows = "units|number of units|parameters per unit", "layers.0 .. layers.1|2|10|float32|bfloat16"
+    assert all(row in "|".join(page.words) for row in rows) and "differs" in page.words
     assert "precision.param_dtype = &quot;float32&quot;" in text
 
 
@@ -240,7 +242,7 @@ def test_names_of_the_users_are_text_on_a_page(tmp_path: Path) -> None:
 def test_a_chart_stays_inside_of_its_frame(points: list[tuple[float, float]], paths: int) -> None:
     chart = line_chart("loss", {"a": points})
     Outline(chart)
-    lines = re.findall(r'class="line" stroke="[^"]+" d="M([^"]+)"', chart)
+    lines = re.findall(r'class="line line0 solid" d="M([^"]+)"', chart)
     assert len(lines) == paths and len(chart) < 30_000
     for line in lines:
         for x, y in (map(float, point.split()) for point in line.split("L")):
@@ -277,9 +279,9 @@ def test_a_browser_opens_both_pages_without_errors(runs: Path) -> None:
     bad = Path("bad.html")
     bad.write_text("<script>console.error('seen')</script>")
     assert ":CONSOLE" in open_in_browser(bad, "--dump-dom")  # so the log does have what pages report
-    for page, number_of_charts in (("run.html", 2), ("comparison.html", 3)):
+    for page, number_of_charts in (("run.html", 4), ("comparison.html", 6)):
         shown = open_in_browser(Path(page), "--dump-dom")
         assert ":CONSOLE" not in shown
-        assert shown.partition("<details>")[0].count("</svg>") == number_of_charts
+        assert shown.partition("<details>")[0].count("</figure>") == number_of_charts
         open_in_browser(Path(page), f"--screenshot={page}.png", "--window-size=1200,1600")
         assert Path(f"{page}.png").stat().st_size > 20_000

@@ -30,7 +30,8 @@ class Tag:
 
     meaning: str
     chart: tuple[str, str] | None = None
-    """(page, title) of the dashboard's chart that shows the metric. Tags with the same pair share a chart."""
+    """(page, title) of the dashboard's chart that shows the metric. Tags with the same pair share a chart. The title
+    has the unit of the values, because TensorBoard's axes have no labels."""
 
     console: str | None = None
     """`str.format` pattern of the metric's field in a console line. Ordinary values must give fields of equal width."""
@@ -38,9 +39,9 @@ class Tag:
     console_fallback_for: str | None = None
     """Another tag. If that tag is reported, the console does not show this metric."""
 
-    value: Callable[[Any], float] | None = None
-    """Function of the run (`titan_launch.train.run.Run`) that returns this rank's value at every report. None: the code
-    that measures the value passes it to the meter."""
+    value: Callable[[Any], float | None] | None = None
+    """Function of the run (`titan_launch.train.run.Run`) that returns this rank's value at every report, or None for
+    an unknown value. Without a function, the code that measures the value passes it to the meter."""
 
 
 PAGES = ("Learning", "Speed", "Memory", "Precision", "Data", "Experts", "Health")
@@ -106,7 +107,7 @@ TAGS = [
         "sum",
         'With `loss.name = "dpo"`: fraction of the pairs of the step whose chosen answer has the higher reward, from 0 '
         "to 1.",
-        chart=("Learning", "accuracy of preferences"),
+        chart=("Learning", "accuracy of preferences (0 to 1)"),
         console="preferred {:7.2%}",
     ),
     Tag(
@@ -171,14 +172,14 @@ TAGS = [
         "same",
         "With `metrics.modules`: share of the same outputs that are not 0 and smaller than the smallest normal "
         "bfloat16 number, 1.2e-38.",
-        chart=("Precision", "share of outputs that underflow"),
+        chart=("Precision", "share of outputs that underflow (0 to 1)"),
     ),
     Tag(
         "activations/overflow/<module>",
         "same",
         "With `metrics.modules`: share of the same outputs that are larger than the largest bfloat16 number, 3.4e38, "
         "or not a number.",
-        chart=("Precision", "share of outputs that overflow"),
+        chart=("Precision", "share of outputs that overflow (0 to 1)"),
     ),
     Tag(
         "train/samples_seen",
@@ -197,19 +198,19 @@ TAGS = [
         "data/share/<source>",
         "same",
         "Share of a source of the mixture in all samples so far, from 0 to 1.",
-        chart=("Data", "share of samples"),
+        chart=("Data", "share of each source in the samples (0 to 1)"),
     ),
     Tag(
         "data/tokens/<source>",
         "same",
         "Tokens of a source of the mixture so far, with padding.",
-        chart=("Data", "tokens"),
+        chart=("Data", "tokens of each source"),
     ),
     Tag(
         "data/epoch/<source>",
         "same",
         "Position in a source of the mixture, in epochs of this source.",
-        chart=("Data", "epochs"),
+        chart=("Data", "epochs of each source"),
     ),
     Tag(
         "train/skipped_steps",
@@ -269,7 +270,7 @@ TAGS = [
         "time/step_s",
         "same",
         "Seconds per step, without validation and checkpoints.",
-        chart=("Speed", "seconds per step"),
+        chart=("Speed", "time of a step (s)"),
         console="{:8.3f} s/step",
     ),
     Tag(
@@ -278,46 +279,46 @@ TAGS = [
         "Seconds per step that training waits for data. This and the next five metrics are parts of `time/step_s` on "
         "rank 0, and add up to it. On CUDA they are times of the stream that computes, so data that arrives in time "
         "counts 0.",
-        chart=("Speed", "where the time of a step goes"),
+        chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/forward_s",
         "same",
         "Seconds per step of forwards and losses, without communication.",
-        chart=("Speed", "where the time of a step goes"),
+        chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/backward_s",
         "same",
         "Seconds per step of backwards, with the second forwards of activation checkpointing and without "
         "communication.",
-        chart=("Speed", "where the time of a step goes"),
+        chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/communication_s",
         "same",
         "Seconds per step in which computation waits for FSDP2's collectives or copies to and from their buffers, and "
         "in which a pipeline rank waits for other stages. Collectives of other axes count as forward or backward.",
-        chart=("Speed", "where the time of a step goes"),
+        chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/optimizer_s",
         "same",
         "Seconds per step of clipping and of the update.",
-        chart=("Speed", "where the time of a step goes"),
+        chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/other_s",
         "same",
         "Seconds per step of everything else: counts of targets, agreement of the ranks, metrics and reports.",
-        chart=("Speed", "where the time of a step goes"),
+        chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/validation_s",
         "same",
         "Seconds of validations, with that of this report, divided by the number of steps since the report before it. "
         "They are not in `time/step_s`.",
-        chart=("Speed", "where the time of a step goes"),
+        chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/checkpoint_s",
@@ -325,24 +326,26 @@ TAGS = [
         "Seconds for which the run waited for checkpoints since the report before this one, divided by the number of "
         "steps, also for the return to a checkpoint. The last report of a run includes the checkpoint after it. They "
         "are not in `time/step_s`.",
-        chart=("Speed", "where the time of a step goes"),
+        chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/compile_s",
         "max",
         "Seconds of compilation since the last report, with `compile.enable`. The log counts graphs from the cache.",
+        chart=("Speed", "compilation (s per report)"),
     ),
     Tag(
         "time/checkpoint_stall_s",
         "max",
         "Seconds that training waited for checkpoints since the last report: for the previous checkpoint, and for the "
         'copy of the state (with `async_mode = "disabled"`, for the complete checkpoint).',
-        chart=("Speed", "seconds of checkpoints"),
+        chart=("Speed", "waiting for checkpoints (s per report)"),
     ),
     Tag(
         "checkpoint/failed_saves",
         "max",
         "Failed saves of checkpoints since this process started.",
+        chart=("Health", "failed saves of checkpoints"),
     ),
     Tag(
         "comm/all_gather_gib",
@@ -377,34 +380,41 @@ TAGS = [
         "max",
         "With `comm.profile_freq`: seconds in which only NCCL kernels ran on the GPU, in the last profiled step since "
         "the last report.",
-        chart=("Speed", "seconds of exposed communication"),
+        chart=("Speed", "exposed communication (s per step)"),
     ),
     Tag(
         "memory/predicted_active_gib",
         "same",
         "The planner's prediction of `memory/max_active_gib`. If the model must be traced, it is reported after the "
         "trace.",
-        chart=("Memory", "GiB"),
+        chart=("Memory", "peak memory (GiB)"),
+    ),
+    Tag(
+        "memory/limit_gib",
+        "same",
+        "Memory in GiB that a rank may use, as the planner assumes it: that of its device, its part of the host's "
+        "memory, or `planner.memory_gib`.",
+        value=lambda run: run.hardware.memory_gib,
     ),
     Tag(
         "memory/max_active_gib",
         "max",
         "Peak memory of tensors since the last report, in GiB. On a CPU it is measured once, in the third step of the "
         "process.",
-        chart=("Memory", "GiB"),
+        chart=("Memory", "peak memory (GiB)"),
     ),
     Tag(
         "memory/max_reserved_gib",
         "max",
         "Peak memory that the CUDA allocator reserved since the last report, in GiB.",
-        chart=("Memory", "GiB"),
+        chart=("Memory", "peak memory (GiB)"),
         console="reserved memory {:6.2f} GiB",
     ),
     Tag(
         "memory/max_rss_gib",
         "max",
         "Peak resident host memory of the process so far, in GiB, without the data workers.",
-        chart=("Memory", "GiB"),
+        chart=("Memory", "peak memory (GiB)"),
         console="host memory {:6.2f} GiB",
         console_fallback_for="memory/max_reserved_gib",
     ),
@@ -412,13 +422,13 @@ TAGS = [
         "memory/alloc_retries",
         "max",
         "Allocations so far for which the CUDA allocator first had to free cached memory, which is slow.",
-        chart=("Health", "allocator"),
+        chart=("Health", "allocation retries and out-of-memory errors"),
     ),
     Tag(
         "memory/ooms",
         "max",
         "CUDA out-of-memory errors so far.",
-        chart=("Health", "allocator"),
+        chart=("Health", "allocation retries and out-of-memory errors"),
     ),
     Tag(
         "validation/loss",
@@ -453,20 +463,20 @@ TAGS = [
         "Fraction of the validation targets (images or next tokens) that are predicted correctly, from 0 to 1. A "
         'target is predicted correctly if its class has the largest logit. With `loss.name = "dpo"`: fraction of the '
         "held-out pairs whose chosen answer has the higher reward.",
-        chart=("Learning", "accuracy"),
+        chart=("Learning", "accuracy (0 to 1)"),
         console="accuracy {:7.2%}",
     ),
     Tag(
         "validation/loss/<source>",
         "same",
         "`validation/loss` of one source of a mixture.",
-        chart=("Data", "validation loss"),
+        chart=("Data", "validation loss of each source"),
     ),
     Tag(
         "validation/accuracy/<source>",
         "same",
         "`validation/accuracy` of one source of a mixture.",
-        chart=("Data", "validation accuracy"),
+        chart=("Data", "validation accuracy of each source (0 to 1)"),
     ),
     Tag(
         "validation/ema_loss",
@@ -479,7 +489,7 @@ TAGS = [
         "validation/ema_accuracy",
         "same",
         "`validation/accuracy` of the moving average of the weights (`[ema]`), also for each source of a mixture.",
-        chart=("Learning", "accuracy"),
+        chart=("Learning", "accuracy (0 to 1)"),
         console="EMA accuracy {:7.2%}",
     ),
     Tag(
@@ -487,14 +497,14 @@ TAGS = [
         "same",
         "Largest distance of a rank's running mean from the pooled mean, in pooled standard deviations. Reported at "
         "validations and checkpoints, with BatchNorm and several ranks.",
-        chart=("Health", "divergence of running statistics"),
+        chart=("Health", "divergence of running statistics (relative)"),
     ),
     Tag(
         "batchnorm/running_var_divergence",
         "same",
         "Largest distance of a rank's running variance from the pooled variance, as a fraction of the pooled variance. "
         "Reported at validations and checkpoints, with BatchNorm and several ranks.",
-        chart=("Health", "divergence of running statistics"),
+        chart=("Health", "divergence of running statistics (relative)"),
     ),
     Tag(
         "experts/load_max_over_mean/<layer>",
@@ -509,14 +519,14 @@ TAGS = [
         "max",
         "Entropy of the distribution of the load over the layer's experts, divided by the logarithm of their number. "
         "1 is an equal load; 0 is the load of a single expert.",
-        chart=("Experts", "entropy of the load"),
+        chart=("Experts", "entropy of the load (0 to 1)"),
     ),
     Tag(
         "experts/unused/<layer>",
         "max",
         "Share of the layer's experts with a load below 1 % of the mean load, from 0 to 1. 0 if the mean load is below "
         "20, which is too small to tell.",
-        chart=("Experts", "share of unused experts"),
+        chart=("Experts", "share of unused experts (0 to 1)"),
     ),
     Tag(
         "experts/balance_loss",

@@ -1,85 +1,328 @@
-"""Charts as SVG text, without a script and without a library."""
+"""Charts as SVG text, without a script and without a library. Colors are classes of the page's style sheet."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from operator import itemgetter
 
 Points = Sequence[tuple[float, float]]
-"""Pairs (step, value), with increasing steps."""
+"""Pairs (x, value), with increasing x."""
 
-COLORS = ("#2f6fbb", "#d1603d", "#3b8f5a", "#8a5ab5", "#b08a1e", "#c2447e", "#3a9aa8", "#7a7a7a")
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 560, 260, 64, 30, 30, 12
+NUM_COLORS = 9
+"""Number of the classes `line0`, `line1`, ... of lines, and of the classes `part0`, `part1`, ... of areas."""
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 560, 260, 64, 32, 42, 22
+_WIDE = 1150
+"""Width of a chart that takes the width of the page."""
+
+_LABELS = 120
+"""Width of the names at the right of a stacked chart."""
+
 _MAX_POINTS = 600
 """Largest number of points of a line. A longer series shows the smallest and the largest value of each interval."""
 
 _MAX_NAMES = 8
-"""Largest number of series with names below a chart."""
+"""Largest number of series with names below a chart, and in the text that a pointer shows."""
+
+_MAX_COLUMNS = 120
+"""Largest number of places of a chart with a text that a pointer shows."""
+
+_FAR = 4
+"""A limit that exceeds every bar by this factor is not drawn, because the bars would be too short to read."""
+
+_SLOW = 3
+"""Columns of a stacked chart that are higher than this factor times the median do not determine the scale."""
 
 
-def line_chart(title: str, series: Mapping[str, Points]) -> str:
-    """Return a chart of values by step. Values that are not finite are gaps. A series without finite values has no
-    line. `title` and names are plain text."""
+def line_chart(
+    title: str,
+    series: Mapping[str, Points],
+    x: str = "step",
+    *,
+    is_difference: bool = False,
+    has_hover: bool = True,
+) -> str:
+    """Return a chart of values by step, or by what `x` names. Values that are not finite are gaps. A series without
+    finite values has no line. `title`, which has the unit of the values, and names are plain text.
+
+    `is_difference`: True for differences from a first series, which is not in `series`. 0 is in the scale, with a line
+    of its own, and the colors begin with the second. `has_hover`: True for texts with the values, which a pointer
+    shows."""
     lines = {name: [list(part) for part in _parts(_thinned(points))] for name, points in series.items()}
     finite = [point for parts in lines.values() for part in parts for point in part]
     if not finite:
         return f"<figure><figcaption>{escape(title)}: no finite value</figcaption></figure>"
-    x_ticks = _ticks(min(x for x, _ in finite), max(x for x, _ in finite), is_whole=True)
-    y_ticks = _ticks(min(y for _, y in finite), max(y for _, y in finite))
-    to_x = _scale(x_ticks, _LEFT, _WIDTH - _RIGHT)
-    to_y = _scale(y_ticks, _HEIGHT - _BOTTOM, _TOP)
-    body = [f'<text x="{_LEFT}" y="18" class="title">{escape(title)}</text>']
-    for tick in y_ticks:
-        y = to_y(tick)
-        body.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
-        body.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="tick end">{_number(tick, y_ticks)}</text>')
-    for tick in x_ticks:
-        x = to_x(tick)
-        body.append(f'<text x="{x:.1f}" y="{_HEIGHT - 10}" class="tick middle">{tick:,.0f}</text>')
-    for index, (name, parts) in enumerate(lines.items()):
-        color = COLORS[index % len(COLORS)]
+    values = [y for _, y in finite] + [0.0] * is_difference
+    y_ticks = _ticks(min(values), max(values))
+    to_y = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
+    axis, to_x = _x_axis(min(x for x, _ in finite), max(x for x, _ in finite), x, _WIDTH - _RIGHT, _HEIGHT)
+    body = [*_y_axis(title, y_ticks, to_y, _WIDTH - _RIGHT), *axis]
+    if is_difference:
+        body.append(f'<path class="zero" d="M{_LEFT} {to_y(0):.1f}H{_WIDTH - _RIGHT}"/>')
+    colors = {name: f"line{index % NUM_COLORS}" for index, name in enumerate(lines, start=int(is_difference))}
+    if len(colors) == 1:
+        colors = {name: f"{color} solid" for name, color in colors.items()}
+    for name, parts in lines.items():
+        color = colors[name]
         for part in parts:
             path = "L".join(f"{to_x(x):.1f} {to_y(y):.1f}" for x, y in part)
             if len(part) == 1:
-                x, y = part[0]
-                shape = f'<circle cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="2.5" fill="{color}">'
+                at_x, at_y = part[0]
+                shape = f'<circle class="{color}" cx="{to_x(at_x):.1f}" cy="{to_y(at_y):.1f}" r="2.5">'
                 body.append(f"{shape}<title>{escape(name)}</title></circle>")
             else:
-                body.append(f'<path class="line" stroke="{color}" d="M{path}"><title>{escape(name)}</title></path>')
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
-    return f"<figure>{svg}{legend(list(lines)) if len(lines) > 1 else ''}</figure>"
+                body.append(f'<path class="line {color}" d="M{path}"><title>{escape(name)}</title></path>')
+    if has_hover:
+        body += _hover_of_lines(lines, x, to_x)
+    keys = _legend(colors) if len(lines) > 1 or is_difference else ""
+    return f"<figure>{_svg(title, _WIDTH, _HEIGHT, body)}{keys}</figure>"
 
 
-def legend(names: Sequence[str]) -> str:
-    """Return the names of series with their colors."""
-    shown = [_key(name, COLORS[index % len(COLORS)]) for index, name in enumerate(names[:_MAX_NAMES])]
+def _hover_of_lines(lines: Mapping[str, Sequence[Points]], x: str, to_x: Callable[[float], float]) -> Iterator[str]:
+    """Yield invisible columns with the values of all lines at a place, for a pointer."""
+    shown = {name: dict(point for part in parts for point in part) for name, parts in [*lines.items()][:_MAX_NAMES]}
+    places = sorted({place for values in shown.values() for place in values})
+    places = places[:: -(-len(places) // _MAX_COLUMNS)] if places else []
+    for index, place in enumerate(places):
+        left = to_x(place if index == 0 else (places[index - 1] + place) / 2)
+        right = to_x(place if index == len(places) - 1 else (place + places[index + 1]) / 2)
+        values = (f"{name}: {found[place]:.6g}" for name, found in shown.items() if place in found)
+        yield _column(left, max(right - left, 1), _TOP, _HEIGHT - _BOTTOM, [f"{x} {place:,.0f}", *values])
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a stacked chart: an interval of steps."""
+
+    first: int
+    last: int
+    parts: Mapping[str, float]
+    """Height of each part. A part that is negative or not finite has no area."""
+
+    @property
+    def height(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+def stacked_chart(title: str, columns: Sequence[Column], unit: str, colors: Mapping[str, int]) -> str:
+    """Return a chart with a column for each interval of steps, divided into parts; "" without columns. Very high
+    columns are cut off and labelled. `colors`: the number of the color of each part, in the order from bottom to top.
+    """
+    heights = [sum(map(_extent, column.parts.values())) for column in columns]
+    if not columns or not max(heights) > 0:
+        return ""
+    limit = _SLOW * sorted(heights)[len(heights) // 2]
+    y_ticks = _ticks(0.0, max([height for height in heights if height <= limit] or heights) or max(heights))
+    right, bottom = _WIDE - _LABELS, _HEIGHT - _BOTTOM
+    to_y = _scale(0.0, y_ticks[-1], bottom, _TOP + 16)
+    axis, to_x = _x_axis(columns[0].first - 1, columns[-1].last, "step", right, _HEIGHT)
+    body = [*_y_axis(title, y_ticks, to_y, right), *axis]
+    shapes: dict[str, list[str]] = {name: [] for name in colors}
+    labels, hover = [], []
+    label_end = 0.0
+    for column, height in zip(columns, heights, strict=True):
+        left, width = to_x(column.first - 1), max(to_x(column.last) - to_x(column.first - 1), 0.5)
+        base = 0.0
+        for name in colors:
+            low, base = base, base + _extent(column.parts.get(name, 0.0))
+            top, end = (to_y(min(value, y_ticks[-1])) for value in (base, low))
+            if end - top >= 0.05:
+                shapes[name].append(f"M{left:.1f} {end:.1f}V{top:.1f}h{width:.1f}V{end:.1f}z")
+        if height > y_ticks[-1] and left >= label_end:
+            text = f"{height:.3g} {unit}"
+            labels.append(f'<text class="tick" x="{left:.1f}" y="{_TOP + 12}">^ {text}</text>')
+            label_end = left + 8 * (len(text) + 3)
+        hover.append(_column(left, width, _TOP, bottom, _describe(column, unit, colors)))
+    body += [f'<path class="area part{colors[name]}" d="{"".join(paths)}"/>' for name, paths in shapes.items() if paths]
+    body += [*labels, *_names_at_the_right(columns[-1], colors, right, to_y, y_ticks[-1]), *hover]
+    keys = _legend({name: f"part{color}" for name, color in colors.items()})
+    return f'<figure class="wide">{_svg(title, _WIDE, _HEIGHT, body)}{keys}</figure>'
+
+
+def _describe(column: Column, unit: str, names: Mapping[str, int]) -> Iterator[str]:
+    steps = f"step {column.last:,}" if column.first == column.last else f"steps {column.first:,} to {column.last:,}"
+    yield f"{steps}: {column.height:.4g} {unit}"
+    for name in names:
+        if name in column.parts:
+            value = column.parts[name]
+            share = f" ({100 * value / column.height:.1f} %)" if column.height > 0 else ""
+            yield f"{name}: {value:.4g} {unit}{share}"
+
+
+def _names_at_the_right(
+    column: Column, names: Mapping[str, int], x: float, to_y: Callable[[float], float], top: float
+) -> Iterator[str]:
+    """Yield the names of the parts of the last column that are high enough for a name."""
+    base = 0.0
+    for name in names:
+        low, base = base, base + _extent(column.parts.get(name, 0.0))
+        end, start = to_y(min(low, top)), to_y(min(base, top))
+        if end - start >= 14:
+            yield f'<text class="name" x="{x + 8:.1f}" y="{(start + end) / 2 + 4:.1f}">{escape(name[:16])}</text>'
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A horizontal bar."""
+
+    label: str
+    """Text above the bar."""
+
+    parts: Mapping[str, float]
+    """Length of each part. A part that is negative or not finite is not drawn."""
+
+
+_LONGEST_LABEL = 140
+_ROW = 44
+
+
+def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, int], limit: float | None = None) -> str:
+    """Return horizontal bars with one scale, which begins at 0; "" without a bar. `title`: what is measured, with its
+    unit. `limit`: value that is drawn as a line. If it exceeds all bars by far, it is only named."""
+    lengths = [sum(map(_extent, bar.parts.values())) for bar in bars]
+    if not bars or not max(lengths) > 0:
+        return ""
+    is_far = limit is not None and limit > _FAR * max(lengths)
+    ticks = _ticks(0.0, max([*lengths, *([limit] if limit is not None and not is_far else [])]))
+    left, right, top = 8, _WIDE - 40, 48 if limit is not None and not is_far else 30
+    bottom = top + _ROW * len(bars)
+    to_x = _scale(0.0, ticks[-1], left, right)
+    note = f" (the limit of {limit:.4g} {unit} is far to the right)" if is_far else ""
+    body = [f'<text x="{left}" y="18" class="title">{escape(title + note)}</text>']
+    for tick in ticks:
+        body.append(f'<path class="grid" d="M{to_x(tick):.1f} {top}V{bottom}"/>')
+        anchor = "middle" if tick else "start"
+        body.append(f'<text class="tick {anchor}" x="{to_x(tick):.1f}" y="{bottom + 16}">{_number(tick, ticks)}</text>')
+    for index, bar in enumerate(bars):
+        y, base = top + _ROW * index, 0.0
+        body.append(f'<text x="{left}" y="{y + 14}">{escape(_shortened(bar.label))}</text>')
+        for name, value in bar.parts.items():
+            if _extent(value):
+                start, base = base, base + value
+                text = escape(f"{name}: {value:.4g} {unit} ({100 * value / lengths[index]:.1f} %)")
+                shape = f"M{to_x(start):.1f} {y + 20}H{to_x(base):.1f}v18H{to_x(start):.1f}z"
+                body.append(f'<path class="area part{colors[name]}" d="{shape}"><title>{text}</title></path>')
+    if limit is not None and not is_far:
+        x = to_x(limit)
+        side = "end" if x > _WIDE / 2 else "start"
+        body.append(f'<path class="limit" d="M{x:.1f} {top - 14}V{bottom}"/>')
+        label_x = x - 6 if side == "end" else x + 6
+        body.append(f'<text class="{side}" x="{label_x:.1f}" y="{top - 4}">limit {limit:.4g} {escape(unit)}</text>')
+    names = {name: f"part{colors[name]}" for name in colors if any(name in bar.parts for bar in bars)}
+    keys = _legend(names) if len(names) > 1 and any(len(bar.parts) > 1 for bar in bars) else ""
+    return f'<figure class="wide">{_svg(title, _WIDE, bottom + 26, body)}{keys}</figure>'
+
+
+def _extent(part: float) -> float:
+    return part if 0 < part < math.inf else 0.0
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 4]} ..."
+
+
+_TEXT_WIDTH, _TEXT_HEIGHT = 64, 9
+
+
+def text_chart(series: Mapping[str, Points], x: str) -> list[str]:
+    """Return the lines of a chart of characters, with a line at 0; [] without a finite value. The name of a series is
+    the character that draws it."""
+    finite = [point for points in series.values() for point in points if math.isfinite(point[1])]
+    if not finite:
+        return []
+    first, last = min(place for place, _ in finite), max(place for place, _ in finite)
+    low, high = min(0.0, *(y for _, y in finite)), max(0.0, *(y for _, y in finite))
+    to_row = _scale(low, high or 1.0, _TEXT_HEIGHT - 1, 0)
+    zero = round(to_row(0.0))
+    rows = [["-" if row == zero else " "] * _TEXT_WIDTH for row in range(_TEXT_HEIGHT)]
+    for name, points in series.items():
+        for column in range(_TEXT_WIDTH):
+            value = value_at(points, first + (last - first) * column / (_TEXT_WIDTH - 1))
+            if math.isfinite(value):
+                rows[round(to_row(value))][column] = name[0]
+    labels = {0: f"{high:+.3g}" if high else "", _TEXT_HEIGHT - 1: f"{low:+.3g}" if low else "", zero: "0"}
+    lines = [f"{labels.get(index, ''):>10} |{''.join(row)}".rstrip() for index, row in enumerate(rows)]
+    left, right = f"{x} {first:,.0f}", f"{last:,.0f}"
+    return [*lines, f"{'':>10}  {left}{right:>{_TEXT_WIDTH - len(left)}}"]
+
+
+def value_at(points: Points, place: float) -> float:
+    """Return the value of a series at a place, interpolated between its points; NaN before the first point and behind
+    the last."""
+    if not points or not points[0][0] <= place <= points[-1][0]:
+        return math.nan
+    index = bisect_left(points, place, key=itemgetter(0))
+    after, value = points[index]
+    if after == place:
+        return value
+    before, start = points[index - 1]
+    return start + (value - start) * (place - before) / (after - before)
+
+
+def _svg(title: str, width: int, height: int, body: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
+
+
+def _legend(classes: Mapping[str, str]) -> str:
+    """Return the names of series or parts, each with a sample of its class."""
+    names = [*classes]
+    shown = [f"<span>{sample(classes[name])}{escape(name)}</span>" for name in names[:_MAX_NAMES]]
     more = f"<span>and {len(names) - _MAX_NAMES} more</span>" if len(names) > _MAX_NAMES else ""
     return f'<figcaption class="legend">{"".join(shown)}{more}</figcaption>'
 
 
-def _key(name: str, color: str) -> str:
-    return f'<span><i style="background:{color}"></i>{escape(name)}</span>'
+def sample(color: str) -> str:
+    """Return a small picture of a line or of an area. `color`: its class."""
+    is_line = color.startswith("line")
+    shape = (
+        f'<path class="line {color}" d="M0 6H26"/>' if is_line else f'<path class="area {color}" d="M0 0H12V12H0z"/>'
+    )
+    return f'<svg class="key" viewBox="0 0 {26 if is_line else 12} 12">{shape}</svg>'
 
 
-def stacked_bars(bars: Mapping[str, Mapping[str, float]], unit: str) -> str:
-    """Return a horizontal bar for each name, divided into parts. All bars have the same scale, and the same part has
-    the same color in each."""
-    names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
-    colors = {name: COLORS[index % len(COLORS)] for index, name in enumerate(names)}
-    longest = max((sum(parts.values()) for parts in bars.values()), default=0) or 1
-    rows = []
-    for name, parts in bars.items():
-        cells = []
-        for part, value in parts.items():
-            share = 100 * value / longest
-            text = f"{part}: {value:.3g} {unit} ({100 * value / (sum(parts.values()) or 1):.1f} %)"
-            style = f"width:{share:.3f}%;background:{colors[part]}"
-            cells.append(f'<i style="{style}" title="{escape(text)}"></i>')
-        label = f"<b>{escape(name)}</b>" if len(bars) > 1 else ""
-        rows.append(f'{label}<div class="bar">{"".join(cells)}</div>')
-    keys = "".join(_key(name, color) for name, color in colors.items())
-    return f'<figure class="wide">{"".join(rows)}<figcaption class="legend">{keys}</figcaption></figure>'
+def _y_axis(title: str, ticks: Sequence[float], to_y: Callable[[float], float], right: float) -> Iterator[str]:
+    yield f'<text x="{_LEFT}" y="18" class="title">{escape(title)}</text>'
+    for tick in ticks:
+        y = to_y(tick)
+        yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{right:.1f}"/>'
+        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="tick end">{_number(tick, ticks)}</text>'
+
+
+def _x_axis(
+    low: float, high: float, name: str, right: float, height: float
+) -> tuple[list[str], Callable[[float], float]]:
+    """Return an axis of whole numbers with its name, and the function from a number to a coordinate."""
+    ticks = _ticks(low, high, is_whole=True)
+    inside = [tick for tick in ticks if low <= tick <= high] if high > low else []
+    low, high = (low, high) if high > low else (low - 1, high + 1)
+    to_x = _scale(low, high, _LEFT, right)
+    bottom = height - _BOTTOM
+    axis = [f'<text x="{right:.1f}" y="{height - 8}" class="tick end">{escape(name)}</text>']
+    for tick in inside or [(low + high) / 2]:
+        x = to_x(tick)
+        axis.append(f'<path class="grid" d="M{x:.1f} {bottom}v4"/>')
+        axis.append(f'<text x="{x:.1f}" y="{bottom + 17}" class="tick middle">{_whole(tick)}</text>')
+    return axis, to_x
+
+
+def _whole(value: float) -> str:
+    """Return a whole number with separators, or with a suffix from a million on."""
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:,.4g}{suffix}"
+    return f"{value:,.0f}"
+
+
+def _column(left: float, width: float, top: float, bottom: float, lines: Sequence[str] | Iterator[str]) -> str:
+    """Return an invisible column with a text that a pointer shows."""
+    text = escape("\n".join(lines))
+    frame = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{bottom - top}"'
+    return f'<rect class="hover" {frame}><title>{text}</title></rect>'
 
 
 def _thinned(points: Points) -> Points:
@@ -129,6 +372,6 @@ def _number(value: float, ticks: Sequence[float]) -> str:
     return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
 
 
-def _scale(ticks: Sequence[float], low: float, high: float) -> Callable[[float], float]:
-    """Return the function from a value to a coordinate between `low` and `high`."""
-    return lambda value: low + (value - ticks[0]) / (ticks[-1] - ticks[0]) * (high - low)
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Return the function that maps `low` to the coordinate `start`, and `high` to `end`."""
+    return lambda value: start + (value - low) / (high - low) * (end - start)

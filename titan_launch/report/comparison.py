@@ -10,23 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.config.resume_compatibility import differences
+from titan_launch.config.resume_compatibility import differences, role_of
 from titan_launch.core.errors import KeyPath, UserError, format_key
 from titan_launch.core.terminal import one_line
 from titan_launch.plan.report.table import aligned
-from titan_launch.report.charts import Points, line_chart, stacked_bars
+from titan_launch.report.charts import Bar, Points, bar_chart, line_chart, text_chart, value_at
 from titan_launch.report.figures import (
     LOSS,
     STEP_SECONDS,
     VALIDATION_LOSS,
     change,
+    difference_of_curves,
+    loss_axis,
+    loss_curve,
     memory_peaks,
+    part_colors,
     speed_tag,
     speed_unit,
     spread,
     time_parts,
 )
-from titan_launch.report.page import charts, folded, page, section, table
+from titan_launch.report.page import charts, folded, page, paragraphs, section, table
 from titan_launch.report.recorded_run import RecordedRun
 
 _NAMES_OF_RUNS = (("job", "name"), ("job", "dump_folder"))
@@ -34,6 +38,9 @@ _NAMES_OF_RUNS = (("job", "name"), ("job", "dump_folder"))
 
 _LONGEST_VALUE = 40
 """Longest value of a key in a line of text."""
+
+_MOST_KEYS = 20
+"""Number of the keys that a page shows without a click."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,11 @@ class Comparison:
         """Names of the runs, all different."""
 
         self.keys = dict(_different_keys(runs))
-        """Keys of the configuration that differ, with the value of each run; None for a key that is unset."""
+        """Keys of the configuration that differ, with the value of each run; None for a key that is unset. Those that
+        change the model or the result are the first."""
+
+        self.axis = loss_axis(runs)
+        """The axis over which losses are compared: `step`, `tokens` or `images`."""
 
         self.step = _last_common_step(runs)
         """The last step that all runs have reported; None if there is none."""
@@ -83,6 +94,13 @@ class Comparison:
         self.only_in_some = {name: tags for name, tags in found.items() if tags}
         """Metrics that not all runs have, by the run that has them."""
 
+    def loss_differences(self, tag: str) -> dict[str, Points]:
+        """Return a loss of each run, except for the first, minus that of the first, over `axis`. Runs without the loss
+        are left out."""
+        reference, *others = (loss_curve(run, tag, self.axis) for run in self.runs)
+        found = zip(self.names[1:], others, strict=True)
+        return {name: points for name, curve in found if (points := difference_of_curves(curve, reference))}
+
     def as_text(self) -> str:
         """Return the comparison as text."""
         letters = [chr(ord("A") + index) for index in range(len(self.runs))]
@@ -90,8 +108,9 @@ class Comparison:
             f"{letter} = {one_line(str(run.folder))}: {run.state}, step {_progress(run)}"
             for letter, run in zip(letters, self.runs, strict=True)
         ]
-        rows = [[f"  {one_line(key)}", *(_short(value) for value in values)] for key, values in self.keys.items()]
-        keys = [f"configuration: {len(rows) or 'no'} different {'key' if len(rows) == 1 else 'keys'}", *aligned(rows)]
+        named = [f"{letter}: {name}" for letter, name in zip(letters, self.names, strict=True)]
+        rows = [[f"  {key}", *(_short(value) for value in values)] for key, values in self.keys.items()]
+        keys = [f"{self._num_keys()}", *(aligned([["", *named], *rows]) if rows else [])]
         head = ["", *letters, *(f"{letter} against A" for letter in letters[1:])]
         figures = aligned([head, *([line.name, *line.cells, *line.changes()[1:]] for line in self.lines)])
         only = [
@@ -99,7 +118,21 @@ class Comparison:
             for letter, name in zip(letters, self.names, strict=True)
             if name in self.only_in_some
         ]
-        return "\n".join([*where, *(keys if rows else keys[:1]), *figures, *only])
+        return "\n".join([*keys, *where, *figures, *self._difference_as_text(letters), *only])
+
+    def _num_keys(self) -> str:
+        count = len(self.keys)
+        return f"configuration: {count or 'no'} different {'key' if count == 1 else 'keys'}"
+
+    def _difference_as_text(self, letters: Sequence[str]) -> list[str]:
+        """Return the differences of the training loss as a chart of letters."""
+        curves = self.loss_differences(LOSS)
+        letter_of = dict(zip(self.names, letters, strict=True))
+        title = f"training loss of {', '.join(letter_of[name] for name in curves)} minus that of A"
+        if curves and not any(value for points in curves.values() for _, value in points):
+            return [f"{title}: 0 everywhere"]
+        lines = text_chart({letter_of[name]: points for name, points in curves.items()}, self.axis)
+        return [f"{title}:", *lines] if lines else []
 
     def as_data(self) -> dict[str, Any]:
         """Return the comparison as plain data."""
@@ -117,6 +150,7 @@ class Comparison:
             "configuration": {key: list(values) for key, values in self.keys.items()},
             "last_common_step": self.step,
             "figures": {line.name: list(line.values) for line in self.lines},
+            "loss_differences": {"axis": self.axis, "runs": self.loss_differences(LOSS)},
             "time_parts_seconds": [time_parts(run) for run in self.runs],
             "only_in_some_runs": self.only_in_some,
         }
@@ -130,32 +164,70 @@ class Comparison:
         keys = [(key, *(_short(value, 200) for value in values)) for key, values in self.keys.items()]
         figures = [(line.name, *line.cells, *line.changes()[1:]) for line in self.lines]
         against = [f"{name} against {self.names[0]}" for name in self.names[1:]]
-        parts = {name: parts for name, run in zip(self.names, self.runs, strict=True) if (parts := time_parts(run))}
         tags = dict.fromkeys(tag for run in self.runs for tag in run.tags)
-        main = [tag for tag in (LOSS, VALIDATION_LOSS, *filter(None, map(speed_tag, self.runs))) if tag in tags]
+        speeds = dict.fromkeys(filter(None, map(speed_tag, self.runs)))
+        main = [tag for tag in (LOSS, VALIDATION_LOSS, *speeds) if tag in tags]
         title = " and ".join(self.names)
         only = [(name, ", ".join(missing)) for name, missing in self.only_in_some.items()]
+        head = ("key", *self.names)
         return page(
             title,
             [
                 f"<h1>{escape(title)}</h1>",
-                table(("run", "folder", "state", "step"), states),
                 section(
-                    "Differences of the configuration", table(("key", *self.names), keys) or "<p>There is none.</p>"
+                    self._num_keys().capitalize(),
+                    table(head, keys[:_MOST_KEYS], "marked"),
+                    folded(f"{len(keys) - _MOST_KEYS} more keys", table(head, keys[_MOST_KEYS:])),
                 ),
+                section("Runs", table(("run", "folder", "state", "step"), states)),
                 section("Figures", table(("figure", *self.names, *against), figures)),
-                section("Loss and speed", charts(self._chart(tag) for tag in dict.fromkeys(main))),
-                section("Where the time of a step goes", stacked_bars(parts, "s") if parts else ""),
+                section("Loss", self._axis_explained(), charts(self._loss_charts())),
+                section("Speed", charts(line_chart(speed_unit(tag), self._curves(tag)) for tag in speeds)),
+                section("Where the time of a step goes", self._times()),
                 section("Metrics that only some runs have", table(("run", "metrics"), only)),
-                folded("All metrics", charts(self._chart(tag) for tag in tags if tag not in main)),
+                folded(
+                    "All metrics",
+                    charts(line_chart(tag, self._curves(tag), has_hover=False) for tag in tags if tag not in main),
+                ),
             ],
         )
 
-    def _chart(self, tag: str) -> str:
-        series: dict[str, Points] = {
-            name: run.values(tag) for name, run in zip(self.names, self.runs, strict=True) if tag in run.tags
-        }
-        return line_chart(tag, series)
+    def _axis_explained(self) -> str:
+        if self.axis == "step":
+            return ""
+        return paragraphs(
+            [f"The runs differ in the {self.axis} per step, so their losses are compared over {self.axis}."]
+        )
+
+    def _loss_charts(self) -> Iterator[str]:
+        for name, tag in (("training loss", LOSS), ("validation loss", VALIDATION_LOSS)):
+            curves = {
+                label: loss_curve(run, tag, self.axis)
+                for label, run in zip(self._labels(), self.runs, strict=True)
+                if tag in run.tags
+            }
+            if curves:
+                yield line_chart(name, curves, self.axis)
+            if differences := self.loss_differences(tag):
+                minus = {f"{other} minus {self.names[0]}": points for other, points in differences.items()}
+                yield line_chart(f"difference of the {name}", minus, self.axis, is_difference=True)
+
+    def _labels(self) -> list[str]:
+        """Return the names of the runs, with the value of the key that differs if it is a single one."""
+        if len(self.keys) != 1:
+            return self.names
+        ((key, values),) = self.keys.items()
+        return [f"{name} ({key} = {_short(value)})" for name, value in zip(self.names, values, strict=True)]
+
+    def _times(self) -> str:
+        parts = {name: found for name, run in zip(self.names, self.runs, strict=True) if (found := time_parts(run))}
+        bars = [Bar(f"{name}: {sum(found.values()):.4g} s", found) for name, found in parts.items()]
+        colors = part_colors({part for found in parts.values() for part in found})
+        return bar_chart("mean time of a step and of the pauses after it (s)", bars, "s", colors)
+
+    def _curves(self, tag: str) -> dict[str, Points]:
+        found = zip(self._labels(), self.runs, strict=True)
+        return {label: run.values(tag) for label, run in found if tag in run.tags}
 
     def slower(self, percent: float) -> list[str]:
         """Return a sentence for each run whose median speed is more than `percent` below that of the first. Raises
@@ -208,7 +280,7 @@ def _different_keys(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, tuple[An
             if difference.key not in _NAMES_OF_RUNS:
                 found = changed.setdefault(difference.key, dict.fromkeys(range(len(runs)), difference.was))
                 found[index] = difference.now
-    for key in sorted(changed, key=format_key):
+    for key in sorted(changed, key=lambda key: (role_of(key) == "operation", format_key(key))):
         yield format_key(key), tuple(changed[key].values())
     ranks = tuple(run.num_ranks for run in runs)
     if len({*ranks}) > 1:
@@ -221,7 +293,11 @@ def _last_common_step(runs: Sequence[RecordedRun]) -> int | None:
 
 
 def _lines(comparison: Comparison) -> Iterator[Line]:
-    runs, step = comparison.runs, comparison.step
+    runs, step, axis = comparison.runs, comparison.step, comparison.axis
+    curves = [loss_curve(run, LOSS, axis) for run in runs]
+    if axis != "step" and all(curves) and max(curve[0][0] for curve in curves) <= min(curve[-1][0] for curve in curves):
+        place = min(curve[-1][0] for curve in curves)
+        yield _exact(f"loss at {place:,.0f} {axis}", [value_at(curve, place) for curve in curves], False)
     if step is not None:
         yield _exact(f"loss at step {step}", [dict(run.values(LOSS))[step] for run in runs], False)
     for tag in dict.fromkeys(filter(None, map(speed_tag, runs))):

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_launch.metrics.sinks.jsonl import json_number
-from titan_launch.metrics.tags import PAUSES
+from titan_launch.metrics.tags import PAUSES, STEP_PARTS
+from titan_launch.report.charts import NUM_COLORS, Column, Points, value_at
 from titan_launch.report.recorded_run import RecordedRun
 
 LOSS, VALIDATION_LOSS, STEP_SECONDS = "train/loss", "validation/loss", "time/step_s"
 PREDICTED, MEASURED = "memory/predicted_active_gib", "memory/max_active_gib"
+RESERVED, HOST, LIMIT = "memory/max_reserved_gib", "memory/max_rss_gib", "memory/limit_gib"
 _NOT_PARTS = (STEP_SECONDS, "time/compile_s", "time/checkpoint_stall_s")
 """Metrics `time/*_s` that are not a part of the time of a step."""
 
+_SAMPLES = "train/samples_seen"
 UNMEASURED = "not measured"
 
 
@@ -57,18 +60,70 @@ def speed_unit(tag: str) -> str:
     return tag.partition("/")[2].replace("_", " ")
 
 
+_PART_ORDER = (*STEP_PARTS, "other", *PAUSES, UNMEASURED)
+
+_MAX_COLUMNS = 120
+"""Largest number of columns of `step_columns`."""
+
+
+def part_colors(names: Collection[str]) -> dict[str, int]:
+    """Return the number of the color of each part of a step, in the order in which parts are shown. A part has the same
+    color in all charts."""
+    unknown = sorted({*names} - {*_PART_ORDER})
+    known = {name: index for index, name in enumerate(_PART_ORDER) if name in names}
+    return known | {name: (len(_PART_ORDER) + index) % NUM_COLORS for index, name in enumerate(unknown)}
+
+
+def _part_tags(run: RecordedRun) -> dict[str, str]:
+    """Return the metrics of the parts of a step and of the pauses, by the name of the part, in the order in which they
+    are shown."""
+    found = [tag for tag in run.tags if tag.startswith("time/") and tag.endswith("_s") and tag not in _NOT_PARTS]
+    tags = {tag.removeprefix("time/").removesuffix("_s"): tag for tag in found}
+    return {name: tags[name] for name in part_colors(tags)}
+
+
 def time_parts(run: RecordedRun) -> dict[str, float]:
     """Return the parts of the time of a step in seconds, each the mean of the reports, and the pauses as the mean of
     all steps. What no metric measures is UNMEASURED. Empty for a run without reports."""
     step = _mean(run.steady(STEP_SECONDS))
     if step is None:
         return {}
-    tags = [tag for tag in run.tags if tag.startswith("time/") and tag.endswith("_s") and tag not in _NOT_PARTS]
-    means = {tag.removeprefix("time/").removesuffix("_s"): _mean(run.steady(tag)) for tag in tags}
+    tags = _part_tags(run)
+    means = {name: _mean(run.steady(tag)) for name, tag in tags.items()}
     parts = {name: mean for name, mean in means.items() if mean is not None}
-    pauses = {name: _mean_of_steps(run, f"time/{name}_s") for name in PAUSES if parts.pop(name, None) is not None}
+    pauses = {name: _mean_of_steps(run, tags[name]) for name in PAUSES if parts.pop(name, None) is not None}
     rest = step - sum(parts.values())
     return parts | ({UNMEASURED: rest} if rest > 0.001 * step else {}) | pauses
+
+
+def step_columns(run: RecordedRun) -> list[Column]:
+    """Return the parts of the time of a step in seconds over the run, without pauses: a column for each report, or in a
+    long run for several consecutive ones, as the mean of their steps. The parts add up to `time/step_s`. Reports with a
+    number that is not finite are left out."""
+    totals = run.values(STEP_SECONDS)
+    tags = {name: dict(run.values(tag)) for name, tag in _part_tags(run).items() if name not in PAUSES}
+    columns, before = [], 0
+    for step, total in totals:
+        parts = {name: values[step] for name, values in tags.items() if step in values}
+        rest = total - sum(parts.values())
+        parts |= {UNMEASURED: rest} if rest > 0.001 * total else {}
+        if step > before and math.isfinite(total) and math.isfinite(rest):
+            columns.append(Column(before + 1, step, parts))
+        before = step
+    size = -(-len(columns) // _MAX_COLUMNS)
+    return [_merged(columns[start : start + size]) for start in range(0, len(columns), size or 1)]
+
+
+def _merged(columns: Sequence[Column]) -> Column:
+    """Return the mean of columns, weighted by their numbers of steps."""
+    names = dict.fromkeys(name for column in columns for name in column.parts)
+    steps = [column.last - column.first + 1 for column in columns]
+    means = {
+        name: sum(column.parts.get(name, 0.0) * weight for column, weight in zip(columns, steps, strict=True))
+        / sum(steps)
+        for name in names
+    }
+    return Column(columns[0].first, columns[-1].last, means)
 
 
 def _mean_of_steps(run: RecordedRun, tag: str) -> float:
@@ -82,6 +137,44 @@ def _mean_of_steps(run: RecordedRun, tag: str) -> float:
 def _mean(values: Sequence[float]) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else None
+
+
+def loss_axis(runs: Sequence[RecordedRun]) -> str:
+    """Return the axis over which losses of runs are compared: `step`, or `tokens` or `images` if the runs differ in
+    their number per step."""
+    seen = [dict(run.values(_SAMPLES)) for run in runs]
+    images = any("images" in (speed_tag(run) or "") for run in runs)
+    sizes = [1 if images else run.seq_len for run in runs]
+    per_step = [
+        {size * samples / step for step, samples in found.items() if step}
+        for size, found in zip(sizes, seen, strict=True)
+        if size is not None
+    ]
+    if len(per_step) < len(runs) or not all(per_step) or all(found == per_step[0] for found in per_step):
+        return "step"
+    return "images" if images else "tokens"
+
+
+def loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
+    """Return a loss over an axis of `loss_axis`. A point whose place is not finite, or not behind the point before it,
+    is left out."""
+    if axis == "step":
+        return run.values(tag)
+    size = 1 if axis == "images" else run.seq_len or 1
+    seen = dict(run.values(_SAMPLES))
+    found: list[tuple[float, float]] = []
+    for step, value in run.values(tag):
+        place = size * seen.get(step, math.nan)
+        if math.isfinite(place) and (not found or place > found[-1][0]):
+            found.append((place, value))
+    return found
+
+
+def difference_of_curves(curve: Points, reference: Points) -> Points:
+    """Return the difference from a reference at each place of a curve where the reference has a value, or has values on
+    both sides, between which it is interpolated."""
+    first, last = (reference[0][0], reference[-1][0]) if reference else (0.0, -1.0)
+    return [(place, value - value_at(reference, place)) for place, value in curve if first <= place <= last]
 
 
 def memory_peaks(run: RecordedRun) -> dict[str, float]:

@@ -87,6 +87,7 @@ class _Job:
 @dataclass(frozen=True)
 class _Training:
     steps: _Count
+    seq_len: Annotated[int, Field(ge=1, lt=_MOST_STEPS)] | None = None
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,11 @@ class RecordedRun:
     def total_steps(self) -> int:
         """`training.steps`."""
         return int(self.config["training"]["steps"])
+
+    @property
+    def seq_len(self) -> int | None:
+        """`training.seq_len`, the number of tokens of a sample; None if the file lacks it."""
+        return self.config["training"].get("seq_len")
 
     @cached_property
     def checkpoint_steps(self) -> list[int]:

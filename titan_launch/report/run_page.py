@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from html import escape
@@ -12,25 +13,29 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.core.errors import leaves
 from titan_launch.core.terminal import one_line
 from titan_launch.metrics.tags import tag_of
-from titan_launch.report.charts import Points, line_chart, stacked_bars
+from titan_launch.report.charts import Bar, Points, bar_chart, line_chart, stacked_chart
 from titan_launch.report.figures import (
+    HOST,
+    LIMIT,
     LOSS,
     MEASURED,
     PREDICTED,
+    RESERVED,
     STEP_SECONDS,
     change,
     gib,
     memory_peaks,
+    part_colors,
     speed_tag,
     speed_unit,
     spread,
+    step_columns,
     summary,
     time_parts,
 )
 from titan_launch.report.page import charts, folded, page, paragraphs, section, table
 from titan_launch.report.recorded_run import AuditedUnit, RecordedRun, RecordedUnit
 
-_PEAKS = {"planned": PREDICTED, "measured": MEASURED}
 _LOSSES = (LOSS, "validation/loss", "validation/ema_loss")
 
 
@@ -38,7 +43,6 @@ def run_page(run: RecordedRun) -> str:
     """Return the page of a run. What the run does not report is not shown."""
     state = f'<span class="state {run.state}">{run.state}</span>'
     now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-    parts = time_parts(run)
     return page(
         f"{run.name}: step {run.last_step}",
         [
@@ -46,11 +50,7 @@ def run_page(run: RecordedRun) -> str:
             f'<p class="dim">{escape(one_line(str(run.folder)))}, as of {now}</p>',
             section("Summary", paragraphs(summary(run))),
             section("Loss and speed", charts(_main_charts(run))),
-            section(
-                "Where the time of a step goes",
-                stacked_bars({run.name: parts}, "s") if len(parts) > 1 else "",
-                _times(parts),
-            ),
+            section("Where the time of a step goes", _times(run)),
             section("Memory", _memory(run)),
             section("Precision", _precision(run)),
             section("Starts", _starts(run)),
@@ -67,7 +67,7 @@ def _main_charts(run: RecordedRun) -> Iterator[str]:
     if losses:
         yield line_chart("loss", losses)
     if (tag := speed_tag(run)) is not None:
-        yield line_chart(speed_unit(tag), {tag: run.values(tag)})
+        yield line_chart(speed_unit(tag), {speed_unit(tag): run.values(tag)})
 
 
 def _all_charts(run: RecordedRun) -> Iterator[str]:
@@ -77,13 +77,25 @@ def _all_charts(run: RecordedRun) -> Iterator[str]:
         chart = tag.chart if tag is not None and tag.chart is not None else (name.partition("/")[0], name)
         by_chart.setdefault(chart, {})[name] = run.values(name)
     for (_, title), series in by_chart.items():
-        yield line_chart(title, series)
+        yield line_chart(title, series, has_hover=False)
 
 
-def _times(parts: dict[str, float]) -> str:
+def _times(run: RecordedRun) -> str:
+    columns, parts = step_columns(run), time_parts(run)
+    colors = part_colors({name for column in columns for name in column.parts})
+    chart = stacked_chart("time of a step (s)", columns, "s", colors) if len(colors) > 1 else ""
     total = sum(parts.values())
     rows = [(name, f"{value:.4g}", f"{100 * value / total:.1f} %" if total else "") for name, value in parts.items()]
-    return table(("part", "seconds per step", "share"), rows)
+    return chart + table(("part", "seconds per step", "share"), rows)
+
+
+_BARS = {
+    PREDICTED: "tensors, predicted by the planner",
+    MEASURED: "tensors, measured",
+    RESERVED: "reserved by the CUDA allocator, measured",
+    HOST: "the process, measured",
+}
+"""Text of each bar of peak memory."""
 
 
 def _memory(run: RecordedRun) -> str:
@@ -93,10 +105,14 @@ def _memory(run: RecordedRun) -> str:
         known = tag_of(tag)
         against = change(size, peaks[PREDICTED]) if tag == MEASURED and PREDICTED in peaks else ""
         rows.append((tag.partition("/")[2], gib(size), against, known.meaning.replace("`", "") if known else ""))
-    has_both = PREDICTED in peaks and MEASURED in peaks
-    bars = {name: {"peak memory of tensors": peaks[tag]} for name, tag in _PEAKS.items()} if has_both else {}
-    bar = stacked_bars(bars, "GiB") if bars else ""
-    return bar + table(("metric", "largest value", "against the plan", "meaning"), rows)
+    shown = {tag: text for tag, text in _BARS.items() if math.isfinite(peaks.get(tag, math.inf))}
+    if RESERVED in shown:  # the bars and the limit are of the GPU
+        shown.pop(HOST, None)
+    bars = [Bar(f"{text}: {gib(peaks[tag])}", {text: peaks[tag]}) for tag, text in shown.items()]
+    colors = {text: index for index, text in enumerate(_BARS.values())}
+    limit = peaks.get(LIMIT, 0.0)
+    chart = bar_chart("peak memory of a rank (GiB)", bars, "GiB", colors, limit if 0 < limit < math.inf else None)
+    return chart + table(("metric", "largest value", "against the plan", "meaning"), rows)
 
 
 def _precision(run: RecordedRun) -> str:
@@ -105,8 +121,11 @@ def _precision(run: RecordedRun) -> str:
     lines = []
     for cells, group in groupby(rows, key=lambda row: row[1]):
         names = [name for name, _ in group]
-        lines.append((names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} units)", *cells))
-    head = ("unit", "parameters", "storage", "compute", "reduction", "output", "reason", "observed")
+        lines.append((names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}", f"{len(names)}", *cells))
+    head = (
+        *("units", "number of units", "parameters per unit", "storage dtype", "compute dtype", "reduce dtype"),
+        *("output dtype", "made by", "observed"),
+    )
     differences = [] if run.audit is None else run.audit.differences
     return paragraphs(differences) + table(head, lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.training import TrainingConfig
-from titan_launch.core.errors import format_key, leaves
+from titan_launch.core.errors import format_key
 from titan_launch.data.order import Order
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import Mesh
@@ -158,7 +161,7 @@ def build_sinks(
     on_rank_0(open_all)
     if not sinks:
         return ()
-    description = RunDescription(_settings(job.requested), frozenset(_later_metrics(job)))
+    description = RunDescription(settings_of(job.requested), frozenset(_later_metrics(job)))
     texts = {
         "config": f"```json\n{dump_job(job.config)}```",
         "units": f"```\n{format_plan(job.config, job.plan, job.layout, format_key)}\n```",
@@ -175,20 +178,31 @@ def _close(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
     sink.close(failed=kind is not None)
 
 
-_ALWAYS = {"model.name", "training.global_batch_size", "optimizer.name", "optimizer.lr", "precision.param_dtype"}
-"""Keys that tell runs apart, though they may have their default values."""
+_NOT_SETTINGS = ("job", "metrics", "profiling", "planner", "comm")
+"""Sections whose keys change neither the result of a run nor its speed."""
+
+_LONGEST_SETTING = 100
 
 
-def _settings(config: JobConfig) -> dict[str, bool | int | float | str]:
-    """Return the numbers and texts of a job that differ from their defaults, and those of `_ALWAYS`, by key."""
-    defaults = dict(leaves(JobConfig().model_dump()))
-    return {
-        key: value
-        for key, value in leaves(config.model_dump())
-        if isinstance(value, (bool, int, float, str))
-        and (key in _ALWAYS or value != defaults.get(key))
-        and not key.startswith("job.")
-    }
+def settings_of(config: JobConfig) -> dict[str, int | float | str]:
+    """Return the values with which runs are compared, by key. A long value is cut off."""
+    return {key: value for key, value in _settings(config) if key.partition(".")[0] not in _NOT_SETTINGS}
+
+
+def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, int | float | str]]:
+    """Yield the keys and values of a section and of the sections in it. A key has a value also if it is unset, because
+    TensorBoard finds out that runs differ in a key only if all of them have it."""
+    table = section.model_dump(mode="json", exclude_none=True)
+    for name in type(section).model_fields:
+        field = getattr(section, name)
+        if isinstance(field, Section):
+            yield from _settings(field, f"{prefix}{name}.")
+            continue
+        value = table.get(name, "unset")
+        text = toml_value(value)
+        if len(text) > _LONGEST_SETTING:  # a different value must stay a different text
+            value = f"{text[: _LONGEST_SETTING - 13]} ... {zlib.crc32(text.encode()):08x}"
+        yield f"{prefix}{name}", value if type(value) in (int, float, str) else text
 
 
 def _later_metrics(job: ResolvedJob) -> Iterator[str]:

@@ -111,6 +111,8 @@ def of_tensorboard(folder: Path) -> Reports:
     events = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0}).Reload()
     reports: dict[int, dict[str, float]] = {}
     for tag in events.Tags()["scalars"]:
+        if tag.startswith("Overview/"):  # the same figures again
+            continue
         for event in events.Scalars(tag):
             reports.setdefault(event.step, {"step": event.step})[tag] = event.value
     return list(reports.values())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 from tensorboard import program
@@ -16,7 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, run_job, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.metrics.sinks import RunDescription, TensorBoardSink
+from titan_launch.metrics.sinks.tensorboard import _OVERVIEW
 from titan_launch.metrics.tags import TAGS
+from titan_launch.train.run import settings_of
+
+T = TypeVar("T")
 
 SOURCES = [{"kind": "synthetic", "name": name, "vocab_size": 61, "num_samples": 7, "noise": 0.5} for name in "ab"]
 HELD_OUT = {"kind": "mixture", "sources": [source | {"seed": 1} for source in SOURCES]}
@@ -83,24 +90,105 @@ def test_a_run_writes_its_config_and_a_dashboard(events: EventAccumulator) -> No
     assert b'"tiny"' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert b"FSDP2 units" in events.Tensors("units/text_summary")[0].tensor_proto.string_val[0]
     assert events.Tensors("custom_scalars__config__")
-    assert {
-        "_hparams_/experiment",
-        "_hparams_/session_start_info",
-    } <= events.summary_metadata.keys()
 
 
-def answer(url: str) -> Any:
-    with urlopen(url, timeout=20) as response:
+def test_the_overview_has_the_values_of_its_metrics(events: EventAccumulator) -> None:
+    shown = {tag for tag in events.Tags()["scalars"] if tag.startswith("Overview/")}
+    assert sorted(events.Tags()["scalars"])[: len(shown)] == sorted(shown)  # "HParams" shows the first by name
+    of_metric = {tag: name for tag, name in _OVERVIEW.items() if name in shown}
+    assert of_metric.keys() == _OVERVIEW.keys() - OF_IMAGES - OF_THE_THIRD_STEP
+    for tag, name in of_metric.items():
+        assert [(e.step, e.value) for e in events.Scalars(name)] == [(e.step, e.value) for e in events.Scalars(tag)]
+
+
+def answer(url: str, **question: Any) -> Any:
+    """Return the answer of a server to a question, which is sent as JSON if there is one."""
+    data = json.dumps(question).encode() if question else None
+    with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=20) as response:
         return json.load(response)
 
 
-def test_the_real_server_has_data_for_every_chart(events: EventAccumulator, folder: Path) -> None:
+def served(folder: Path) -> str:
+    """Return the address of a TensorBoard of a folder."""
     server = program.TensorBoard()
-    server.configure(("tensorboard", "--logdir", str(folder / "tiny"), "--port", "0", "--load_fast", "false"))
-    plugin = f"{server.launch()}data/plugin/custom_scalars"
+    server.configure(("tensorboard", "--logdir", str(folder), "--port", "0", "--load_fast", "false"))
+    return str(server.launch())
+
+
+def when_read(ask: Callable[[], T]) -> T:
+    """Return the first answer that is not empty. A server reads the files in a thread."""
     deadline = time.monotonic() + 60
-    while not (layout := answer(f"{plugin}/layout")) and time.monotonic() < deadline:
-        time.sleep(0.2)  # the server reads the files in a thread
+    while not (found := ask()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found
+
+
+def test_the_tab_hparams_shows_the_keys_that_differ_and_the_last_metrics(tmp_path: Path) -> None:
+    """The first job leaves defaults where the others set keys, because that is how people compare."""
+    runs: dict[str, dict[str, dict[str, object]]] = {
+        "base": {"optimizer": {"lr": 0.01}},
+        "other": {
+            "optimizer": {"lr": 0.02, "weight_decay": 0.1, "param_groups": [{"match": "output.*", "lr_factor": 0.5}]},
+            "precision": {"param_dtype": "float32", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]},
+            "compile": {"enable": True},
+            "lora": {"targets": ["layers.*.attention.wq"], "rank": 4},
+            "checkpoint": {"keep_latest": 3},
+            "metrics": {"log_freq": 3},
+        },
+    }
+    for name, sections in runs.items():
+        job = JobConfig.model_validate(tiny_job(tmp_path, **{"precision": {"param_dtype": "bfloat16"}, **sections}))
+        sink = TensorBoardSink(tmp_path / name)
+        sink.describe(RunDescription(settings_of(job), frozenset()))
+        for step in (1, 2):
+            sink.write(step, {"activations/rms/x": 1.0, "train/loss": 3.0 - step, "time/step_s": 0.5})
+        sink.close()
+    plugin = f"{served(tmp_path)}data/plugin/hparams"
+    allowed = ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"]
+    question = {"experimentName": "x", "allowedStatuses": allowed, "colParams": [], "startIndex": 0, "sliceSize": 9}
+    groups = when_read(
+        lambda: found if len(found := answer(f"{plugin}/session_groups", **question)["sessionGroups"]) == 2 else None
+    )
+    assert groups is not None
+    experiment = answer(f"{plugin}/experiment", experimentName="x", hparamsLimit=1000)
+    columns = [(column["name"], column["type"]) for column in experiment["hparamInfos"] if column["differs"]]
+    assert columns == [
+        ("checkpoint.keep_latest", "DATA_TYPE_FLOAT64"),
+        ("compile.enable", "DATA_TYPE_STRING"),
+        ("lora.rank", "DATA_TYPE_FLOAT64"),
+        ("lora.targets", "DATA_TYPE_STRING"),
+        ("optimizer.lr", "DATA_TYPE_FLOAT64"),
+        ("optimizer.param_groups", "DATA_TYPE_STRING"),
+        ("optimizer.weight_decay", "DATA_TYPE_STRING"),  # a number in one run, unset in the other
+        ("precision.param_dtype", "DATA_TYPE_STRING"),
+        ("precision.rules", "DATA_TYPE_STRING"),
+    ]
+    assert [column["differs"] for column in experiment["hparamInfos"]][: len(columns) + 1] == [*[True] * 9, False]
+    cells = {group["name"]: group["hparams"] for group in groups}
+    assert [cells[name]["optimizer.lr"] for name in runs] == [0.01, 0.02]
+    assert [cells[name]["compile.enable"] for name in runs] == ["false", "true"]
+    assert [cells[name]["lora.targets"] for name in runs] == ["[]", '["layers.*.attention.wq"]']
+    assert cells["base"]["optimizer.weight_decay"] == "unset"
+    metrics = [column["name"]["tag"] for column in experiment["metricInfos"]]
+    assert metrics[:3] == ["Overview/loss", "Overview/seconds per step", "activations/rms/x"]
+    for group in groups:
+        values = {value["name"]["tag"]: value["value"] for value in group["metricValues"]}
+        assert values["Overview/loss"] == values["train/loss"] == 1.0
+
+
+def test_two_long_values_that_differ_are_two_settings() -> None:
+    jobs = [
+        JobConfig.model_validate({"training": {"frozen": ["a" * 300 + end]}, "model": {"args": {"dim": 64}}})
+        for end in ("", "b")
+    ]
+    first, second = (settings_of(job)["training.frozen"] for job in jobs)
+    assert first != second and len(str(first)) <= 100
+    assert settings_of(jobs[0])["model.args"] == "{dim = 64}"
+
+
+def test_the_real_server_has_data_for_every_chart(events: EventAccumulator, folder: Path) -> None:
+    plugin = f"{served(folder / 'tiny')}data/plugin/custom_scalars"
+    layout = when_read(lambda: answer(f"{plugin}/layout"))
     charts = {
         (page["title"], chart["title"]): chart["multiline"]["tag"]
         for page in layout["category"]

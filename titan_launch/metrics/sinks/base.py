@@ -17,8 +17,9 @@ from typing import Any
 class RunDescription:
     """Facts about a run that its metrics do not show."""
 
-    settings: Mapping[str, bool | int | float | str]
-    """Values of the job by key, such as `optimizer.lr`, with which runs can be compared."""
+    settings: Mapping[str, int | float | str]
+    """Values of the job by key, such as `optimizer.lr`, with which runs can be compared. Values other than numbers and
+    strings are TOML, such as `true` and `["wq", "wv"]`."""
 
     later_metrics: frozenset[str]
     """Metrics that the run reports, though not necessarily in its first report."""

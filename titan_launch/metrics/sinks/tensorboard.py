@@ -39,15 +39,16 @@ class TensorBoardSink(Sink):
         self._opened: _EventFile | None = None
 
     def describe(self, description: RunDescription) -> None:
-        """Take the metrics that the dashboard shows besides those of the first report, and the settings that the tab
-        "HParams" shows."""
+        """Take the metrics that the dashboard shows besides those of the first report, and the settings, which are the
+        columns of the tab "HParams"."""
         self._description = description
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write an event with all tags. A run that is killed afterwards does not lose the event."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        shown = {**scalars, **{name: scalars[tag] for tag, name in _OVERVIEW.items() if tag in scalars}}
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in shown.items()]
         self._file(scalars).add(step, summary=Summary(value=values))
 
     def text(self, tag: str, text: str) -> None:
@@ -78,9 +79,10 @@ class TensorBoardSink(Sink):
             if is_new:
                 later = self._description.later_metrics
                 self._opened.add(0, summary=custom_scalars(_custom_scalars({*reported, *later})))
-                metrics = dict.fromkeys((name for name in _COMPARED if name in {*reported, *later}), 0.0)
-                for summary in hparams(dict(self._description.settings), metrics)[:2]:  # the third ends a session
-                    self._opened.add(0, summary=summary)
+                # The first summary, an "experiment", is not written: TensorBoard would show the keys of one run only.
+                # Without it, TensorBoard shows the keys of all runs, and those that differ first.
+                _, session_start, _ = hparams(dict(self._description.settings), {})
+                self._opened.add(0, summary=session_start)
         for tag, content in self._texts:
             self._opened.add(self._resume_step, summary=text(tag, content))
         self._texts.clear()
@@ -127,8 +129,16 @@ class _EventFile:
         self._file.close()
 
 
-_COMPARED = ("train/loss", "validation/loss", "time/step_s", "memory/max_active_gib")
-"""Metrics by which the tab "HParams" sorts runs."""
+_OVERVIEW = {
+    "train/loss": "Overview/loss",
+    "memory/max_active_gib": "Overview/peak memory (GiB)",
+    "time/step_s": "Overview/seconds per step",
+    "throughput/tokens_per_second": "Overview/tokens per second",
+    "throughput/images_per_second": "Overview/images per second",
+    "validation/loss": "Overview/validation loss",
+}
+"""Metrics that are written a second time, under names that sort before all others: of all metrics by name, the tab
+"HParams" shows the last values of the first five."""
 
 
 def _custom_scalars(expected: Collection[str]) -> dict[str, dict[str, list[object]]]:

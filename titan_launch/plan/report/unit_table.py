@@ -94,7 +94,7 @@ _COLUMNS = (
     ("output dtype", lambda row: row["output_dtype"] or "unchanged"),
     ("buffer dtype", lambda row: ", ".join(row["buffer_dtypes"]) or "no buffers"),
     ("reshard after forward", lambda row: _resharding(row)),
-    ("collectives per microbatch", lambda row: str(Collectives(**row["collectives_per_microbatch"]))),
+    ("collectives per unit and microbatch", lambda row: str(Collectives(**row["collectives_per_microbatch"]))),
     ("made by", lambda row: row["reason"] + (f" ({row['location']})" if row["location"] else "")),
 )  # fmt: skip
 """Titles and cells of the unit table."""
