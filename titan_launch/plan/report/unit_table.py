@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from titan_launch.config.architectures import named_flavor
 from titan_launch.config.architectures.huggingface import class_name
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
@@ -251,7 +252,8 @@ def model_name(config: JobConfig) -> str:
     """Return the model's name, with its flavor if the package defines the model, or with its class of
     `transformers`."""
     model = config.model
-    detail = model.flavor if model.is_of_package else class_name(model.args) if model.name == HUGGINGFACE else ""
+    is_class = model.name == HUGGINGFACE
+    detail = class_name(model.args) if is_class else named_flavor(model.name, model.flavor)
     return f"{model.name} {detail}".rstrip()
 
 
