@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import os
@@ -26,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.config.loading.hints import OPTION, denied_keys, keys, options_of, strings, takes
 from tests.distributed import run_command, run_ranks
 from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model, samples
@@ -33,7 +33,7 @@ from tests.sampling import rest_is_slow
 from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.checkpoint.index import read_index
-from titan_launch.cli import main, parse_arguments
+from titan_launch.cli import COMMANDS, main, parse_arguments
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, FREES_EARLIER
@@ -483,16 +483,8 @@ def test_the_table_of_layers_in_the_docs_is_that_of_the_layering_test() -> None:
 
 def messages() -> list[str]:
     """Return the strings in the program's code, with `…` in place of inserted values."""
-    found = []
-    for path in (REPO / "titan_launch").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                found.append(
-                    "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
-                )
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(re.sub(r"%[.\d]*[dfs]", "…", node.value))
-    return found
+    texts = (text for path in (REPO / "titan_launch").rglob("*.py") for text in strings(path.read_text()))
+    return [re.sub(r"%[.\d]*[dfs]", "…", text) for text in texts]
 
 
 def test_troubleshooting_quotes_messages_of_the_program() -> None:
@@ -501,6 +493,76 @@ def test_troubleshooting_quotes_messages_of_the_program() -> None:
     printed = "\n".join(messages())
     patterns = {quote: ".*".join(map(re.escape, quote.split("…"))) for quote in quoted}
     assert quoted and [quote for quote, pattern in patterns.items() if not re.search(pattern, printed)] == []
+
+
+OPTIONS_OF_OTHERS = {"--ipc", "--requeue", "--shm-size", "--signal", "--signals-to-handle", "--train", "--ulimit"}
+"""Options of docker, Slurm, torchrun and scripts."""
+
+
+def prose(page: Path) -> str:
+    """Return the text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_options_in_the_docs_exist(page: Path) -> None:
+    """An option in backticks is one of the command before it, as in `plan --verbose` and "a run with `--quiet`"."""
+    text = re.sub(r"\brun with `--", "run with `train --", " ".join(prose(page).split()))
+    of_any = {option for command in COMMANDS for option in options_of(command)} | OPTIONS_OF_OTHERS
+    wrong = []
+    for code in re.findall(r"`([^`]+)`", text):
+        command = code.removeprefix("titan-launch ").partition(" ")[0]
+        if command in COMMANDS:
+            wrong += [f"{command} {option}" for option in re.findall(OPTION, code) if option not in options_of(command)]
+        elif code.startswith("--") and page.parent.name != "verification":  # those are of benchmarks
+            wrong += [option for option in re.findall(OPTION, code) if option not in of_any]
+    assert wrong == []
+
+
+def test_the_page_of_commands_has_every_option() -> None:
+    """The section of a command names no option of another command, and each option is on the page."""
+    page = prose(REPO / "docs/reference/commands.md")
+    sections = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## )", page, flags=re.DOTALL | re.MULTILINE))
+    assert sections.keys() == COMMANDS.keys()
+    foreign = {name: set(re.findall(OPTION, text)) - options_of(name) for name, text in sections.items()}
+    assert {name: options for name, options in foreign.items() if options} == {}
+    on_page = set(re.findall(OPTION, page))
+    assert {option for name in COMMANDS for option in options_of(name) if option.startswith("--")} <= on_page
+
+
+DENIALS = {
+    "There is no dropout.": "no model of this package has it; lora.dropout is of adapters",
+    "**float8** with tensor parallelism": "they exclude each other",
+    "so float16 needs loss scaling, which is not supported": "no key scales the loss",
+    "There are no CUDA graphs": "job.device has the word",
+    "One error lists all keys that are not supported": "keys of config.json",
+    "quantized weights are not supported": "data.sources.weight has the word",
+    "compressed weights are not supported": "data.sources.weight has the word",
+    'its default ("not known", "not supported")': "quoted words",
+}
+"""Sentences that deny something and share a word with a key, each with the reason why it is true."""
+
+
+def test_no_page_denies_what_a_key_does() -> None:
+    pages = [page for page in PAGES if page.name != "foreign_keys.md"]  # tests/config/loading/test_foreign_keys.py
+    parts = [part for page in pages for part in re.split(r"(?<=[.:;|])\s|\n\s*- ", prose(page))]
+    sentences = [" ".join(part.split()).removeprefix("- ") for part in parts]
+    claims = {text: re.sub(r"^There (?:is|are) no (.*)", r"\1 is not supported", text) for text in sentences}
+    denied = [text for text, claim in claims.items() if "not supported" in claim and denied_keys(claim)]
+    assert [text for text in denied if not any(part in text for part in DENIALS)] == []
+    assert [part for part in DENIALS if not any(part in text for text in denied)] == [], "these are not needed"
+
+
+def test_the_table_about_torchtitan_is_true() -> None:
+    """The keys here exist and take the values, and those of TorchTitan that are the same here exist, too."""
+    page = prose(REPO / "docs/how_to/from_torchtitan.md")
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", page, flags=re.MULTILINE)
+    cells = [theirs if ours.startswith("the same") else ours for theirs, ours in rows]
+    code = [code for cell in cells for code in re.findall(r"`([a-z_]+\.[a-z_.]+(?: = [^`]+)?)`", cell)]
+    assert len(code) > 30
+    given = [line.split(" = ") for line in code]
+    assert [key for key, *_ in given if key not in keys()] == []
+    assert [pair for pair in given if pair[1:] and not takes(pair[0], tomli.loads(f"x = {pair[1]}")["x"])] == []
 
 
 @pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every norm has a unit of its own")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 import shutil
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 import tomli
 
+from tests.config.loading.hints import denied_keys, keys, strings, unquoted_keys, wrong_keys, wrong_options
 from tests.sampling import rest_is_slow
 from titan_launch.cli import main
+from titan_launch.config import migration
 from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.migration import DEFAULTS, migrate
@@ -106,7 +109,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 LOST = {
     "llama3 debug": [],
-    "llama3 8B": ["profiling.enable_profiling"],
+    "llama3 8B": ["profiling.profile_freq"],
     "llama3 70B": [],
     "llama3 405B": ["model.converters", "parallelism.enable_async_tensor_parallel"],
     "llama3 fault-tolerant": ["fault_tolerance.enable"],
@@ -216,6 +219,12 @@ def test_the_training_is_the_same() -> None:
             "training.global_batch_size": 32,
         }),
         ("model", {"converters": ["float8"]}, {"float8.enable": True, "float8.recipe": "tensorwise"}),
+        ("metrics", {"enable_wandb": True}, {"metrics.sinks": ["wandb"]}),
+        ("profiling", {"enable_profiling": True, "profiler_active": 3}, {
+            "profiling.start_step": 8,
+            "profiling.num_steps": 3,
+        }),
+        ("profiling", {"enable_memory_snapshot": True}, {"profiling.memory": True, "profiling.start_step": 10}),
         ("validation", {"enable": True, "steps": 10}, {"validation.max_samples": 640, "validation.freq": 10}),
     ],
 )  # fmt: skip
@@ -237,13 +246,31 @@ def test_a_key_with_another_meaning_is_converted(section: str, keys: dict[str, A
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "set training.global_batch_size to 8 times"),
         ({"checkpoint": {"initial_load_path": "x"}}, "checkpoints of TorchTitan cannot be loaded"),
         ({"validation": {"enable": True, "steps": 10}}, "set validation.max_samples to 80 times"),
-        ({"metrics": {"enable_wandb": True}}, "wandb"),
+        ({"profiling": {"enable_profiling": True, "profile_freq": 5}}, "step 5 is profiled once, by rank 0"),
         ({"training": {"no_such_key": 1}}, "not a key of TorchTitan v0.2 that is known here"),
     ],
 )
 def test_a_key_that_cannot_be_carried_has_a_reason(table: dict[str, Any], words: str) -> None:
     reasons = [note.reason for note in migrate(table).notes if note.changes_run]
     assert any(words in reason for reason in reasons), reasons
+
+
+def test_profiles_after_the_last_step_are_left_out() -> None:
+    migration = migrate({"profiling": {"enable_profiling": True, "profile_freq": 200}, "training": {"steps": 100}})
+    assert not any(key[0] == "profiling" for key in migration.new)
+    assert [note for note in migration.notes if note.changes_run] == []
+
+
+def test_every_sentence_of_migrate_is_true() -> None:
+    """The keys, values and options that its texts name exist here, or in TorchTitan; no text denies what a key does."""
+    theirs = {*TORCHTITAN_KEYS, *DEFAULTS, *migration._KINDS}
+    denials = ["float8 is not supported with parallelism.tensor_parallel_degree = …; the job computes in bf16"]
+    texts = [text for text in strings(inspect.getsource(migration)) if " " in text]
+    assert len(texts) > 30
+    wrong = {text: wrong_keys(text) + wrong_options(text) for text in texts}
+    wrong |= {text: [key for key in unquoted_keys(text) if key not in {*keys(), *theirs}] for text in texts}
+    assert {text: names for text, names in wrong.items() if names} == {}
+    assert [text for text in texts if denied_keys(text)] == denials
 
 
 def test_bad_input_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:

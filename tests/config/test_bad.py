@@ -22,7 +22,9 @@ BAD = sorted(path.relative_to(ROOT) for path in (ROOT / "tests/config/bad").glob
 @pytest.mark.parametrize("path", BAD, ids=lambda path: path.stem)
 def test_a_bad_job_file_has_the_expected_message(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert message(path) == path.with_suffix(".expected").read_text(encoding="utf-8").rstrip("\n")
+    found = message(path)
+    assert len(set(found.splitlines())) == len(found.splitlines()), "a mistake is printed twice"
+    assert found == path.with_suffix(".expected").read_text(encoding="utf-8").rstrip("\n")
 
 
 def message(path: Path) -> str:

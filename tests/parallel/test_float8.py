@@ -121,7 +121,7 @@ def test_a_converted_layer_keeps_its_adapter() -> None:
     x, model = torch.randn(16, 32, dtype=torch.bfloat16), nn.Sequential(nn.Linear(32, 16, dtype=torch.bfloat16))
     plan = ModelPlan(take_inventory(model, ()), (), {}, float8=("0",))
     exact, adapted = model(x), copy.deepcopy(model)
-    add_adapters(adapted, LoRAConfig(targets=("0",), rank=4), torch.device("cpu"))
+    add_adapters(adapted, LoRAConfig(targets=("0",), rank=4), device=torch.device("cpu"))
     for module in (model, adapted):
         convert_to_float8(module, plan, Float8Config(enable=True, emulate=True))
     adapted.bfloat16()

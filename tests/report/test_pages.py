@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 
 from tests.report.recorded import add_log, audit, record, reports
+from tests.train.jobs import TINY_ARGS
 from titan_launch.cli import main
+from titan_launch.config.job import JobConfig
+from titan_launch.plan.report.unit_table import model_name
 from titan_launch.report.charts import line_chart
 from titan_launch.report.figures import spread, summary, time_parts
 from titan_launch.report.recorded_run import load_run
@@ -54,6 +57,19 @@ def test_the_figures_are_those_that_the_docs_define(runs: Path) -> None:
         "There was no restart, no skipped step and no rollback.",
         "There is no checkpoint.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ({"name": "llama3", "flavor": "none", "args": TINY_ARGS}, "llama3"),
+        ({"name": "tests.train.test_lora:Net"}, "tests.train.test_lora:Net"),
+    ],
+)
+def test_a_model_without_a_flavor_is_named_without_one(model: dict[str, Any], name: str, tmp_path: Path) -> None:
+    run = load_run(record(tmp_path / "run", reports(), model=model))
+    assert summary(run)[0].startswith(f"The run of {name} on 2 ranks is")
+    assert model_name(JobConfig.model_validate({"model": model})) == name
 
 
 def test_all_parts_of_a_step_that_a_run_reports_are_shown(tmp_path: Path) -> None:

@@ -199,6 +199,17 @@ def test_units_are_uniform() -> None:
     ("training", "key", "reason"),
     [
         ({"frozen": ["ouput.*"]}, ("training", "frozen", 0), 'matches no parameter; did you mean "output.'),
+        (
+            {"trainable": ["q_proj"]},
+            ("training", "trainable", 0),
+            "matches no parameter; q_proj of transformers is layers.*.attention.wq.weight here",
+        ),
+        (
+            {"frozen": ["model.layers.0.mlp.**"]},
+            ("training", "frozen", 0),
+            "matches no parameter; model.layers.0.mlp.** of transformers is layers.0.feed_forward.w1.weight, layers.0.",
+        ),
+        ({"trainable": ["wq"]}, ("training", "trainable", 0), 'matches no parameter; did you mean "**.wq.*"?'),
         ({"frozen": ["**"]}, ("training", "frozen"), "leaves no parameter to train in the first step"),
         ({"trainable": []}, ("training", "trainable"), "leaves no parameter to train in the first step"),
         (

@@ -26,6 +26,7 @@ from titan_launch.models.build import build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import allocate, initialize
 from titan_launch.plan.freezing import is_adapter
+from titan_launch.plan.report.unit_table import summary_of_job
 from titan_launch.precision.audit import compare
 from titan_launch.precision.observation import look_at_storage, observe
 from titan_launch.train.build import build_run
@@ -64,7 +65,8 @@ RULES = [
     {"match": ["layers.*.feed_forward.w2"], "rank": 6},
     {"match": ["layers.**.wq"], "alpha": 3.0},
 ]
-MODELS: tuple[dict[str, Any], ...] = ({"lora": {"rules": RULES}}, EXPERTS, USER, {"optimizer": {"name": "Muon"}})
+NAMES_OF_PEFT = {"optimizer": {"name": "Muon"}, "lora": {"targets": ["all-linear", "lm_head"]}}
+MODELS: tuple[dict[str, Any], ...] = ({"lora": {"rules": RULES}}, EXPERTS, USER, NAMES_OF_PEFT)
 Division = tuple[int, dict[str, Any]]
 """Index in `MODELS`, and the way in which two ranks divide the work."""
 
@@ -205,8 +207,9 @@ def test_first_steps_are_those_of_the_base_and_dropout_resumes(tmp_path: Path) -
     assert not torch.equal(whole["output.lora.a"], other["output.lora.a"])
 
 
-def audited(folder: Path) -> tuple[list[str], dict[str, dict[str, Any]], list[tuple[int, str]]]:
-    """Return the differences from the plan, the observations of two modules, and the units of adapters."""
+def audited(folder: Path) -> tuple[list[str], dict[str, dict[str, Any]], list[tuple[int, str]], str]:
+    """Return the differences from the plan, the observations of two modules, the units of adapters, and the line about
+    adapters in the log."""
     rules = [{"type": "LoRA", "param_dtype": "float32"}]
     precision = {"param_dtype": "bfloat16", "frozen_storage_dtype": "bfloat16", "rules": rules}
     with ExitStack() as stack:
@@ -217,11 +220,13 @@ def audited(folder: Path) -> tuple[list[str], dict[str, dict[str, Any]], list[tu
         audit = compare(run.plan, run.layout, observed)
     seen = {row.name: {f.what: f.observed for f in row.findings if f.observed} for row in audit.modules}
     units = [(len(unit.modules), unit.reason) for unit in run.plan.units if unit.is_trained]
-    return audit.differences(), {n: seen[n] for n in ("layers.0.attention.wq", "layers.0.attention.wq.lora")}, units
+    modules = {name: seen[name] for name in ("layers.0.attention.wq", "layers.0.attention.wq.lora")}
+    return audit.differences(), modules, units, dict(summary_of_job(run.config, run.plan, run.layout))["adapters"]
 
 
 def test_adapters_in_fp32_on_a_base_in_bf16_are_one_unit(tmp_path: Path) -> None:
-    differences, seen, units = run_ranks(audited, 2, tmp_path)[0]
+    differences, seen, units, line = run_ranks(audited, 2, tmp_path)[0]
+    assert "2 x layers.*.attention.wk" in line and line.endswith("1 x output; rank 4, alpha 8")
     expected = [(15, "precision.rules.0")] if CAN_SHARE_UNITS else [(1, "precision.rules.0")] * 15
     assert differences == [] and units == expected
     base, adapter = seen.values()

@@ -39,6 +39,11 @@ DEFAULTS: dict[str, Any] = {
     "activation_checkpoint.mode": "selective",
     "activation_checkpoint.selective_ac_option": "2",
     "metrics.enable_tensorboard": False,
+    "metrics.enable_wandb": False,
+    "profiling.enable_profiling": False,
+    "profiling.enable_memory_snapshot": False,
+    "profiling.profile_freq": 10,
+    "profiling.profiler_active": 1,
     "parallelism.pipeline_parallel_degree": 1,
     "parallelism.pipeline_parallel_microbatch_size": 1,
     "parallelism.pipeline_parallel_schedule": "1F1B",
@@ -61,7 +66,6 @@ _DATASETS: dict[str, dict[str, Any]] = {
 """`[data]` for each data set that TorchTitan knows by name."""
 
 _SWITCHES = {
-    "profiling": ("enable_profiling", "enable_memory_snapshot"),
     "fault_tolerance": ("enable",),
     "memory_estimation": ("enable",),
     "experimental": ("custom_import", "custom_args_module"),
@@ -73,6 +77,7 @@ _COSMETIC = (
     "job.save_config_file",
     "metrics.save_for_all_ranks",
     "metrics.save_tb_folder",
+    "metrics.disable_color_printing",
     "model.print_after_conversion",
     "comm.save_traces_folder",
     "comm.save_traces_file_prefix",
@@ -226,7 +231,7 @@ def migrate(old: Mapping[str, Any], ranks: int | None = None) -> Migration:
     migration = Migration(old, ranks)
     for step in (_job, _model, _data, _batch, _optimizer, _schedule, _precision, _float8, _parallelism, _switches):
         step(migration)
-    for step in (_activation_checkpoint, _compile, _checkpoint, _validation, _others):
+    for step in (_activation_checkpoint, _compile, _checkpoint, _validation, _profiling, _others):
         step(migration)
     return migration
 
@@ -276,6 +281,8 @@ _POSITIVE = (
     "training.steps",
     "training.local_batch_size",
     "training.seq_len",
+    "profiling.profile_freq",
+    "profiling.profiler_active",
     *(f"parallelism.{name}_parallel_degree" for name in _DEGREES),
 )
 
@@ -294,6 +301,8 @@ def _job(job: Migration) -> None:
     name = "_".join("".join(c if c.isascii() and c.isalnum() else " " for c in description or "").split()).lower()
     job.put("job.name", name or "migrated", "name of the run folder")
     job.put("metrics.enable_tensorboard", job.value("metrics.enable_tensorboard"))
+    if job.value("metrics.enable_wandb"):
+        job.put("metrics.sinks", ["wandb"])
 
 
 def _model(job: Migration) -> None:
@@ -308,7 +317,7 @@ def _model(job: Migration) -> None:
     for key, value in args.items():
         job.put(f"model.args.{key}", value)
     if packed:
-        reason = 'documents of a sample attend to each other; data that is no stream has data.packing = "documents"'
+        reason = 'documents of a sample attend to each other; data that is no stream has "data.packing" = "documents"'
         job.drop("model.flavor", reason)
     elif own == HUGGINGFACE:
         reason = "it is the class of transformers here, whose router has no bias that balances the load of experts"
@@ -381,7 +390,7 @@ def _batch(job: Migration) -> None:
             job.put(key, job.value(key))
             microbatches = f"training.local_batch_size ({local}) becomes microbatches of the pipeline"
             remedy = f"set training.global_batch_size to {local} times the data-parallel ranks"
-            job.drop(key, f"{microbatches}; {remedy}, or use the option --world-size of migrate")
+            job.drop(key, f"{microbatches}; {remedy}, or use the option --world-size of `migrate`")
 
 
 def _optimizer(job: Migration) -> None:
@@ -499,7 +508,11 @@ def _activation_checkpoint(job: Migration) -> None:
     if mode == "selective":
         job.put("activation_checkpoint.selective_ac_option", int(option) if str(option).isdecimal() else option)
     elif job.is_given("activation_checkpoint.selective_ac_option"):
-        job.drop("activation_checkpoint.selective_ac_option", 'only for mode = "selective"', changes_run=False)
+        job.drop(
+            "activation_checkpoint.selective_ac_option",
+            'only for "activation_checkpoint.mode" = "selective"',
+            changes_run=False,
+        )
     for name in ("per_op_sac_force_recompute_mm_shapes_by_fqns", "determinism_check"):
         job.drop(f"activation_checkpoint.{name}", "not supported, and the results are the same", changes_run=False)
     for name in ("early_stop", "preserve_rng_state"):
@@ -561,13 +574,31 @@ def _validation(job: Migration) -> None:
         job.put("validation.max_samples", steps * local * ranks)
     elif steps > 0:
         wanted = f"set validation.max_samples to {steps * local} times the data-parallel ranks"
-        job.drop("validation.steps", f"{wanted}, or use the option --world-size of migrate")
+        job.drop("validation.steps", f"{wanted}, or use the option --world-size of `migrate`")
     _dataset(job, "validation", "validation.data")
     for key in ("streaming", "shuffle"):
         job.new.pop(("validation", "data", key), None)
     if _value(job.old, "validation.seq_len") not in (None, _value(job.old, "training.seq_len", 2048)):
         job.drop("validation.seq_len", "validation uses training.seq_len")
     job.value("validation.seq_len")
+
+
+def _profiling(job: Migration) -> None:
+    """TorchTitan profiles the last `profiler_active` of every `profile_freq` steps, on all ranks. Here a run makes one
+    profile."""
+    has_memory = job.value("profiling.enable_memory_snapshot")
+    freq, active = job.value("profiling.profile_freq"), job.value("profiling.profiler_active")
+    is_on = (job.value("profiling.enable_profiling") or has_memory) and freq <= job.value("training.steps")
+    if is_on:
+        first = max(1, freq - active + 1)
+        job.put("profiling.start_step", first, "one profile; TorchTitan makes more")
+        job.put("profiling.num_steps", freq - first + 1)
+        reason = f'step {freq} is profiled once, by rank 0; "profiling.ranks" names more ranks'
+        job.drop("profiling.profile_freq", reason)
+    if is_on and has_memory:
+        job.put("profiling.memory", True)
+    for key, _ in _leaves({"profiling": {} if is_on else job.old.get("profiling", {})}):
+        job.drop(key, "off, or after the last step", changes_run=False)
 
 
 _KEYS = {format_key((*table.key, name)) for table in tables(JobConfig) for name in table.section.model_fields}

@@ -246,18 +246,26 @@ def foreign_keys() -> str:
         [
             _FOREIGN_INTRODUCTION,
             *_remedy_table("TorchTitan", TORCHTITAN_KEYS),
-            *_remedy_table("Transformers' Trainer, Lightning, Accelerate and others", COMMON_NAMES),
+            *_remedy_table("TRL, Transformers' Trainer, Axolotl, LLaMA-Factory, torchtune, Lightning", COMMON_NAMES),
         ]
     )
 
 
-def _remedy_table(tool: str, keys: Iterable[str]) -> Iterator[str]:
-    yield f"## {tool}\n"
+_QUOTED = r'"([^"]+)" = (\[[^]]*\]|"[^"]*"|\w+)|"([^"]+)"'
+"""A key with its value, and a key or a value alone, in a remedy."""
+
+
+def _remedy_table(tools: str, keys: Iterable[str]) -> Iterator[str]:
+    yield f"## {tools}\n"
     yield from (_row(["key", "remedy"]), _row(["---", "---"]))
+    by_remedy: dict[str, list[str]] = {}
     for key in keys:
         found = foreign_key(tuple(key.split(".")))
         assert found is not None, key
-        yield _row([f"`{key}`", re.sub(r'"([^"]+)"', r"`\1`", found[0])])
+        by_remedy.setdefault(found[0], []).append(key)
+    for remedy, group in by_remedy.items():
+        code = re.sub(_QUOTED, lambda match: f"`{match[3] or f'{match[1]} = {match[2]}'}`", remedy)
+        yield _row([_names(group), code])
     yield ""
 
 

@@ -60,6 +60,9 @@ class Problem:
     also: tuple[KeyPath, ...] = ()
     """Other keys on which the problem depends. If one of them is wrong too, this problem may be a consequence."""
 
+    said_once: str = ""
+    """End of `reason` that is omitted if an earlier problem of the same message has it, such as a list of keys."""
+
 
 class ConfigError(UserError):
     """All problems of a job file that cannot be run."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
+from collections.abc import Iterable
 from fnmatch import translate
 
 
@@ -36,3 +38,8 @@ def _matches(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
 @functools.cache
 def _segment(pattern: str) -> re.Pattern[str]:
     return re.compile(translate(pattern))
+
+
+def alike(paths: Iterable[str]) -> dict[str, int]:
+    """Return the number of paths for each pattern. A pattern is a path with `*` instead of numbers."""
+    return Counter(re.sub(r"\b\d+\b", "*", path) for path in paths)

@@ -16,6 +16,7 @@ from titan_launch.config.architectures import ARCHITECTURES, known_args, resolve
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.config_json import config_of, read_json
 from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, CONFIG_FILE, WeightsError, as_text
+from titan_launch.config.huggingface.tensor_names import is_selection_bias, tensor_shapes
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import listed
 from titan_launch.inference.model_card import write_card
@@ -26,7 +27,6 @@ from titan_launch.models.weights.adapters import BASE, Target, file_places, targ
 from titan_launch.models.weights.adapters import FILE as ADAPTER_FILE
 from titan_launch.models.weights.adapters import config_of as adapter_config
 from titan_launch.models.weights.folder import FileTensor
-from titan_launch.models.weights.tensor_names import is_selection_bias, tensor_shapes
 from titan_launch.models.weights.writing import (
     COMPANIONS,
     DTYPE_CODES,

@@ -23,13 +23,13 @@ from titan_launch.config.huggingface.config_json import (
     refuse_adapter,
 )
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+from titan_launch.config.huggingface.tensor_names import Piece, is_selection_bias
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model, take_inventory
 from titan_launch.models.lora import Adapter, adapters_of, delta
 from titan_launch.models.weights.folder import FLOATS, Weights, find_weights, open_weights
-from titan_launch.models.weights.tensor_names import Piece, is_selection_bias
 from titan_launch.models.weights.writing import Entry, companions_of
 from titan_launch.plan.freezing import ADAPTER
 from titan_launch.train.run_folder.folder import checkpoint_folder

@@ -156,7 +156,13 @@ class BuiltModel:
     """The reason for the choice of blocks, in words; empty for the blocks that a model of this package declares."""
 
 
-_BY_KEY = "by model.blocks"
+def _blocks_of(config: ModelConfig, module: nn.Module) -> Blocks:
+    """Return the blocks that the job names, or those that a model of this package declares, or else chosen ones."""
+    if config.blocks is not None:
+        return Blocks(find_blocks(module, config.blocks), "by model.blocks")
+    if config.is_of_package:
+        return Blocks(find_blocks(module, SPECS[config.name].blocks), "")
+    return choose_blocks(module)
 
 
 def build_model(
@@ -175,7 +181,7 @@ def build_model(
     """
     built = _build_of_package(config, seq_len) if config.is_of_package else _build_users_own(config, seq_len, host)
     if lora is not None:
-        add_adapters(built.module, lora)
+        add_adapters(built.module, lora, built.blocks)
     return built
 
 
@@ -189,10 +195,11 @@ def _build_of_package(config: ModelConfig, seq_len: int) -> BuiltModel:
     def exists(pattern: str) -> bool:
         return any(matches(pattern, name) for name in names)
 
+    blocks = _blocks_of(config, module)
     return BuiltModel(
         module=module,
-        blocks=find_blocks(module, spec.blocks if config.blocks is None else config.blocks),
-        blocks_origin="" if config.blocks is None else _BY_KEY,
+        blocks=blocks.paths,
+        blocks_origin=blocks.origin,
         head=spec.head,
         flops_per_sample=args.flops_per_sample(seq_len),
         initializer=spec.initializer(args),
@@ -223,7 +230,8 @@ def recorded_model(config_file: str | Path) -> nn.Module:
     else:
         module = _factory(config, recorded["training"]["seq_len"])(**config.args)
         scalars_as_vectors(module)
-    add_adapters(module, LoRAConfig.model_validate(recorded.get("lora", {})), torch.get_default_device())
+    lora = LoRAConfig.model_validate(recorded.get("lora", {}))
+    add_adapters(module, lora, _blocks_of(config, module).paths, torch.get_default_device())
     if config.weights is not None and _omits_frozen(recorded):
         places = getattr(module, "places_in_files", None)
         load_weights(module, find_weights(config, take_inventory(module, ()), places))
@@ -256,7 +264,7 @@ def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) 
         build = build_without_values if host.on_meta else build_on_host
         module, initializer = build(config, factory, host)
     _check_declarations(module)
-    blocks = choose_blocks(module) if config.blocks is None else Blocks(find_blocks(module, config.blocks), _BY_KEY)
+    blocks = _blocks_of(config, module)
     count_flops = getattr(module, "flops_per_sample", None)
     return BuiltModel(
         module=module,

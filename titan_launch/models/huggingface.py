@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_launch.config.architectures.huggingface import class_name, image_format, refused, unit_of
+from titan_launch.config.huggingface.tensor_names import Piece
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
 from titan_launch.core.globs import matches
 from titan_launch.core.patches import replaced, torchao_import_silenced
@@ -31,7 +32,6 @@ from titan_launch.models.documents import separate_by_positions
 from titan_launch.models.factory import TooLargeError
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.weights.folder import FLOATS, Converted, FileTensor, Place, Places, PlacesInFiles
-from titan_launch.models.weights.tensor_names import Piece
 
 _STYLES: Mapping[str, TensorStyle] = {
     "embedding_rowwise": "embedding",

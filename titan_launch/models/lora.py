@@ -21,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.huggingface.tensor_names import ends_in
+from titan_launch.config.sections.lora import ALL_LINEAR, LoRAConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, listed
-from titan_launch.core.globs import matches
+from titan_launch.core.globs import alike, matches
 from titan_launch.models.blocks import has_forward
-from titan_launch.models.mixture_of_experts import ExpertProduct, Experts
+from titan_launch.models.mixture_of_experts import ExpertProduct, Experts, MixtureOfExperts
 from titan_launch.plan.freezing import ADAPTER
-from titan_launch.plan.types import full_name, parent
-from titan_launch.plan.units.rule_assignment import nothing_matched
+from titan_launch.plan.types import enclosing, full_name, parent
+from titan_launch.plan.units.rule_assignment import nothing_matched, suggestion
 
 _TARGETS: tuple[str, str] = ("lora", "targets")
 _EXPERT_WEIGHTS = ("w1", "w2", "w3")
@@ -158,18 +159,21 @@ def merge(model: nn.Module) -> None:
             module.__class__ = class_without_adapter(module)
 
 
-def add_adapters(model: nn.Module, config: LoRAConfig, device: torch.device | None = None) -> None:
-    """Add adapters to the modules that `lora.targets` matches, in place. Without targets, nothing changes.
+def add_adapters(
+    model: nn.Module, config: LoRAConfig, blocks: Sequence[str] = (), device: torch.device | None = None
+) -> None:
+    """Add adapters to the modules that `lora.targets` names, in place. Without targets, nothing changes.
 
-    `device`: device of the adapters, by default meta. `plan.freezing` freezes all other parameters.
+    `blocks`: paths of the model's blocks. `device`: device of the adapters, by default meta. `plan.freezing` freezes
+    all other parameters.
 
-    Raises ConfigError for a glob that matches nothing that can have an adapter, a layer that does not compute as
+    Raises ConfigError for an entry that names nothing that can have an adapter, a layer that does not compute as
     `nn.Linear` or `nn.Embedding` does, a weight that another module shares, and a rank above the smaller side of a
     weight.
     """
     if not config.targets:
         return
-    targets, problems = _find_targets(model, config.targets)
+    targets, problems = _find_targets(model, config.targets, blocks)
     if not problems:
         refusals = (_refusal(model, path, module) for path, module in targets.items())
         problems += [Problem(_TARGETS, reason, list(config.targets)) for reason in filter(None, refusals)][:1]
@@ -235,29 +239,61 @@ def _adapted(cls: Any, product: Any) -> type[nn.Module]:
     return adapted if cls is product else subclass(cls, cls, adapted)
 
 
-def _find_targets(model: nn.Module, globs: Sequence[str]) -> tuple[dict[str, nn.Module], list[Problem]]:
-    """Return the modules that can have an adapter and that a glob matches, by their first path, and a problem for each
-    glob that matches none of them."""
-    everything = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if path]
-    first = {module: path for path, module in reversed(everything)}
+def _find_targets(
+    model: nn.Module, entries: Sequence[str], blocks: Sequence[str]
+) -> tuple[dict[str, nn.Module], list[Problem]]:
+    """Return the modules that can have an adapter and that an entry names, by their first path, and a problem for each
+    entry that names none of them."""
+    everything = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
+    first = {module: path for path, module in reversed(everything.items())}
     targets: dict[str, nn.Module] = {}
     problems = []
-    for index, glob in enumerate(globs):
-        matched = [(path, module) for path, module in everything if matches(glob, path)]
-        found = [module for _, module in matched if isinstance(module, (nn.Linear, nn.Embedding, Experts))]
-        targets |= {first[module]: module for module in found}
-        if found:
-            continue
-        others = [f"{path} ({type(module).__name__})" for path, module in matched if has_forward(module)]
-        paths = [path for path, module in everything if has_forward(module)]
-        reason = (
+    for index, entry in enumerate(entries):
+        matched = _named(entry, everything, blocks)
+        found = {first[module]: module for path in matched if isinstance(module := everything[path], _ADAPTABLE)}
+        reason = _why_ambiguous(entry, everything) or (None if found else _why_nothing(entry, matched, everything))
+        targets |= found
+        problems += [Problem((*_TARGETS, index), reason, entry)] if reason else []
+    return targets, problems
+
+
+_ADAPTABLE = (nn.Linear, nn.Embedding, Experts)
+
+
+def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> list[str]:
+    """Return the paths that an entry of `lora.targets` names: as a glob, or else as the end of paths."""
+    if entry == ALL_LINEAR:
+        routers = [module.router for module in modules.values() if isinstance(module, MixtureOfExperts)]
+        inside = [path for path in modules if enclosing(path, blocks) and modules[path] not in routers]
+        return [path for path in inside if isinstance(modules[path], (nn.Linear, Experts))]
+    return [path for path in modules if matches(entry, path)] or ends_in(entry, modules)
+
+
+def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the reason why an entry is refused: in `transformers` it names one of the weights of experts, which only
+    get adapters together. None if it does not."""
+    if any(matches(entry, path) for path in modules):
+        return None
+    stacked = [path for path, module in modules.items() if isinstance(module, Experts)]
+    weights = [full_name(path, name) for path in stacked for name in _EXPERT_WEIGHTS]
+    if not ends_in(entry, weights) and not ends_in(f"{entry}.weight", weights):
+        return None
+    globs = [*alike(ends_in(entry, modules)), *alike(stacked)]
+    what = "names a weight of experts in transformers, and the weights of experts only get adapters together"
+    return f"{what}; write globs: {entry} is in {', '.join(globs)} here"
+
+
+def _why_nothing(entry: str, matched: Sequence[str], modules: Mapping[str, nn.Module]) -> str:
+    """Return the reason why an entry names no module that can have an adapter. `matched`: the modules that it names."""
+    runnable = [path for path, module in modules.items() if has_forward(module)]
+    if entry == ALL_LINEAR:
+        return "finds no linear layers in the model's blocks; name the blocks in model.blocks, or write globs"
+    if others := [f"{path} ({type(modules[path]).__name__})" for path in matched if path in runnable]:
+        return (
             f"matches only {listed(others)}; adapters are for linear layers (nn.Linear), embeddings (nn.Embedding) and "
             "stacked experts (Experts): name such modules, also inside of those that it matches"
-            if others
-            else nothing_matched(glob, paths, [path for path, module in everything if not has_forward(module)])
         )
-        problems.append(Problem((*_TARGETS, index), reason, glob))
-    return targets, problems
+    return nothing_matched(entry, runnable, [path for path in modules if path not in runnable])
 
 
 def _refusal(model: nn.Module, path: str, module: nn.Module) -> str | None:
@@ -295,6 +331,8 @@ def _rules_without_effect(targets: Mapping[str, nn.Module], config: LoRAConfig) 
     for index, rule in enumerate(config.rules):
         if index not in used:
             reason = "matches no module that lora.targets gives an adapter and that no earlier rule matches"
+            if not any(matches(glob, path) for glob in rule.match for path in targets):
+                reason += "".join(suggestion(glob, targets) for glob in rule.match[:1])
             yield Problem(("lora", "rules", index, "match"), reason, list(rule.match), also=(_TARGETS,))
 
 

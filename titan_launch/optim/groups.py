@@ -9,7 +9,7 @@ from torch import nn
 
 from titan_launch.config.optimizers import ALGORITHMS, GroupSettings
 from titan_launch.config.sections.training import OptimizerConfig, ParamGroup
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean
+from titan_launch.core.errors import ConfigError, KeyPath, Problem
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.param_groups import (
     first_match,
@@ -20,6 +20,7 @@ from titan_launch.plan.param_groups import (
     settings_of,
 )
 from titan_launch.plan.types import EXPERTS, STACKED_LORA, parent, sharded_dim
+from titan_launch.plan.units.rule_assignment import suggestion
 
 
 class Group(NamedTuple):
@@ -184,6 +185,6 @@ def _unused(
         reason = (
             "every parameter that this glob matches is already in an earlier group"
             if matched
-            else f"matches no trainable parameter{did_you_mean(group.match, [n for names in paths for n in names])}"
+            else f"matches no trainable parameter{suggestion(group.match, [n for names in paths for n in names])}"
         )
         yield Problem(("optimizer", "param_groups", index, "match"), reason, group.match)

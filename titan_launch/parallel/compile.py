@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.globs import alike
 from titan_launch.distributed.collectives import on_all_ranks, warn
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.plan.module_selection import alike
 from titan_launch.plan.types import ModelPlan, enclosing, parent
 
 _log = logging.getLogger(__name__)

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from titan_launch.config.sections.training import TrainingConfig
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean
+from titan_launch.core.errors import ConfigError, KeyPath, Problem
 from titan_launch.core.globs import matches
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
+from titan_launch.plan.units.rule_assignment import suggestion
 
 ADAPTER = "lora"
 """Name of the adapter within its target. For experts, it is a container with an adapter for each of their weights."""
@@ -50,7 +51,7 @@ class Freezing:
         `parameters`: the results of `trained_from` by full name.
         """
         problems = [
-            Problem(key, f"matches no parameter{did_you_mean(glob, list(parameters))}", glob)
+            Problem(key, f"matches no parameter{suggestion(glob, parameters)}", glob)
             for key, glob in self._globs()
             if not _matches_any(glob, parameters)
         ]

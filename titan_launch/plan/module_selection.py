@@ -7,8 +7,6 @@ compiled module may be a unit itself: only its forward is compiled, and the unit
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
@@ -17,6 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, listed
+from titan_launch.core.globs import alike
 from titan_launch.plan.freezing import ADAPTER
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import (
@@ -108,11 +107,6 @@ def compiled_modules(
     if selection(config.activation_checkpoint) == "op":
         _check_seen_by_selection(compiled, checkpointed)
     return compiled
-
-
-def alike(paths: Sequence[str]) -> dict[str, int]:
-    """Return the number of paths for each pattern. A pattern is a path with `*` instead of numbers."""
-    return Counter(re.sub(r"\b\d+\b", "*", path) for path in paths)
 
 
 def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[str]) -> None:

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_launch.config.architectures import named_flavor
 from titan_launch.metrics.sinks.jsonl import json_number
 from titan_launch.metrics.tags import PAUSES, STEP_PARTS
 from titan_launch.report.charts import NUM_COLORS, Column, Points, value_at
@@ -195,11 +196,12 @@ def summary(run: RecordedRun) -> list[str]:
 
 def _state(run: RecordedRun) -> str:
     model = run.config.get("model", {})
-    flavor = f" ({model['flavor']})" if model.get("flavor") else ""
+    name = model.get("name", "a model")
+    flavor = f" ({found})" if (found := named_flavor(name, model.get("flavor"))) else ""
     ranks = "" if run.num_ranks is None else f" on {counted(run.num_ranks, 'rank')}"
     verb = {"running": "is running", "finished": "is finished", "ended early": "ended early"}
     verb |= {"stopped": "was stopped", "failed": "has failed"}
-    text = f"The run of {model.get('name', 'a model')}{flavor}{ranks} {verb[run.state]}: "
+    text = f"The run of {name}{flavor}{ranks} {verb[run.state]}: "
     text += f"step {run.last_step:,} of {run.total_steps:,}"
     if run.state == "failed" and run.starts:
         last = run.starts[-1]

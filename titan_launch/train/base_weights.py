@@ -14,6 +14,7 @@ from torch import nn
 from titan_launch.checkpoint.manifest import Base
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.config.huggingface.tensor_names import Piece
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
@@ -22,7 +23,6 @@ from titan_launch.models.init import copy_whole, differing_weights, load_weights
 from titan_launch.models.lora import Adapter
 from titan_launch.models.weights.adapters import AdapterFolder, Target, file_places, targets_of
 from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights, open_weights
-from titan_launch.models.weights.tensor_names import Piece
 from titan_launch.plan.hardware import format_bytes
 from titan_launch.plan.types import Inventory, full_name
 

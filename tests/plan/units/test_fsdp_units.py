@@ -251,6 +251,7 @@ def test_a_rule_or_a_block_overrides_the_unit_of_a_declared_embedding() -> None:
     ("rule", "words"),
     [
         ({"match": "layers.*.nrom1"}, ["precision.rules.0.match", "matches no module", 'did you mean "layers.']),
+        ({"match": "mix"}, ['matches no module of the model; did you mean "**.mix"?']),
         ({"type": "LayerNrom"}, ["precision.rules.0.type", 'did you mean "LayerNorm"']),
         ({"match": "layers"}, ["a container without a forward", 'did you mean "layers.*"']),
         ({"match": "layers.*.act"}, ["layers.0.act, layers.1.act, layers.2.act", "no parameters to apply it to"]),

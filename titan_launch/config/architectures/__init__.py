@@ -40,6 +40,12 @@ ALL_IN_ARGS = "none"
 """The flavor without values: `[model.args]` has all arguments of the model. Every model of this package has it."""
 
 
+def named_flavor(name: str, flavor: str | None) -> str:
+    """Return the flavor as a part of a model's name; "" for a model without one. (The `config.json` of a run has a
+    flavor for every model.)"""
+    return "" if flavor in (None, ALL_IN_ARGS) or name not in ARCHITECTURES else str(flavor)
+
+
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
     """Return the arguments of a model of this package: the row of its flavor, overridden by `[model.args]`, of which
     tables override only the keys that they have. A table with another `kind` replaces the table of the flavor.

@@ -1,5 +1,5 @@
-"""Keys of TorchTitan, Transformers' Trainer, Lightning and Accelerate, with the keys of this job file that replace
-them."""
+"""Keys of TorchTitan, TRL, Transformers' Trainer, Axolotl, LLaMA-Factory, torchtune, Lightning and others, with their
+replacements in this job file."""
 
 from __future__ import annotations
 
@@ -8,35 +8,54 @@ import re
 from titan_launch.core.errors import KeyPath
 
 _LORA = 'use "lora.targets", "lora.rank" and "lora.alpha"'
+_TARGETS = 'use "lora.targets", which also takes the names of `transformers`'
 _NO_QUANTIZED_BASE = (
     "a quantized base (QLoRA) is not supported; frozen parameters are stored in 16 bits with "
     '"precision.frozen_storage_dtype" = "bfloat16"'
 )
+_NO_DORA = "DoRA is not supported; remove this key"
+_WEIGHTS = 'use "model.weights" with the folder of the model'
 _NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first module of every stage but the first'
-_TOKENIZER = 'use "tokenizer.path" with tokenizer.kind = "huggingface"'
+_TOKENIZER = 'use "tokenizer.path" with "tokenizer.kind" = "huggingface"'
 _DATASET = 'use "data.path", with "data.kind" = "huggingface" for a data set of the Hugging Face Hub'
 _MIXTURE = 'use a table [[data.sources]] for each source of a mixture, with "data.sources.weight"'
 _PACKING = 'use "data.packing" = "documents"'
-_NO_TRACE = (
-    'profiler traces are not supported; "comm.profile_freq" profiles single steps to report exposed communication'
+_NO_PADDING = 'not needed; every sample has "training.seq_len" tokens'
+_TEMPLATE = 'use "data.template" with "data.kind" = "chat"'
+_TRAIN_ON = 'use "data.train_on" with "data.kind" = "chat"; "all" trains on all tokens'
+_LAST_TURN = 'use "data.train_on" = "last" with "data.kind" = "chat"'
+_PART = 'use "data.validation_percent", with "data.split" = "train" and "validation.data.split" = "validation"'
+_PREFERENCES = (
+    'use "loss.name" = "dpo" with "data.kind" = "preferences" for DPO, and "data.kind" = "chat" for fine-tuning'
 )
-_NO_WANDB = (
-    'wandb is not supported; reports are written to metrics.jsonl, and to TensorBoard with "metrics.enable_tensorboard"'
-)
+_PROFILE = 'use "profiling.start_step", the first step of a profile, and "profiling.num_steps"'
+_PROFILE_FOLDER = "not needed; profiles are in profiling/ of the run folder"
+_SINKS = 'use "metrics.sinks" = ["wandb"] or "metrics.sinks" = ["mlflow"], and "metrics.enable_tensorboard"'
+_WANDB = 'use "metrics.sinks" = ["wandb"]; environment variables such as WANDB_PROJECT set the rest'
+_MLFLOW = 'use "metrics.sinks" = ["mlflow"]; environment variables such as MLFLOW_TRACKING_URI set the rest'
 _NO_DEEPSPEED = 'DeepSpeed is not supported; FSDP2 shards over "parallelism.data_parallel_shard_degree" ranks'
 _ACCUMULATION = (
     'set "training.global_batch_size" instead: local_batch_size times data-parallel ranks times accumulation steps'
 )
 _BF16 = 'use "precision.param_dtype" = "bfloat16"'
 _FP16 = 'float16 needs loss scaling, which is not supported; use "precision.param_dtype" = "bfloat16"'
+_DTYPE = 'use "precision.param_dtype" for the computation, and "precision.storage_dtype" for stored parameters'
 _BETAS = 'use "optimizer.beta1" and "optimizer.beta2"'
 _MODE = 'use "activation_checkpoint.mode"; "none" disables activation checkpointing'
+_ATTENTION = 'use "kernels.attention"; "auto", the default, chooses the first kernel that can be used'
+_LOSS_IN_CHUNKS = 'use "loss.chunks" for a loss without the logits of a microbatch'
+_NO_COMPILE_MODE = "not supported; inductor always runs in its default mode; remove this key"
+_NO_EARLY_STEP = "not supported, since clipping needs all gradients before the update"
+_NO_ANOMALY = "anomaly detection is not supported; remove this key"
+_MODEL_ONLY = 'every checkpoint can be resumed; "titan-launch export" writes the model alone'
+_NO_UPLOAD = 'uploads are not supported; "titan-launch export" writes a folder that can be uploaded'
+_VALIDATION = 'use "validation.freq", in optimizer steps, with data in [validation.data]'
 _RANKS = "the number of processes is not part of the job; use the option --nproc-per-node of `launch`"
 _HOSTS = "the number of hosts is not part of the job; use the option --nnodes of `launch`"
 _FOLDER = 'use "job.dump_folder"; checkpoints are in checkpoints/ of the run folder'
 
 TORCHTITAN_KEYS: dict[str, str] = {
-    "job.config_file": "not supported in a job file; use the option --config",
+    "job.config_file": "use the option --config of `train` and `launch`",
     "job.custom_config_module": 'use "model.name" = "package.module:factory", with arguments in [model.args]',
     "job.description": "job.name",
     "model.converters": 'use "float8.enable"',
@@ -54,7 +73,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "training.compile": "compile.enable",
     "training.deterministic": "debug.deterministic",
     "optimizer.betas": _BETAS,
-    "optimizer.early_step_in_backward": "not supported, since clipping needs all gradients before the update",
+    "optimizer.early_step_in_backward": _NO_EARLY_STEP,
     "optimizer.fused": 'use "optimizer.implementation" = "fused"',
     "optimizer.foreach": 'use "optimizer.implementation" = "foreach"',
     "optimizer.momentum": 'use "optimizer.sgd.momentum" or "optimizer.muon.momentum"',
@@ -77,127 +96,174 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "checkpoint.initial_load_model_only": '"checkpoint.initial_load_path" always loads only parameters and buffers',
     "checkpoint.initial_load_in_hf": 'use "model.weights" with the folder',
     "checkpoint.last_save_in_hf": 'not needed; "titan-launch export" writes the Hugging Face format of a checkpoint',
-    "checkpoint.last_save_model_only": "not supported, since every checkpoint can be resumed; remove this key",
+    "checkpoint.last_save_model_only": _MODEL_ONLY,
     "checkpoint.export_dtype": 'use "titan-launch export --dtype"; a checkpoint has the dtypes of the training state',
     "checkpoint.create_seed_checkpoint": 'not needed; initial parameters depend only on "training.seed"',
     "activation_checkpoint.enable": _MODE,
     "activation_checkpoint.type": "activation_checkpoint.mode",
     "activation_checkpoint.early_stop": "not supported; remove this key",
     "activation_checkpoint.preserve_rng_state": "not supported; remove this key",
-    "compile.mode": "not supported; inductor always runs in its default mode; remove this key",
+    "compile.mode": _NO_COMPILE_MODE,
     "compile.fullgraph": "not needed, since each block is always one graph; remove this key",
-    "metrics.enable_wandb": _NO_WANDB,
-    "metrics.disable_color_printing": "not needed, since the console output has no colors; remove this key",
-    "metrics.save_tb_folder": "not supported; TensorBoard files are in tb/ of the run folder",
+    "metrics.enable_wandb": _WANDB,
+    "metrics.disable_color_printing": "use the environment variable NO_COLOR",
+    "metrics.save_tb_folder": "not needed; TensorBoard files are in tb/ of the run folder",
     "comm.backend": '"job.device" sets the backend: NCCL for "cuda", gloo for "cpu"',
-    "comm.mode": "not supported in a job file; use the option --fake-world-size",
+    "comm.mode": "use the option --fake-world-size of `launch` for a dry run",
     "comm.train_timeout_seconds": "comm.timeout_seconds",
     "comm.trace_buf_size": "comm.flight_recorder_size",
     "float8.enable_fsdp_float8_all_gather": "float8.all_gather",
     "float8.filter_fqns": 'use "float8.modules": the modules to convert, not those to skip',
     "float8.precompute_float8_dynamic_scale_for_fsdp": 'not needed; "float8.all_gather" always precomputes the scales',
     "float8.recipe_name": "float8.recipe",
-    "debug.detect_anomaly": "anomaly detection is not supported; remove this key",
-    "debug.deterministic_warn_only": 'not supported; "debug.deterministic" makes nondeterministic kernels an error',
+    "debug.detect_anomaly": _NO_ANOMALY,
+    "debug.deterministic_warn_only": '"debug.deterministic" makes nondeterministic kernels an error, not a warning',
     "validation.enable": 'use "validation.freq"; 0 disables validation',
     "validation.dataset": _DATASET.replace("data.", "validation.data."),
     "validation.dataset_path": "validation.data.path",
     "validation.steps": 'use "validation.max_samples", in samples',
-    "experimental": 'not supported; use "model.name" = "package.module:factory" for your own model',
+    "experimental": 'use "model.name" = "package.module:factory" for your own model',
     "fault_tolerance": "torchft is not supported; use the option --max-restarts of `launch` to restart failed ranks",
-    "memory_estimation": "not supported; the command `plan` estimates memory",
-    "profiling": _NO_TRACE,
+    "memory_estimation": "the command `plan` estimates memory",
+    "profiling.enable_profiling": _PROFILE,
+    "profiling.profile_freq": _PROFILE,
+    "profiling.profiler_active": "profiling.num_steps",
+    "profiling.profiler_warmup": 'not needed; "profiling.start_step" may be any step after the first ones',
+    "profiling.enable_memory_snapshot": 'use "profiling.memory", with "profiling.start_step"',
+    "profiling.save_traces_folder": _PROFILE_FOLDER,
+    "profiling.save_memory_snapshot_folder": _PROFILE_FOLDER,
     "quantize": "float8.enable",
 }
 """Remedies for TorchTitan's keys and sections that have another name in this job file, or that do not exist here. A key
 that has the same name in another section here needs no entry: the error for unknown keys finds it."""
 
+_SHORT_AXES = {
+    "tp": "tensor_parallel",
+    "cp": "context_parallel",
+    "pp": "pipeline_parallel",
+    "ep": "expert_parallel",
+    "dp_shard": "data_parallel_shard",
+    "dp_replicate": "data_parallel_replicate",
+}
+
 COMMON_NAMES: dict[str, str] = {
-    "seed": "training.seed",
-    "batch_size": "training.local_batch_size",
-    "per_device_train_batch_size": "training.local_batch_size",
-    "per_device_eval_batch_size": "validation.local_batch_size",
+    # The model.
+    **dict.fromkeys(("base_model", "model_name_or_path", "model_name", "pretrained_model_name_or_path"), _WEIGHTS),
+    **dict.fromkeys(("attn_implementation", "flash_attention", "flash_attn", "sdp_attention"), _ATTENTION),
+    **dict.fromkeys(("torch_dtype", "dtype"), _DTYPE),
+    "tokenizer_name": _TOKENIZER,
+    "tokenizer_name_or_path": _TOKENIZER,
+    # Adapters and frozen parameters.
+    **dict.fromkeys(("lora", "peft", "use_peft", "finetuning_type"), _LORA),
+    "adapter": f'{_LORA}; "lora.adapter" names a folder of adapters to start from',
+    "adapter_name_or_path": "lora.adapter",
+    "lora_model_dir": "lora.adapter",
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), "lora.rank"),
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    **dict.fromkeys(("lora_target_modules", "target_modules", "lora_target", "lora_attn_modules"), _TARGETS),
+    "lora_target_linear": 'use "lora.targets" = ["all-linear"]',
+    "rank_pattern": 'use a table [[lora.rules]] with "lora.rules.match" and "lora.rules.rank"',
+    "alpha_pattern": 'use a table [[lora.rules]] with "lora.rules.match" and "lora.rules.alpha"',
+    **dict.fromkeys(("use_rslora", "peft_use_rslora"), "lora.rank_stabilized"),
+    **dict.fromkeys(("use_dora", "peft_use_dora"), _NO_DORA),
+    **dict.fromkeys(("modules_to_save", "lora_modules_to_save", "unfrozen_parameters"), "training.trainable"),
+    **dict.fromkeys(
+        (
+            *("base_dtype", "load_in_4bit", "load_in_8bit", "quantize_base", "quantization_bit"),
+            *("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "quantization_config"),
+        ),
+        _NO_QUANTIZED_BASE,
+    ),
+    # Data.
+    "dataset": _DATASET,
+    "dataset_name": _DATASET,
+    "dataset_config_name": "data.subset",
+    "dataset_split": "data.hf_split",
+    "dataset_text_field": 'use "data.field" with "data.kind" = "jsonl", or "data.column" with other kinds',
+    **dict.fromkeys(("datasets", "dataset_mixer", "interleave_probs"), _MIXTURE),
+    **dict.fromkeys(("packing", "packed", "sample_packing", "neat_packing"), _PACKING),
+    **dict.fromkeys(("pad_to_sequence_len", "group_by_length"), _NO_PADDING),
+    **dict.fromkeys(("chat_template", "template"), _TEMPLATE),
+    **dict.fromkeys(("train_on_inputs", "train_on_prompt", "roles_to_train", "assistant_only_loss"), _TRAIN_ON),
+    **dict.fromkeys(("completion_only_loss", "mask_history"), _LAST_TURN),
+    **dict.fromkeys(("val_set_size", "val_size"), _PART),
+    "dataloader_num_workers": "data.num_workers",
+    **dict.fromkeys(
+        ("max_length", "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "model_max_length"),
+        "training.seq_len",
+    ),
+    # Batches, steps and the optimizer.
+    **dict.fromkeys(("seed", "data_seed"), "training.seed"),
+    **dict.fromkeys(
+        ("batch_size", "micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
+        "training.local_batch_size",
+    ),
+    **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size"), "validation.local_batch_size"),
     "gradient_accumulation_steps": _ACCUMULATION,
     "accumulate_grad_batches": _ACCUMULATION,
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs", "max_epochs"), "training.epochs"),
+    "max_steps": "training.steps",
+    "limit_train_batches": "training.steps",
+    "fast_dev_run": 'use "training.steps", with a small number',
     "learning_rate": "optimizer.lr",
     "betas": _BETAS,
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
     "adam_epsilon": "optimizer.eps",
     "optim": "optimizer.name",
+    "optimizer_in_bwd": _NO_EARLY_STEP,
     "lr_scheduler_type": "lr_scheduler.kind",
     "warmup_ratio": 'use "lr_scheduler.warmup_steps", in steps',
-    "num_train_epochs": "training.epochs",
-    "num_epochs": "training.epochs",
-    "epochs": "training.epochs",
-    "chat_template": 'use "data.template" with data.kind = "chat"',
-    "train_on_inputs": 'use "data.train_on" with data.kind = "chat"; "all" trains on all tokens',
-    "dataset": _DATASET,
-    "dataset_name": _DATASET,
-    "dataset_config_name": "data.subset",
-    "dataset_split": "data.hf_split",
-    "dataset_text_field": 'use "data.field" with data.kind = "jsonl", or "data.column" with other kinds',
-    "datasets": _MIXTURE,
-    "sample_packing": _PACKING,
-    "tokenizer_name": _TOKENIZER,
-    "tokenizer_name_or_path": _TOKENIZER,
-    "val_set_size": 'use "data.validation_percent", with split = "train" and split = "validation"',
-    "grad_clip": "training.max_norm",
-    "max_epochs": "training.epochs",
-    "max_steps": "training.steps",
-    "max_seq_length": "training.seq_len",
-    "sequence_len": "training.seq_len",
-    "fast_dev_run": 'not supported; set "training.steps" to a small number',
-    "max_grad_norm": "training.max_norm",
-    "gradient_clip_val": "training.max_norm",
-    "gradient_clipping": "training.max_norm",
+    "num_warmup_steps": "lr_scheduler.warmup_steps",
+    **dict.fromkeys(
+        ("min_lr", "min_lr_ratio", "cosine_min_lr_ratio"),
+        'use "lr_scheduler.min_lr_factor", a fraction of "optimizer.lr"',
+    ),
+    **dict.fromkeys(
+        ("grad_clip", "clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val", "gradient_clipping"),
+        "training.max_norm",
+    ),
+    # The loss.
+    **dict.fromkeys(
+        ("beta", "dpo_beta", "pref_beta"), 'use "loss.dpo.beta", the strength of the reference model in DPO'
+    ),
+    "ref_model": "loss.dpo.reference",
+    **dict.fromkeys(("rl", "stage"), _PREFERENCES),
+    "label_smoothing_factor": "loss.label_smoothing",
+    **dict.fromkeys(("use_liger_kernel", "enable_liger_kernel"), _LOSS_IN_CHUNKS),
+    "neftune_noise_alpha": "NEFTune is not supported; remove this key",
+    # Precision, compilation, memory.
     "bf16": _BF16,
     "mixed_precision": _BF16,
     "fp16": _FP16,
     "tf32": 'use "kernels.float32_precision" = "tf32"',
-    "gradient_checkpointing": _MODE,
     "torch_compile": "compile.enable",
-    "label_smoothing_factor": "loss.label_smoothing",
-    "use_liger_kernel": 'use "loss.chunks" for a loss without the logits of a microbatch',
-    "dynamo_backend": "compile.backend",
-    "cpu_offload": "training.enable_cpu_offload",
+    **dict.fromkeys(("dynamo_backend", "torch_compile_backend"), "compile.backend"),
+    "torch_compile_mode": _NO_COMPILE_MODE,
+    **dict.fromkeys(
+        (
+            *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"),
+            *("disable_gradient_checkpointing", "activation_checkpointing", "enable_activation_checkpointing"),
+        ),
+        _MODE,
+    ),
     "activation_offloading": "activation_checkpoint.offload",
     "enable_activation_offloading": "activation_checkpoint.offload",
+    **dict.fromkeys(("cpu_offload", "fsdp_cpu_offload"), "training.enable_cpu_offload"),
+    # Ranks.
     "fsdp": "parallelism.data_parallel_shard_degree",
     "fsdp_config": "parallelism.data_parallel_shard_degree",
-    "strategy": 'not supported; use "parallelism.data_parallel_shard_degree" and the other degrees of [parallelism]',
+    "strategy": 'use "parallelism.data_parallel_shard_degree" and the other degrees of [parallelism]',
+    **{
+        f"{name}{end}": f"parallelism.{axis}_degree"
+        for short, axis in _SHORT_AXES.items()
+        for name, end in ((short, ""), (short, "_size"), (short, "_degree"), (axis, "_size"))
+    },
     "sync_batchnorm": 'use "batchnorm.statistics" = "synchronized"',
     "deepspeed": _NO_DEEPSPEED,
     "zero_stage": _NO_DEEPSPEED,
-    "lora": _LORA,
-    "peft": _LORA,
-    **dict.fromkeys(
-        ("base_dtype", "load_in_4bit", "load_in_8bit", "quantize_base", "bnb_4bit_quant_type", "quantization_config"),
-        _NO_QUANTIZED_BASE,
-    ),
-    "save_steps": "checkpoint.interval",
-    "every_n_train_steps": "checkpoint.interval",
-    "save_total_limit": "checkpoint.keep_latest",
-    "save_top_k": "checkpoint.keep_best",
-    "load_best_model_at_end": 'use "validation.patience" and "checkpoint.keep_best"; the best checkpoint is the result',
-    "early_stopping": 'use "validation.patience", a number of validations',
-    "early_stopping_patience": "validation.patience",
-    "early_stopping_threshold": "validation.min_improvement",
-    "resume_from_checkpoint": "checkpoint.load",
-    "output_dir": _FOLDER,
-    "default_root_dir": _FOLDER,
-    "run_name": "job.name",
-    "logging_steps": "metrics.log_freq",
-    "log_every_n_steps": "metrics.log_freq",
-    "report_to": _NO_WANDB,
-    "wandb": _NO_WANDB,
-    "eval_steps": "validation.freq",
-    "val_check_interval": "validation.freq",
-    "check_val_every_n_epoch": 'use "validation.freq", in optimizer steps',
-    "limit_val_batches": 'use "validation.max_samples", in samples',
-    "dataloader_num_workers": "data.num_workers",
     "ddp_timeout": "comm.timeout_seconds",
-    "profiler": _NO_TRACE,
     "accelerator": "job.device",
     "devices": _RANKS,
     "num_processes": _RANKS,
@@ -205,12 +271,50 @@ COMMON_NAMES: dict[str, str] = {
     "num_machines": _HOSTS,
     "machine_rank": "the number of this host is not part of the job; use the option --node-rank of `launch`",
     "main_process_ip": "the address of rank 0 is not part of the job; use the option --master-addr of `launch`",
+    # Checkpoints.
+    **dict.fromkeys(
+        ("save_steps", "save_freq", "save_interval", "save_strategy", "saves_per_epoch", "every_n_train_steps"),
+        "checkpoint.interval",
+    ),
+    "enable_checkpointing": "checkpoint.enable",
+    "save_total_limit": "checkpoint.keep_latest",
+    "save_top_k": "checkpoint.keep_best",
+    "load_best_model_at_end": 'use "validation.patience" and "checkpoint.keep_best"; the best checkpoint is the result',
+    "metric_for_best_model": 'use "checkpoint.keep_best", which compares the validation loss',
+    "save_only_model": _MODEL_ONLY,
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), _NO_UPLOAD),
+    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path"), "checkpoint.load"),
+    "output_dir": _FOLDER,
+    "default_root_dir": _FOLDER,
+    "overwrite_output_dir": 'use "checkpoint.load" = "none"; an earlier run is moved aside',
+    # Reports and validation.
+    "run_name": "job.name",
+    **dict.fromkeys(("logging_steps", "log_interval", "log_every_n_steps"), "metrics.log_freq"),
+    **dict.fromkeys(("report_to", "logger", "metric_logger"), _SINKS),
+    **dict.fromkeys(("wandb", "use_wandb", "wandb_project", "wandb_entity", "wandb_name", "wandb_run_name"), _WANDB),
+    **dict.fromkeys(("mlflow", "use_mlflow", "mlflow_tracking_uri", "mlflow_experiment_name"), _MLFLOW),
+    "logging_dir": 'use "job.dump_folder"; TensorBoard files are in tb/ of the run folder',
+    "plot_loss": 'not needed; "titan-launch report" plots the loss of a run',
+    "profiler": _PROFILE,
+    "detect_anomaly": _NO_ANOMALY,
+    "full_determinism": "debug.deterministic",
+    **dict.fromkeys(
+        ("eval_steps", "eval_interval", "eval_freq", "val_check_interval", "run_val_every_n_steps"), "validation.freq"
+    ),
+    **dict.fromkeys(
+        ("eval_strategy", "evaluation_strategy", "do_eval", "evals_per_epoch", "check_val_every_n_epoch"), _VALIDATION
+    ),
+    "early_stopping": 'use "validation.patience", a number of validations',
+    "early_stopping_patience": "validation.patience",
+    "early_stopping_threshold": "validation.min_improvement",
+    "limit_val_batches": 'use "validation.max_samples", in samples',
 }
 """Remedies for the keys of the other tools. They apply to a key of this name in any section."""
 
 FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,
     **COMMON_NAMES,
+    "optimizer.beta": _BETAS,  # elsewhere `beta` is that of DPO
     # Sections of this job file that other tools set to a single value.
     "activation_checkpoint": "activation_checkpoint.mode",
     "compile": "compile.enable",

@@ -55,7 +55,13 @@ class Provenance:
     def describe(self, problems: Iterable[Problem]) -> str:
         """Return the message for all problems of a job, in the order of its files, lines and overrides."""
         ordered = sorted(problems, key=lambda problem: self.find(problem.key))
-        return report([self._line(problem) for problem in ordered], self.path)
+        said: set[str] = set()
+        lines = []
+        for problem in ordered:
+            line = self._line(problem)
+            lines.append(line.removesuffix(problem.said_once) if problem.said_once in said else line)
+            said.add(problem.said_once)
+        return report(lines, self.path)
 
     def _line(self, problem: Problem) -> str:
         place, key = self.find(problem.key).text, shortened(format_key(problem.key), _MAX_KEY_LENGTH)

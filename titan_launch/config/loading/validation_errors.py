@@ -178,7 +178,8 @@ def explain_unknown_key(key: KeyPath, value: Any, owner: type[Section] | None) -
     noun = "section" if is_table and len(key) == 1 else "key"
     for remedy, meant in _remedies(key, owner):
         return Problem(key, f"unknown {noun}; {remedy}", UNSET if is_table else value, also=tuple(meant))
-    return Problem(key, f"unknown {noun}; {_list_keys(key[:-1], owner)}", UNSET if is_table else value)
+    known = f"; {_list_keys(key[:-1], owner)}"
+    return Problem(key, f"unknown {noun}{known}", UNSET if is_table else value, said_once=known)
 
 
 def _remedies(key: KeyPath, owner: type[Section] | None) -> Iterator[tuple[str, Sequence[KeyPath]]]:

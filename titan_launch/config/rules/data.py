@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
+from operator import itemgetter
 
 from titan_launch.config.architectures import unit_taken, vocabulary_taken
 from titan_launch.config.job import JobConfig
@@ -123,20 +124,19 @@ def tokenizer_is_usable(config: JobConfig) -> Iterator[Problem]:
 
 
 def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the model's vocabulary is smaller than the vocabulary of its data."""
+    """Report a problem if the model's vocabulary is smaller than the largest vocabulary of its data."""
     vocab_size = vocabulary_taken(config.model)
-    if any(tokenizer_is_usable(config)):
+    if vocab_size is None or any(tokenizer_is_usable(config)):
         return
-    for source, data in sources_of(config):
-        if data.unit != "tokens":
-            continue
-        size, owner, key = _vocabulary(config, source, data)
-        if vocab_size is not None and vocab_size < size:
-            reason = (
-                f"the model's vocab_size ({vocab_size}) must be at least {size}, the vocabulary size of {owner}; "
-                "set model.args.vocab_size to that number or more"
-            )
-            yield args_problem(config, ("vocab_size",), reason, also=(key, (*source, "kind")))
+    texts = ((source, data) for source, data in sources_of(config) if data.unit == "tokens")
+    needed = [(*_vocabulary(config, source, data), (*source, "kind")) for source, data in texts]
+    if needed and vocab_size < max(size for size, *_ in needed):
+        size, owner, key, kind = max(needed, key=itemgetter(0))
+        reason = (
+            f"the model's vocab_size ({vocab_size}) must be at least {size}, the vocabulary size of {owner}; "
+            "set model.args.vocab_size to that number or more"
+        )
+        yield args_problem(config, ("vocab_size",), reason, also=(key, kind))
 
 
 def files_exist(config: JobConfig) -> Iterator[Problem]:

@@ -9,6 +9,9 @@ from pydantic import Field
 from titan_launch.config.sections.base import Array, Section
 from titan_launch.core.globs import matches
 
+ALL_LINEAR = "all-linear"
+"""The entry of `lora.targets` for the linear layers of the blocks."""
+
 
 class LoRARule(Section):
     """Another rank or scale for some of the adapters."""
@@ -29,9 +32,12 @@ class LoRAConfig(Section):
     B A is 0, so the first step computes what the model computes without adapters."""
 
     targets: Array[str] = ()
-    """Globs of the modules that get adapters, such as `["layers.*.attention.w*"]`: linear layers, embeddings, and the
-    experts of a mixture. A glob may match other modules too, which get none. `*` matches within one segment of a module
-    path, `**` crosses dots. The adapter of a module is its child `lora`. Empty: no adapters."""
+    """The modules that get adapters: linear layers, embeddings, and the experts of a mixture. Globs of module paths,
+    such as `["layers.*.attention.w*"]`: `*` matches within one segment, `**` crosses dots. Or names as in `peft`, such
+    as `["q_proj", "v_proj"]`: a name that matches no path matches the ends of paths, here or in `transformers`.
+    `["all-linear"]`: the linear layers and the experts of the blocks, but no routers. `plan` and a run print the paths.
+    An entry may match other modules too, which get no adapter. The adapter of a module is its child `lora`. Empty: no
+    adapters."""
 
     rank: Annotated[int, Field(ge=1)] = 16
     """Rows of A, and columns of B. At most the smaller side of each target's weight."""

@@ -19,6 +19,7 @@ from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.adapters import Wanted, matching_limited, read_config
 from titan_launch.config.huggingface.config_json import model_type_of
 from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError
+from titan_launch.config.huggingface.tensor_names import Piece, Shape, pieces_of, tensor_shapes
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import listed
@@ -32,7 +33,6 @@ from titan_launch.models.weights.folder import (
     read_file,
     read_header,
 )
-from titan_launch.models.weights.tensor_names import Piece, Shape, pieces_of, tensor_shapes
 from titan_launch.plan.types import parent
 
 if TYPE_CHECKING:

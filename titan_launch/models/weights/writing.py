@@ -19,10 +19,10 @@ from torch import Tensor
 
 from titan_launch.config.huggingface.config_json import read_json
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+from titan_launch.config.huggingface.tensor_names import Piece, Shape
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import MIB, file_inside, read_regular, refuse_weights_folder, remove, sync_folder
 from titan_launch.models.weights.folder import FILE, INDEX, in_halves
-from titan_launch.models.weights.tensor_names import Piece, Shape
 
 DTYPE_CODES = {
     torch.float64: "F64",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from titan_launch.config.architectures import named_flavor
 from titan_launch.config.architectures.huggingface import class_name
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
@@ -16,6 +16,7 @@ from titan_launch.config.sections.data import ValidationConfig
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.training import GradientAccumulationConfig, TrainingConfig
 from titan_launch.core.errors import KeyPath, format_key, listed
+from titan_launch.core.globs import alike
 from titan_launch.core.terminal import one_line
 from titan_launch.plan.communication import (
     Collectives,
@@ -23,6 +24,7 @@ from titan_launch.plan.communication import (
     collectives_of_unit,
 )
 from titan_launch.plan.experts import active_parameters
+from titan_launch.plan.freezing import ADAPTER, is_adapter
 from titan_launch.plan.job import accumulation_label, activation_checkpoint_label
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import describe_float8
@@ -189,6 +191,7 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
     lines = [
         ("model", f"{model_name(config)}, {_parameters_of_model(config, plan)}"),
         ("trained", _trained(plan.inventory)),
+        ("adapters", _adapters(config, plan.inventory)),
         ("blocks", _blocks(plan.inventory)),
         *summary_of_batch(layout),
         ("precision", _precision(config, plan)),
@@ -240,11 +243,22 @@ def _trained(inventory: Inventory) -> str:
     return f"{trained:,} parameters ({share:.3g} %)" + (f", of these {', '.join(parts)}" if parts else "")
 
 
+def _adapters(config: JobConfig, inventory: Inventory) -> str:
+    """Return the modules with adapters, their rank and scale: `6 x layers.*.attention.wq; rank 16, alpha 32`."""
+    inside = (module.path.split(".") for module in inventory.modules if is_adapter(f"{module.path}.a"))
+    targets = dict.fromkeys(".".join(parts[: parts.index(ADAPTER)]) for parts in inside)
+    if not targets:
+        return ""
+    modules = listed([f"{count} x {pattern}" for pattern, count in alike(targets).items()], most=8)
+    others = ", others by lora.rules" if config.lora.rules else ""
+    return f"{modules}; rank {config.lora.rank}, alpha {config.lora.alpha:g}{others}"
+
+
 def _blocks(inventory: Inventory) -> str:
     """Return the number of blocks, where they are, and why: `12 of layers.* (Block), the entries of nn.ModuleList`."""
     if not inventory.blocks:
         return "none; the model is one FSDP2 unit, except modules with precision rules; model.blocks chooses blocks"
-    globs = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in inventory.blocks)
+    globs = alike(inventory.blocks)
     classes = dict.fromkeys(inventory.by_path[path].class_name for path in inventory.blocks)
     origin = f", {inventory.blocks_origin}" if inventory.blocks_origin else ""
     return f"{len(inventory.blocks)} of {listed([*globs])} ({', '.join(classes)}){origin}"
@@ -254,7 +268,8 @@ def model_name(config: JobConfig) -> str:
     """Return the model's name, with its flavor if the package defines the model, or with its class of
     `transformers`."""
     model = config.model
-    detail = model.flavor if model.is_of_package else class_name(model.args) if model.name == HUGGINGFACE else ""
+    is_class = model.name == HUGGINGFACE
+    detail = class_name(model.args) if is_class else named_flavor(model.name, model.flavor)
     return f"{model.name} {detail}".rstrip()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_launch.config.huggingface.tensor_names import ends_in
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean
-from titan_launch.core.globs import matches
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean, listed
+from titan_launch.core.globs import alike, matches
+from titan_launch.core.terminal import short_name
 from titan_launch.plan.types import MIXTURE_OF_EXPERTS, Inventory, ModuleInfo, parent
 
 BATCH_NORM_DEFAULT = "BatchNorm default"
@@ -184,7 +186,23 @@ def nothing_matched(pattern: str, paths: Sequence[str], containers: Sequence[str
     container = next((path for path in containers if matches(pattern, path)), None)
     if container is not None:
         return f'matches only {container}, a container without a forward; did you mean "{container}.*"?'
-    return f"matches no module of the model{did_you_mean(pattern, paths)}"
+    return f"matches no module of the model{suggestion(pattern, paths)}"
+
+
+def suggestion(glob: str, paths: Collection[str]) -> str:
+    """Return a hint for a glob that matches none of the paths of modules or parameters: paths that end in what it
+    matches, by their own names or those of `transformers`, or else a similar path."""
+    for ends in (glob, f"{glob}.*"):
+        found = ends_in(ends, paths)
+        if any(matches(f"**.{ends}", path) for path in found):
+            return f'; did you mean "**.{short_name(ends)}"?'
+        if found:
+            every, some = alike(paths), alike(found)
+            names = dict.fromkeys(
+                pattern if some[pattern] == every[pattern] else path for path in found for pattern in alike([path])
+            )
+            return f"; {short_name(glob)} of transformers is {listed(list(names))} here"
+    return did_you_mean(glob, paths)
 
 
 def _unused(inventory: Inventory, patterns: Sequence[str], key: KeyPath) -> Iterator[Problem]:

@@ -1,9 +1,13 @@
-"""Names and layouts of the tensors in Hugging Face files, for the parameters of this package's models. No torch."""
+"""Names and layouts of the tensors in Hugging Face files, for the parameters of this package's models. No torch.
+
+`NAMES` has a row for each class of `transformers`. `names_in_transformers` answers for any model by the names that it
+has.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from titan_launch.core.globs import matches
@@ -93,6 +97,10 @@ class TensorNames:
         if pattern in self.parameters:
             return self.parameters[pattern]
         return f"{self.modules[module]}.{leaf}" if module in self.modules else None
+
+    def name_of(self, pattern: str) -> str | None:
+        """Return the name in the file of a module or a parameter, both with `*` as the number of the layer."""
+        return self.modules.get(pattern) or self.tensor_of(pattern)
 
 
 _HEAD = "lm_head"
@@ -257,6 +265,31 @@ def pieces_of(
             rotary_width=head_width if is_rotated else None,
         )
     return pieces
+
+
+def names_in_transformers(paths: Iterable[str]) -> dict[str, set[str]]:
+    """Return the names that classes of `transformers` give to modules and parameters of a model, by their path here.
+
+    Only classes count that have all of these paths which any class has: so `layers.0.ffn_norm` is another module of a
+    Gemma than of a Llama. Paths that no class has, such as those of a user's own model, are left out.
+    """
+    patterns = {path: _pattern(path) for path in paths}
+    known = {pattern for _, pattern in patterns.values() if any(names.name_of(pattern) for names in NAMES.values())}
+    classes = [names for names in NAMES.values() if all(map(names.name_of, known))]
+    found: dict[str, set[str]] = {}
+    for path, (layer, pattern) in patterns.items():
+        for names in classes if pattern in known else ():
+            theirs = names.name_of(pattern) or ""
+            prefix = "" if theirs.partition(".")[0] == _HEAD else names.prefix
+            found.setdefault(path, set()).add(prefix + (theirs.replace("*", layer, 1) if layer else theirs))
+    return found
+
+
+def ends_in(glob: str, paths: Iterable[str]) -> list[str]:
+    """Return the paths that end in what a glob matches, such as `q_proj`: by their own name or by that in
+    `transformers`. This is how `peft` reads the names of its targets."""
+    ends, names = f"**.{glob}", names_in_transformers(paths)
+    return [path for path in paths if any(matches(ends, name) for name in (path, *names.get(path, ())))]
 
 
 def tensor_shapes(pieces: Mapping[str, Piece], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
