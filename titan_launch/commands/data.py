@@ -78,8 +78,9 @@ def _lines(report: dict[str, Any], marks: tuple[str, str]) -> Iterator[str]:
     batch = f"{report['steps']:,} steps of {report['global_batch_size']:,} samples ({_ranks(report['world_size'])})"
     yield _row("job", report["job"])
     length = "" if report["seq_len"] is None else f" of {_tokens(report['seq_len'])}"
-    epochs = "" if report["epochs"] is None else f", {report['epochs']:g} epochs"
-    yield _row("training", f"{batch}: {consumed:,} samples{length}{epochs}")
+    epochs = report["epochs"]
+    passes = "" if epochs is None else f", {epochs:g} epoch{'s' * (epochs != 1)}"
+    yield _row("training", f"{batch}: {consumed:,} samples{length}{passes}")
     if tokenizer := report.get("tokenizer"):
         path = "" if tokenizer["path"] is None else f" {tokenizer['path']}"
         yield _row("tokenizer", f"{tokenizer['kind']}{path}, {tokenizer['vocab_size']:,} tokens")

@@ -252,7 +252,8 @@ def _steps_of_epochs(training: TrainingConfig, data: RunData) -> list[tuple[str,
     """Return the line about the steps that the epochs of the job are; none for a job without epochs."""
     if training.epochs is None:
         return []
-    return [("steps", f"{training.total_steps:,}: {training.epochs:g} epochs of {data.order.num_samples:,} samples")]
+    epochs = f"{training.epochs:g} epoch{'s' * (training.epochs != 1)}"
+    return [("steps", f"{training.total_steps:,}: {epochs} of {data.order.num_samples:,} samples")]
 
 
 def _memory(hardware: Hardware, memory_check: MemoryCheck | None) -> str:
