@@ -21,12 +21,15 @@ import torch
 
 from tests.data.corpora.test_chat import load as load_tokenizer
 from tests.data.corpora.test_templates import FAMILIES, set_clock, write
+from tests.distributed import run_ranks
 from tests.inference.conftest import TEXT
 from tests.inference.test_generation import CPU, byte_level_tokenizer, load
 from tests.models.huggingface_folders import needs_transformers
 from tests.models.parity import random_model
+from tests.train.jobs import run_job, tiny_job
 from titan_launch.cli import main
 from titan_launch.config.architectures import resolve_args
+from titan_launch.config.huggingface.config_json import read_folder_config
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.data.tokenizers import train_tokenizer
 from titan_launch.inference.chat_format import ChatOptions
@@ -127,6 +130,37 @@ def test_answers_of_several_turns_are_those_of_transformers(
                 num_kept[index] += sequence.num_kept
             lengths.add(len(answer))
     assert min(lengths) < 24 and num_kept[0] > 40, (lengths, num_kept)
+
+
+@needs_transformers
+def test_an_export_has_the_chat_format_of_the_run(
+    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run has trained a base model, whose folder has another tokenizer and no template."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, own = tmp_path / "base", write("qwen3", words, tmp_path)
+    shutil.copytree(words, base)
+    tokenizer = load_tokenizer(own)
+    random_model("Llama 2", base, vocab_size=tokenizer.vocab_size, eos_token_id=5)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "Hello there!", "response": "Hi"}) + "\n")
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}")
+    template = str(tmp_path / "plain.jinja")
+    job = tiny_job(tmp_path, checkpoint={"enable": True, "async_mode": "disabled"}, training={"steps": 1})
+    known = read_folder_config(base)
+    job["model"] = {"name": known.name, "flavor": known.flavor, "args": dict(known.args), "weights": str(base)}
+    job["tokenizer"] = {"kind": "huggingface", "path": str(own)}
+    job["data"] = {"kind": "chat", "path": str(tmp_path / "chats.jsonl"), "template": template}
+    job["data"]["template_args"] = {"name": "value"}
+    run_ranks(run_job, 1, job)
+    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "exported")]) == 0
+    assert "has no data.template_args" in capsys.readouterr().out
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    messages = [{"role": "user", "content": "Hello there!"}]
+    tokens = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokens == load_chat(tmp_path / "tiny").encode_chat(messages)
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").generation_config
+    assert config.eos_token_id == [5, *tokenizer.encode_chat("<|im_end|>")[0]]
 
 
 def chat(monkeypatch: pytest.MonkeyPatch, typed: str, *arguments: str) -> int:

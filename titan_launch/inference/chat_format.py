@@ -35,7 +35,7 @@ class ChatOptions:
 def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
     """Return the template of a model: that of the command line, or that of the run's chats, or else the one beside the
     tokenizer, or in the Hugging Face folder of the weights. Raises WeightsError and ConfigError."""
-    data = _chats_of(saved.job, options.template is not None)
+    data = template_section(saved.job, options.template is not None)
     given = {"template": options.template, "date": options.date}
     changes = {name: value for name, value in given.items() if value is not None}
     data = data.model_copy(update={**changes, "template_args": {**data.template_args, **options.template_args}})
@@ -48,7 +48,7 @@ def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions)
         raise WeightsError(f"{error}; --template replaces the template of the run") from None
 
 
-def _chats_of(job: JobConfig, has_template: bool) -> ChatData:
+def template_section(job: JobConfig, has_template: bool = False) -> ChatData:
     """Return the section of the chats on which a run was trained, or the defaults. Raises WeightsError if there are
     several formats. `has_template`: the user names another template."""
     sections = [source for source in single_sources(job.data).values() if isinstance(source, ChatData)]

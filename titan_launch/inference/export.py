@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,10 +15,21 @@ from torch import Tensor
 from titan_launch.config.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.config_json import config_of, read_json
-from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, CONFIG_FILE, WeightsError, as_text
+from titan_launch.config.huggingface.features import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    WeightsError,
+    as_text,
+)
 from titan_launch.config.huggingface.tensor_names import is_selection_bias, tensor_shapes
+from titan_launch.config.sections.data import ChatData, single_sources
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.core.errors import listed
+from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
+from titan_launch.core.errors import ConfigError, listed
+from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template, template_section
+from titan_launch.inference.language_model import tokenizer_of_model
 from titan_launch.inference.model_card import write_card
 from titan_launch.inference.saved_model import SavedModel, adapters_of_saved, merged, open_saved_model
 from titan_launch.models.build import build_model
@@ -30,6 +41,8 @@ from titan_launch.models.weights.folder import FileTensor
 from titan_launch.models.weights.writing import (
     COMPANIONS,
     DTYPE_CODES,
+    MODEL_FILES,
+    TOKENIZER_FILES,
     Entry,
     copy_companions,
     in_file_layout,
@@ -83,11 +96,16 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     write = _write_plain if options.is_plain else _write_huggingface
     if options.is_adapter:
         write = _write_adapter
+    notes = []
     with new_folder(out) as folder:
         num_tensors, num_bytes = write(source, folder, options)
+        if write is _write_huggingface:
+            notes = list(_write_chat_format(source, folder))
         library = "transformers" if not options.is_plain else "titan_launch"
         write_card(folder, saved, run, "peft" if options.is_adapter else library)
-    return f"wrote {num_tensors} tensors ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}"
+    return f"wrote {num_tensors} tensors ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}" + "".join(
+        f"\nnote: {note}" for note in notes
+    )
 
 
 def _write_plain(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
@@ -116,14 +134,62 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
         in_file_layout(pieces, source.read),
         parse_size(options.max_shard_size),
     )
-    if source.companions is not None:
-        copy_companions(source.companions, folder)
+    _copy_companions(source, folder)
     write_json(folder / CONFIG_FILE, config)
-    generation = folder / "generation_config.json"
-    if not generation.exists():
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key)}
-        write_json(generation, {"_from_model_config": True, **ids})
+    _write_generation_config(folder, config)
     return len(files), num_bytes
+
+
+def _copy_companions(source: SavedModel, folder: Path) -> None:
+    """Copy the Hugging Face files of the weights with which the run began, but the tokenizer of the run, if it has
+    files."""
+    names = MODEL_FILES if (own := _tokenizer_folder(source)) else (*MODEL_FILES, *TOKENIZER_FILES)
+    if source.companions is not None:
+        copy_companions(source.companions, folder, names)
+    if own is not None:
+        copy_companions(own, folder, TOKENIZER_FILES)
+
+
+def _tokenizer_folder(source: SavedModel) -> Path | None:
+    """Return the folder of the run's tokenizer; None if it has no files, or if they are not there."""
+    tokenizer = source.job.tokenizer
+    if tokenizer.kind != "huggingface" or tokenizer.path is None:
+        return None
+    path = Path(tokenizer.path)
+    folder = path if path.is_dir() else path.parent
+    return folder if (folder / TOKENIZER_FILE).is_file() else None
+
+
+def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the file that `transformers` makes from the config of a model, if the folder has none."""
+    if not (folder / GENERATION_FILE).exists():
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key)}
+        write_json(folder / GENERATION_FILE, {"_from_model_config": True, **ids})
+
+
+def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
+    """Write the chat template of a run that trained on chats, and the token that ends its answers, as `transformers`
+    finds them. Yield notes about what the folder does not have."""
+    if not any(isinstance(data, ChatData) for data in single_sources(source.job.data).values()):
+        return
+    try:
+        tokenizer = build_tokenizer(tokenizer_of_model(source))
+        template = find_template(source, tokenizer, ChatOptions())
+        ends, _ = ends_of_answers(template, tokenizer)
+    except (WeightsError, ConfigError) as error:
+        yield f"the folder may lack the chat template of the run: {error}"
+        return
+    if tokenizer.folder is None:
+        yield "the folder has no tokenizer and no chat template, because the tokenizer of the run has no files"
+        return
+    (folder / TEMPLATE_FILE).write_text(template.renderer.text, encoding="utf-8")
+    if dict(template_section(source.job).changed("template_args", "date")):
+        yield "the chat template in the folder has no data.template_args and no data.date; pass them when it is applied"
+    generation = read_json(folder / GENERATION_FILE)
+    known: Any = generation.get("eos_token_id")
+    known = [] if known is None else known if isinstance(known, list) else [known]
+    if new := sorted(ends - {*known}):
+        write_json(folder / GENERATION_FILE, {**generation, "eos_token_id": [*known, *new]})
 
 
 def _rows(source: SavedModel, options: ExportOptions) -> int | None:
@@ -193,9 +259,9 @@ def _write_class(source: SavedModel, folder: Path, options: ExportOptions) -> tu
     module: Any = build_model(model, training.seq_len).module
     entries, read = _published(module, source)
     num_bytes = write_tensors(folder, entries, read, parse_size(options.max_shard_size))
-    if source.companions is not None:
-        copy_companions(source.companions, folder)
+    _copy_companions(source, folder)
     write_json(folder / CONFIG_FILE, {**model.args, "dtype": _dtype_name(source)})
+    _write_generation_config(folder, model.args)
     return len(entries), num_bytes
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titan_launch.config.architectures import known_args, unit_taken, vocabulary_taken
 from titan_launch.config.huggingface.config_json import longest_sequence, read_json
-from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+from titan_launch.config.huggingface.features import CONFIG_FILE, GENERATION_FILE, WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.model import flavor_exists, model_exists
 from titan_launch.config.sections.model import HUGGINGFACE
@@ -107,7 +107,7 @@ def load_language_model(
     job = saved.job
     _check_model(job, model)
     refuse_imports_from([source], Path(job.job.dump_folder))
-    tokenizer = build_tokenizer(_tokenizer_config(saved))
+    tokenizer = build_tokenizer(tokenizer_of_model(saved))
     vocabulary = vocabulary_taken(job.model)
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         tokens = f"the tokenizer has {tokenizer.vocab_size} tokens"
@@ -137,7 +137,7 @@ def _check_model(job: JobConfig, model: str | None) -> None:
         raise WeightsError(f'its model was trained on data.kind = "{job.data.kind}", which is not text')
 
 
-def _tokenizer_config(saved: SavedModel) -> TokenizerConfig:
+def tokenizer_of_model(saved: SavedModel) -> TokenizerConfig:
     """Return the tokenizer of the job. A folder without a job has that of Hugging Face."""
     if "tokenizer" in saved.job.model_fields_set:
         return saved.job.tokenizer
@@ -151,7 +151,7 @@ def _end_tokens(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the end-of-document token, and those at which `transformers` stops: `eos_token_id` of the generation
     config that the weights came with, or else of their config."""
     folder = saved.companions
-    files = [] if folder is None else [folder / "generation_config.json", folder / CONFIG_FILE]
+    files = [] if folder is None else [folder / GENERATION_FILE, folder / CONFIG_FILE]
     for file in filter(Path.exists, files):
         found: Any = read_json(file).get("eos_token_id")
         tokens = [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]

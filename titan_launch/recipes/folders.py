@@ -28,7 +28,7 @@ from titan_launch.config.paths import (
 )
 from titan_launch.config.sections.data import JsonlData, LinesData, ParquetData, misread_as_text
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig
+from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError, listed, toml_string
 from titan_launch.core.files import open_regular, read_regular
 from titan_launch.core.terminal import one_line, short_name
@@ -77,7 +77,7 @@ def look_at_model(path: str) -> ModelFolder:
     settings: dict[str, Any] = {}
     with suppress(WeightsError):
         settings = read_json(folder / "tokenizer_config.json")
-    has_template = (folder / "chat_template.jinja").is_file() or "chat_template" in settings
+    has_template = (folder / TEMPLATE_FILE).is_file() or "chat_template" in settings
     has_tokenizer = (folder / TOKENIZER_FILE).is_file()
     return ModelFolder(path, name, flavor, args, config, longest_sequence(config), has_tokenizer, has_template)
 

@@ -13,6 +13,7 @@ from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.architectures.experts import ExpertArgs
 
 CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
+GENERATION_FILE = "generation_config.json"
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Kinds of attention in `layer_types`."""

@@ -13,7 +13,7 @@ from titan_launch.core.errors import ConfigError, KeyPath, config_error, did_you
 from titan_launch.core.files import MIB, file_state, read_regular
 from titan_launch.core.terminal import one_line
 
-TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
 BYTES_VOCABULARY = 257
 """Vocabulary size of the tokenizer `bytes`."""

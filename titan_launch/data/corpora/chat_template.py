@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_launch.config.sections.data import ChatData
-from titan_launch.config.sections.tokenizer import SETTINGS_FILE, read_settings
+from titan_launch.config.sections.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, read_settings
 from titan_launch.core.errors import UNSET, KeyPath, config_error
 from titan_launch.core.files import MIB, read_regular
 from titan_launch.core.limited_process import CallError, LimitedObject, Limits
@@ -149,8 +149,8 @@ def load_template(
 def _of_folders(folders: Sequence[Path], key: KeyPath) -> str:
     """Return the first template in folders of tokenizers: a file, a string, or the one with the name `default`."""
     for folder in folders:
-        if os.path.lexists(folder / "chat_template.jinja"):
-            return _read(folder / "chat_template.jinja", key, None)
+        if os.path.lexists(folder / TEMPLATE_FILE):
+            return _read(folder / TEMPLATE_FILE, key, None)
         found = read_settings(folder / SETTINGS_FILE, key, UNSET).get("chat_template")
         if isinstance(found, list):
             named = (item for item in found if isinstance(item, dict) and item.get("name") == "default")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from titan_launch.config.huggingface.config_json import read_json
-from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+from titan_launch.config.huggingface.features import CONFIG_FILE, GENERATION_FILE, WeightsError
 from titan_launch.config.huggingface.tensor_names import Piece, Shape
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import MIB, file_inside, read_regular, refuse_weights_folder, remove, sync_folder
@@ -183,9 +183,8 @@ def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -
 COMPANIONS = "huggingface"
 """Folder, in a folder with the names of this package, of the Hugging Face files that the weights came with."""
 
-_COMPANION_FILES = (
-    "config.json",
-    "generation_config.json",
+MODEL_FILES = (CONFIG_FILE, GENERATION_FILE)
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -215,11 +214,11 @@ _MOST_COMPANION_BYTES = 256 * MIB
 """Limit of each file that is copied. The largest `tokenizer.json` have about 35 MiB."""
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy `config.json`, `generation_config.json` and the files of the tokenizer, as far as they exist. Raises
-    WeightsError for files of other kinds, and for links out of the folder."""
+def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> None:
+    """Copy the files `names` of a Hugging Face folder, as far as they exist. Raises WeightsError for files of other
+    kinds, and for links out of the folder."""
     target.mkdir(exist_ok=True)
-    for name in _COMPANION_FILES:
+    for name in names:
         if os.path.lexists(source / name):
             try:
                 content = read_regular(file_inside(source, name), _MOST_COMPANION_BYTES)
