@@ -20,6 +20,7 @@ from torch import Tensor
 from titan_launch.config.paths import SKLEARN_DIGITS
 from titan_launch.core.errors import KeyPath, UserError, config_error
 from titan_launch.core.files import MIB, open_regular
+from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import one_line
 
 Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
@@ -86,8 +87,7 @@ def open_digits(path_key: KeyPath) -> ArrayImages:
     try:
         from sklearn.datasets import load_digits  # optional, and slow to import
     except ImportError:
-        reason = "needs scikit-learn, which is not installed: pip install scikit-learn"
-        raise config_error(path_key, reason, SKLEARN_DIGITS) from None
+        raise config_error(path_key, not_installed("sklearn"), SKLEARN_DIGITS) from None
     digits = load_digits()
     images = (digits.images[:, None] / _DIGITS_MAXIMUM).astype(np.float32)
     return ArrayImages(SKLEARN_DIGITS, images, digits.target.astype(np.int64))
