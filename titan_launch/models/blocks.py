@@ -25,8 +25,9 @@ class Blocks(NamedTuple):
 def choose_blocks(module: nn.Module) -> Blocks:
     """Return the blocks of a model that declares none.
 
-    They are the entries of its outermost `nn.ModuleList`s, except for norms. A model without such entries has repeated modules, which
-    must hold most of its parameters: the entries of `nn.Sequential`s, or else the instances of one class.
+    They are the entries of its outermost `nn.ModuleList`s, except for norms. A model without such entries has repeated
+    modules, which must hold most of its parameters: the entries of `nn.Sequential`s, or else the instances of one
+    class.
     """
     entries = tuple(_list_entries(module))
     if entries:
@@ -47,8 +48,8 @@ def choose_blocks(module: nn.Module) -> Blocks:
 
 
 def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Yield the paths of the entries of all outermost ModuleLists. Entries without a matrix are skipped: a list of norms
-    stands beside the blocks.
+    """Yield the paths of the entries of all outermost ModuleLists. Entries without a matrix, such as norms, are
+    skipped.
 
     If an entry is a container without a forward, its own entries are yielded instead.
     """
