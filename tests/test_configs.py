@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
+from tests.packages import add_empty_packages
 from tests.sampling import rest_is_slow
 from tests.train.jobs import this_rank
 from titan_launch.cli import main
@@ -62,7 +63,10 @@ def test_a_config_describes_itself_and_its_launch(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
-def test_a_config_passes_the_check(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_passes_the_check(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_empty_packages(tmp_path / "packages", monkeypatch)
     assert main(["check", "--config", str(path), "--world-size", str(ranks_of(path))]) == 0, capsys.readouterr().err
 
 

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.config.loading.hints import OPTION, denied_keys, keys, options_of, st
 from tests.distributed import run_command, run_ranks
 from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model, samples
+from tests.packages import add_empty_packages
 from tests.sampling import rest_is_slow
 from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
@@ -124,6 +126,7 @@ def test_every_toml_block_of_the_docs_passes_the_check(
         for suffix in ("jsonl", "parquet"):
             (tmp_path / f"corpus/00.{suffix}").touch()
         monkeypatch.chdir(tmp_path)
+    add_empty_packages(tmp_path / "packages", monkeypatch)
     job = tmp_path / "job.toml"
     job.write_text(block)
     command = ["check", "--config", str(job), "--world-size", "2", NO_EARLIER_RUN]
@@ -397,7 +400,9 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["--config", started.config, *started.overrides, *world_size]
     if arguments[0] != "check":
         arguments = ["check", *arguments]
-    assert main([*arguments, NO_EARLIER_RUN]) == 0, capsys.readouterr().err
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        add_empty_packages(Path(folder), patch)
+        assert main([*arguments, NO_EARLIER_RUN]) == 0, capsys.readouterr().err
 
 
 def plan(arguments: list[str]) -> str:

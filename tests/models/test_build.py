@@ -62,6 +62,21 @@ class Stages(nn.Module):
         self.output = nn.Linear(4, 4)
 
 
+class ListOfNorms(Stages):
+    """Norms in a ModuleList, one for each of the blocks, which are in Sequentials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+
+
+class ListsOfBlocksAndNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(4), nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU())])
+        self.layers = nn.ModuleList([nn.Linear(4, 4), Block()])
+
+
 class Attributes(nn.Module):
     """Pairs of blocks that are attributes, and a small head in a Sequential."""
 
@@ -103,6 +118,8 @@ def encoder() -> nn.Module:
         ),
         ("encoder", ("layers.0", "layers.1"), "the entries of nn.ModuleList"),
         ("Stages", ("layer1.0", "layer1.1", "layer2.0"), "the repeated modules in nn.Sequential"),
+        ("ListOfNorms", ("layer1.0", "layer1.1", "layer2.0"), "the repeated modules in nn.Sequential"),
+        ("ListsOfBlocksAndNorms", ("layers.0", "layers.1"), "the entries of nn.ModuleList"),
         ("Attributes", ("early.a", "early.b", "late.a", "late.b"), "the most repeated class"),
         ("Pair", ("a", "b"), "the most repeated class"),
         ("Block", (), ""),

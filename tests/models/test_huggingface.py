@@ -235,4 +235,5 @@ def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.models.auto.configuration_auto", None)  # its import fails
     with pytest.raises(ConfigError) as caught:
         _built("llama")
-    assert "model.name: needs the library transformers: pip install 'titan-launch[hf]'" in str(caught.value)
+    assert "model.name: needs transformers, which cannot be imported (" in str(caught.value)
+    assert "pip install 'titan-launch[hf]'" in str(caught.value)

@@ -7,6 +7,7 @@ from argparse import Namespace
 
 from titan_launch.commands.parser import Parser, at_least, check_weights, load_to_train
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.packages import packages_are_installed
 from titan_launch.core.process import OK
 from titan_launch.core.terminal import one_line, say
 from titan_launch.plan.layout import plan_layout
@@ -21,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Check the job, and print that no problem was found. Raises UserError with all problems."""
-    loaded = load_to_train(arguments, arguments.world_size)
+    loaded = load_to_train(arguments, arguments.world_size, more_rules=(packages_are_installed,))
     check_weights(loaded)
     say(one_line(f"{arguments.config}: no problems found (`plan` also checks the model; a run also checks the data)"))
     if warning := _warning_of_epochs(loaded.config, arguments.world_size):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from importlib.util import find_spec
 from pathlib import Path
 
 from titan_launch.commands.language_model import add_chat, add_model, check_chat, load_model
 from titan_launch.commands.parser import Parser, at_least
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import refuse_weights_folder
+from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.core.process import OK
 from titan_launch.core.terminal import say
 
@@ -38,8 +38,8 @@ def run(arguments: Namespace) -> int:
     tasks = [name for name in arguments.tasks.split(",") if name]
     if not tasks:
         raise UserError("error: --tasks names no task; write --tasks hellaswag,arc_easy")
-    if find_spec("lm_eval") is None:
-        raise UserError("error: evaluate needs lm-evaluation-harness: pip install 'titan-launch[eval]'")
+    if not is_installed("lm_eval"):
+        raise UserError(f"error: evaluate {not_installed('lm_eval')}")
     include = None if arguments.include_path is None else Path(arguments.include_path)
     if include is not None and not include.is_dir():
         raise UserError(f"error: --include-path {include}: there is no such folder")

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob, load_job
+from titan_launch.config.rules import Rule
 from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.core.import_string import refuse_imports_from
 from titan_launch.core.terminal import shortened
@@ -157,7 +158,9 @@ def _sections() -> Iterable[str]:
     return JobConfig.model_fields
 
 
-def load(arguments: Namespace, world_size: int | None, is_elastic: bool = False) -> LoadedJob:
+def load(
+    arguments: Namespace, world_size: int | None, is_elastic: bool = False, more_rules: Sequence[Rule] = ()
+) -> LoadedJob:
     """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks,
     and that the global batch can be divided among the ranks.
 
@@ -179,7 +182,7 @@ def load(arguments: Namespace, world_size: int | None, is_elastic: bool = False)
         except ConfigError as error:
             yield from error.problems
 
-    rules = (planned_device_exists, elastic_rule, layout_rule)
+    rules = (planned_device_exists, elastic_rule, layout_rule, *more_rules)
     loaded = load_job(arguments.config, arguments.overrides, rules, arguments.key_options)
     config = loaded.config
     paths = (config.checkpoint.load, config.checkpoint.initial_load_path, config.model.weights, config.model.path)
@@ -215,13 +218,15 @@ def check_weights(loaded: LoadedJob) -> None:
         raise UserError(loaded.provenance.describe(error.problems)) from None
 
 
-def load_to_train(arguments: Namespace, world_size: int | None, is_elastic: bool = False) -> LoadedJob:
+def load_to_train(
+    arguments: Namespace, world_size: int | None, is_elastic: bool = False, more_rules: Sequence[Rule] = ()
+) -> LoadedJob:
     """Return the checked job. If its run folder is on this host, also check that the run may start in that folder.
 
     The check of the run folder compares global batch sizes. It is skipped if the global batch size is unknown: the job
     does not set it, and there is no world size from which it follows.
     """
-    loaded = load(arguments, world_size, is_elastic)
+    loaded = load(arguments, world_size, is_elastic, more_rules)
     config = loaded.config
     if not config.job.run_folder.exists():
         return loaded

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ from titan_launch.config.sections.tokenizer import (
 from titan_launch.core.errors import KeyPath, config_error
 from titan_launch.core.files import MIB, remove
 from titan_launch.core.limited_process import CallError, LimitedObject, Limits
+from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.core.terminal import one_line
 from titan_launch.data.loaded_tokenizer import Facts, LoadedTokenizer
 from titan_launch.data.token_files import Tokens, token_dtype
@@ -231,15 +231,14 @@ def _library(key: KeyPath, value: object) -> Any:
     try:
         import tokenizers  # optional, and slow to import
     except ImportError:
-        reason = "needs the package tokenizers, which is not installed: pip install 'titan-launch[tokenizers]'"
-        raise config_error(key, reason, value) from None
+        raise config_error(key, not_installed("tokenizers"), value) from None
     return tokenizers
 
 
 def _load(config: TokenizerConfig, content: bytes) -> LimitedObject:
     """Return a `LoadedTokenizer`. Its first call loads it."""
     key = ("tokenizer", "path")
-    if "tokenizers" not in sys.modules and find_spec("tokenizers") is None:
+    if "tokenizers" not in sys.modules and not is_installed("tokenizers"):
         _library(key, config.path)  # raises
     return LimitedObject(_LIMITS, LoadedTokenizer, content)
 

@@ -25,8 +25,9 @@ class Blocks(NamedTuple):
 def choose_blocks(module: nn.Module) -> Blocks:
     """Return the blocks of a model that declares none.
 
-    They are the entries of its outermost `nn.ModuleList`s. A model without such entries has repeated modules, which
-    must hold most of its parameters: the entries of `nn.Sequential`s, or else the instances of one class.
+    They are the entries of its outermost `nn.ModuleList`s, except for norms. A model without such entries has repeated
+    modules, which must hold most of its parameters: the entries of `nn.Sequential`s, or else the instances of one
+    class.
     """
     entries = tuple(_list_entries(module))
     if entries:
@@ -47,7 +48,8 @@ def choose_blocks(module: nn.Module) -> Blocks:
 
 
 def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Yield the paths of the entries of all outermost ModuleLists. Entries without parameters are skipped.
+    """Yield the paths of the entries of all outermost ModuleLists. Entries without a matrix, such as norms, are
+    skipped.
 
     If an entry is a container without a forward, its own entries are yielded instead.
     """
@@ -55,7 +57,7 @@ def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
         child_path = full_name(path, name)
         if not isinstance(module, nn.ModuleList) or not has_forward(child):
             yield from _list_entries(child, child_path)
-        elif any(True for _ in child.parameters()):
+        elif any(parameter.ndim > 1 for parameter in child.parameters()):
             yield child_path
 
 

@@ -26,6 +26,7 @@ from titan_launch.config.architectures.huggingface import class_name, image_form
 from titan_launch.config.huggingface.tensor_names import Piece
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
 from titan_launch.core.globs import matches
+from titan_launch.core.packages import install
 from titan_launch.core.patches import replaced, torchao_import_silenced
 from titan_launch.core.terminal import short_name
 from titan_launch.models.documents import separate_by_positions
@@ -77,7 +78,7 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
             MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
         )
     except ImportError as error:
-        reason = f"needs the library transformers: pip install 'titan-launch[hf]' ({error})"
+        reason = f"needs transformers, which cannot be imported ({error}): {install('transformers')}"
         raise config_error(("model", "name"), reason, "huggingface") from None
     import transformers
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import config_error
+from titan_launch.core.packages import install
 from titan_launch.core.patches import torchao_import_silenced
 from titan_launch.models.lora import LoRA, attach
 from titan_launch.plan.freezing import ADAPTER
@@ -33,7 +34,7 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
         try:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         except ImportError as error:
-            reason = f"requires torchao ({error}); install it (pip install torchao), or set float8.enable = false"
+            reason = f"needs torchao, which cannot be imported ({error}): {install('torchao')}; or set false"
             raise config_error(("float8", "enable"), reason, True) from error
         recipe = replace(Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
         recipe = replace(recipe, enable_fsdp_float8_all_gather=config.all_gather)

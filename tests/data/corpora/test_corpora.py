@@ -305,5 +305,5 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rows_problem = problem(HuggingFaceData(kind="huggingface", path=str(tmp_path)))
     assert rows_problem == f"data.kind: needs the package datasets, {install}[datasets]'"
     assert problem(TextData(path=str(tmp_path / "a.zst"))) == (
-        f"data.path: cannot read {tmp_path}/a.zst: it needs the package backports.zstd: pip install 'titan-launch[zst]'"
+        f"data.path: cannot read {tmp_path}/a.zst: it needs the package backports.zstd, {install}[zst]'"
     )

@@ -59,7 +59,10 @@ def test_digits_are_images_with_a_class_each() -> None:
 
 def test_scikit_learn_is_needed_only_for_the_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert problem() == "data.path: needs scikit-learn, which is not installed: pip install scikit-learn"
+    assert (
+        problem()
+        == "data.path: needs the package scikit-learn, which is not installed: pip install 'titan-launch[images]'"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,6 @@ def test_a_path_that_cannot_be_written_is_an_error_before_planning(tmp_path: Pat
 
 
 def test_the_error_without_matplotlib_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_launch.plan.report.plot.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install matplotlib"):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"--plot needs the package matplotlib, .*\[plot\]"):
         check_plot("plan.png")

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
@@ -42,3 +49,41 @@ def agree() -> list[tuple[int, bool]]:
 def test_all_ranks_act_on_the_clock_or_signal_of_one() -> None:
     expected = [(0, False), (0, True), (0, False), (0, True), (15, False)]
     assert run_ranks(agree, 2) == [expected, expected]
+
+
+RANK = """
+import logging, sys, threading
+from titan_launch.train.health.coordination import StopRequest
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s", level="INFO")
+stop = StopRequest()
+if sys.argv[1] == "built":
+    stop.mark_run_built()
+with stop.listening():
+    print("ready", flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "end"),
+    [("built", "after this step"), ("starting", "when it is built, before its next step")],
+)
+def test_the_sentences_about_a_first_and_a_second_signal_are_true(state: str, end: str) -> None:
+    """Signals within two seconds of the first change nothing, and a later one ends the rank at once."""
+    command = [sys.executable, "-c", RANK, state]
+    root, pipe = Path(__file__).parents[3], subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, stdout=pipe, stderr=pipe, text=True) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+        rank.send_signal(signal.SIGTERM)
+        sentence = rank.stdout.readline()
+        while rank.poll() is None:
+            rank.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                rank.wait(timeout=0.1)
+        output, errors = rank.communicate()
+    assert sentence == f"SIGTERM: the run ends {end}; a second signal, 2 s later or more, ends it at once\n"
+    assert (rank.returncode, output) == (128 + signal.SIGINT, "")
+    assert errors == (
+        "error: a second signal (SIGINT) ended the run at once; steps after the last complete checkpoint are lost\n"
+    )

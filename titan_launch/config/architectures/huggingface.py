@@ -17,6 +17,7 @@ from titan_launch.config.architectures.base import MOST_TOKENS
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
 from titan_launch.core.errors import KeyPath, did_you_mean
+from titan_launch.core.packages import not_installed
 
 
 def unit_of(args: Mapping[str, Any]) -> SampleUnit:
@@ -103,7 +104,7 @@ def missing_in_transformers(args: Mapping[str, Any]) -> str | None:
     library is not imported, which takes seconds."""
     known, model_type = _model_types(), str(args["model_type"])
     if known is None:
-        return "needs the library transformers: pip install 'titan-launch[hf]'"
+        return not_installed("transformers")
     if known and model_type not in known:
         release = f"transformers {version('transformers')} has no such model_type"
         if "auto_map" in args:

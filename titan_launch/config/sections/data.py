@@ -329,8 +329,8 @@ class ImageData(DataSource):
     numbered by name; all image files below a class folder belong to the class. A `.tar` file, a glob, or braces
     (`train-{000..099}.tar`): WebDataset shards with members KEY.jpg (or another image format) and KEY.cls. An `.npz`
     file: `images` of shape (N, height, width) or (N, channels, height, width), uint8 or floating point, and `labels` of
-    shape (N), whole numbers from 0. `sklearn-digits`: 1,797 handwritten digits of 8x8 pixels from scikit-learn (`pip
-    install scikit-learn`). Folders and shards need Pillow (`pip install pillow`)."""
+    shape (N), whole numbers from 0. `sklearn-digits`: 1,797 handwritten digits of 8x8 pixels from scikit-learn.
+    The digits, folders and shards need `pip install 'titan-launch[images]'`."""
 
     label_field: str | None = None
     """Only for WebDataset shards: field of `KEY.json` that contains the class. Default: the class is in `KEY.cls`."""

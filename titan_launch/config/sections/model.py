@@ -36,8 +36,8 @@ class ModelConfig(Section):
     blocks: Array[str] | None = None
     """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). `*` matches within one
     segment of a module path, `**` crosses dots. Default: the blocks of the model; with a factory or `huggingface`, the
-    entries of the outermost `nn.ModuleList`s, else the repeated modules in `nn.Sequential`s, else the instances of the
-    most repeated class. A run logs the choice."""
+    entries of the outermost `nn.ModuleList`s that have a matrix (norms have none), else the repeated modules in
+    `nn.Sequential`s, else the instances of the most repeated class. A run logs the choice."""
 
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a

@@ -103,10 +103,10 @@ class BatchNormConfig(Section):
 
 
 class Float8Config(Section):
-    """8-bit floating-point products of linear layers, in forward and backward, by torchao (`pip install torchao`). The
-    factors are scaled dynamically. Parameters keep their storage dtype. They are all-gathered in
-    `precision.param_dtype`, or with `all_gather` in 8 bits. The products require GPUs with FP8 tensor cores:
-    NVIDIA with compute capability 8.9 or later (H100, H200, B200, L40S)."""
+    """8-bit floating-point products of linear layers, in forward and backward, by torchao (`pip install
+    'titan-launch[float8]'`). The factors are scaled dynamically. Parameters keep their storage dtype. They are
+    all-gathered in `precision.param_dtype`, or with `all_gather` in 8 bits. The products require GPUs with FP8 tensor
+    cores: NVIDIA with compute capability 8.9 or later (H100, H200, B200, L40S)."""
 
     enable: bool = False
     """Convert linear layers to 8 bits. This is faster only with `compile.enable`: without compilation each scaling is a

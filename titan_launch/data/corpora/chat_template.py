@@ -17,6 +17,7 @@ from titan_launch.config.sections.tokenizer import SETTINGS_FILE, TEMPLATE_FILE,
 from titan_launch.core.errors import UNSET, KeyPath, config_error
 from titan_launch.core.files import MIB, read_regular
 from titan_launch.core.limited_process import CallError, LimitedObject, Limits
+from titan_launch.core.packages import install, not_installed
 from titan_launch.data.chat_rendering import Message, RefusedChat, Renderer, Span
 from titan_launch.data.corpora.records import RecordError
 from titan_launch.data.tokenizers import Tokenizer
@@ -179,13 +180,12 @@ def _content(value: Any) -> str:
 
 def _check_jinja(key: KeyPath) -> None:
     """Raise ConfigError if jinja2 is missing, or if its sandbox is not safe."""
-    install = "pip install 'titan-launch[chat]'"
     try:
         import jinja2  # noqa: F401 - optional
     except ImportError:
-        raise config_error(key, f"needs the package jinja2, which is not installed: {install}") from None
+        raise config_error(key, not_installed("jinja2")) from None
     release = version("jinja2")
     if tuple(map(int, re.findall(r"\d+", release)[:3])) < _OLDEST_JINJA:
         oldest = ".".join(map(str, _OLDEST_JINJA))
-        reason = f"needs jinja2 {oldest} or later, because templates can leave the sandbox of {release}: {install}"
-        raise config_error(key, reason)
+        reason = f"needs jinja2 {oldest} or later, because templates can leave the sandbox of {release}"
+        raise config_error(key, f"{reason}: {install('jinja2')}")

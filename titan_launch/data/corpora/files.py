@@ -14,6 +14,7 @@ from titan_launch.config.paths import COMPRESSED, describe_ends, expand_paths, f
 from titan_launch.config.sections.data import FilesData, TextData, misread_as_text
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.files import MIB, file_state, leads_out, open_regular
+from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora.base import Corpus, File, Part
 
@@ -108,6 +109,5 @@ class FileCorpus(Corpus):
             try:
                 from backports import zstd
             except ImportError:
-                reason = "it needs the package backports.zstd: pip install 'titan-launch[zst]'"
-                raise self.unreadable(file, reason) from None
+                raise self.unreadable(file, f"it {not_installed('backports.zstd')}") from None
         return zstd.open, (zstd.ZstdError, EOFError)

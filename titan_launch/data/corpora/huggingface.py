@@ -10,6 +10,7 @@ from typing import Any
 from titan_launch.config.sections.data import HuggingFaceData
 from titan_launch.core.errors import ConfigError, KeyPath, config_error, did_you_mean
 from titan_launch.core.files import file_state
+from titan_launch.core.packages import not_installed
 from titan_launch.data.corpora.base import Document, File, Part, Skipped
 from titan_launch.data.corpora.records import BATCH_ROWS, ColumnCorpus
 
@@ -54,8 +55,7 @@ def load_rows(config: HuggingFaceData, key: KeyPath, streaming: bool = False) ->
     try:
         import datasets  # optional, and slow to import
     except ImportError:
-        reason = "needs the package datasets, which is not installed: pip install 'titan-launch[datasets]'"
-        raise config_error((*key, "kind"), reason, config.kind) from None
+        raise config_error((*key, "kind"), not_installed("datasets"), config.kind) from None
     datasets.disable_progress_bars()  # each rank would print one
     folder = Path(config.path)
     try:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 from titan_launch.config.sections.data import ParquetData
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.files import MIB
+from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora.base import Document, File, Part, Skipped
 from titan_launch.data.corpora.files import MOST_EXPANDED, FileCorpus
@@ -68,8 +69,7 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
             import pyarrow  # noqa: F401 - optional, and slow to import
             from pyarrow.parquet import ParquetFile
         except ImportError:
-            reason = "needs the package pyarrow, which is not installed: pip install 'titan-launch[parquet]'"
-            raise config_error((*self.key, "kind"), reason, self.config.kind) from None
+            raise config_error((*self.key, "kind"), not_installed("pyarrow"), self.config.kind) from None
         with self.opened(file) as stream:
             try:
                 with ParquetFile(stream) as table:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from titan_launch.config.paths import SKLEARN_DIGITS
 from titan_launch.core.errors import KeyPath, UserError, config_error
 from titan_launch.core.files import MIB, open_regular
+from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import one_line
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ def open_digits(path_key: KeyPath) -> ArrayImages:
     try:
         from sklearn.datasets import load_digits  # optional, and slow to import
     except ImportError:
-        reason = "needs scikit-learn, which is not installed: pip install scikit-learn"
-        raise config_error(path_key, reason, SKLEARN_DIGITS) from None
+        raise config_error(path_key, not_installed("sklearn"), SKLEARN_DIGITS) from None
     digits = load_digits()
     images = (digits.images[:, None] / _DIGITS_MAXIMUM).astype(np.float32)
     return ArrayImages(SKLEARN_DIGITS, images, digits.target.astype(np.int64))

@@ -26,6 +26,7 @@ from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.files import MIB, file_state, leads_out, open_regular
 from titan_launch.core.fingerprint import fingerprint_of_files
 from titan_launch.core.json_files import parse_record
+from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import one_line
 from titan_launch.data.cache import built_once
 from titan_launch.data.images.arrays import MOST_CLASSES, Labels, map_npz
@@ -256,7 +257,7 @@ def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_
     try:
         import PIL.Image  # noqa: F401 - optional; the error is raised before the index is built
     except ImportError:
-        raise config_error(path_key, "needs Pillow, which is not installed: pip install pillow", path) from None
+        raise config_error(path_key, not_installed("PIL"), path) from None
     if channels not in CHANNELS:
         reason = f"image files have 1, 3 or 4 channels, but the model takes {channels}; save arrays in an .npz file"
         raise config_error(path_key, reason, path)

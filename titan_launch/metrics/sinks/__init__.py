@@ -6,6 +6,7 @@ from importlib import import_module
 from titan_launch.config.sections.run import MetricsConfig
 from titan_launch.core.errors import config_error
 from titan_launch.core.import_string import import_factory, user_traceback
+from titan_launch.core.packages import install
 from titan_launch.metrics.sinks.base import GuardedSink, RunDescription, Sink, SinkContext
 from titan_launch.metrics.sinks.console import ConsoleSink
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, JsonlSink
@@ -51,7 +52,7 @@ def _import_each(config: MetricsConfig) -> Iterator[tuple[str, Callable[[SinkCon
         try:
             module = import_module(f"titan_launch.metrics.sinks.{name}")
         except ImportError as error:
-            reason = f"needs the package {name}, which cannot be imported: pip install 'titan-launch[{name}]' ({error})"
+            reason = f"needs {name}, which cannot be imported ({error}): {install(name)}"
             raise config_error(key, reason, name) from None
         yield name, getattr(module, _EXTRAS[name])
 

@@ -31,6 +31,7 @@ from titan_launch.core.errors import ConfigError, Problem, config_error, did_you
 from titan_launch.core.files import MIB, file_inside, open_regular
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of_files
 from titan_launch.core.globs import matches
+from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import short_name
 from titan_launch.plan.types import Inventory, TensorInfo, full_name
 
@@ -151,7 +152,7 @@ def _library() -> ModuleType:
     try:
         import safetensors
     except ImportError:
-        raise WeightsError("reading it needs safetensors: pip install 'titan-launch[hf]'") from None
+        raise WeightsError(f"reading it {not_installed('safetensors')}") from None
     return safetensors
 
 

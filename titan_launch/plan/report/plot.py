@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from titan_launch.core.errors import UserError
+from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.memory.ledger import Category
 from titan_launch.plan.report.comparison import Comparison, Row
@@ -25,8 +25,8 @@ def check_plot(path: str) -> None:
         raise UserError(f"error: --plot {path}: there is no folder {Path(path).parent}; create it, or name another")
     if Path(path).is_dir():
         raise UserError(f"error: --plot {path}: is a folder; name a file in it")
-    if find_spec("matplotlib") is None:
-        raise UserError("error: --plot needs matplotlib: pip install matplotlib")
+    if not is_installed("matplotlib"):
+        raise UserError(f"error: --plot {not_installed('matplotlib')}")
 
 
 def plot_comparison(

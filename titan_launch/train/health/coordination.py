@@ -11,11 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from titan_launch.core.process import exit_immediately, is_announced
-from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, is_orphan, signal_name, signals_handled
+from titan_launch.core.signals import (
+    AGENT_PID,
+    RESTART_SIGNAL,
+    SAME_REQUEST_S,
+    STOP_SIGNALS,
+    is_orphan,
+    signal_name,
+    signals_handled,
+)
 
 _log = logging.getLogger(__name__)
 
 _AGENT_POLL_S = 0.5
+
+_SECOND = f"a second signal, {SAME_REQUEST_S:g} s later or more, ends it at once"
 
 
 class StopRequest:
@@ -30,7 +40,7 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle signals until the end of the block. The first signal ends the run after its current step. A second
-        signal ends this process at once with exit status 128 + its number.
+        signal, SAME_REQUEST_S later or more, ends this process at once with exit status 128 + its number.
 
         Before `mark_run_built` the process also ends at once in two cases: its agent (`launch` or torchrun) ends, or
         SIGTERM arrives after a rank of this host has failed. Nothing can be saved yet, and this rank may be waiting for
@@ -59,14 +69,14 @@ class StopRequest:
             if number == RESTART_SIGNAL:
                 _log.info("a new host joined: all ranks will restart after this step")
             elif number != signal.SIGTERM or not is_announced():  # SIGTERM after a failure is not logged
-                _log.info("%s: the run ends after this step; a second signal ends it at once", name)
+                end = "after this step" if self._is_built.is_set() else "when it is built, before its next step"
+                _log.info("%s: the run ends %s; %s", name, end, _SECOND)
             elif not self._is_built.is_set():
                 exit_immediately(128 + number)
             return
         if os.environ.get("RANK", "0") == "0":  # not print: the main thread may hold the stream's lock
-            os.write(
-                2, f"error: a second signal, {name}, ended the run at once, without waiting for a checkpoint\n".encode()
-            )
+            lost = "steps after the last complete checkpoint are lost"
+            os.write(2, f"error: a second signal ({name}) ended the run at once; {lost}\n".encode())
         exit_immediately(128 + number)
 
 

@@ -1,0 +1,21 @@
+"""Empty packages in place of optional ones, for jobs that are checked and do not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from titan_launch.core.packages import PACKAGES, is_installed
+
+
+def add_empty_packages(folder: Path, monkeypatch: pytest.MonkeyPatch, modules: Iterable[str] = tuple(PACKAGES)) -> None:
+    """Write a package without content to a folder for each module that is missing here, and make it importable."""
+    for module in modules:
+        if not is_installed(module):
+            inner = folder / module.replace(".", "/")
+            inner.mkdir(parents=True)
+            for package in (inner, *inner.parents[: module.count(".")]):
+                (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(folder)

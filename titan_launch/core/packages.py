@@ -1,0 +1,56 @@
+"""Optional packages, and how they are installed. Nothing is imported."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import NamedTuple
+
+
+class Package(NamedTuple):
+    """An optional package."""
+
+    name: str
+    """Name of the package, as it is installed without this one."""
+
+    extra: str
+    """The extra of this package that installs it."""
+
+
+PACKAGES = {
+    "PIL": Package("pillow", "images"),
+    "backports.zstd": Package("backports.zstd", "zst"),
+    "datasets": Package("datasets", "datasets"),
+    "jinja2": Package("jinja2", "chat"),
+    "lm_eval": Package("lm_eval", "eval"),
+    "matplotlib": Package("matplotlib", "plot"),
+    "mlflow": Package("mlflow", "mlflow"),
+    "pyarrow": Package("pyarrow", "parquet"),
+    "safetensors": Package("safetensors", "hf"),
+    "sklearn": Package("scikit-learn", "images"),
+    "tokenizers": Package("tokenizers", "tokenizers"),
+    "torchao": Package("torchao", "float8"),
+    "transformers": Package("transformers", "hf"),
+    "wandb": Package("wandb", "wandb"),
+}
+"""The optional packages, by the module that they provide."""
+
+
+def is_installed(module: str) -> bool:
+    """Return True if a module can be imported. A folder of this name in the working directory is none: `wandb` writes
+    its runs to one."""
+    with suppress(ModuleNotFoundError, ValueError):  # without the parent of `backports.zstd`, or a module without spec
+        found = find_spec(module)
+        return found is not None and found.origin is not None
+    return False
+
+
+def not_installed(module: str) -> str:
+    """Return the reason and the remedy for a module of `PACKAGES` that is missing, for a message."""
+    package = PACKAGES[module]
+    return f"needs the package {package.name}, which is not installed: {install(module)}"
+
+
+def install(module: str) -> str:
+    """Return the command that installs a module of `PACKAGES`."""
+    return f"pip install 'titan-launch[{PACKAGES[module].extra}]'"
