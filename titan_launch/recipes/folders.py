@@ -18,6 +18,7 @@ from titan_launch.config.paths import (
     IMAGE_SUFFIXES,
     PYTHON_STDLIB,
     SKLEARN_DIGITS,
+    LinkError,
     class_folders,
     expand_paths,
 )
@@ -108,6 +109,8 @@ def look_at_data(path: str) -> DataFolder:
     """Return the facts about the data at a path, by its content. Raises UserError for a path without data."""
     try:
         return _facts_about(path)
+    except LinkError as error:
+        raise UserError(f"error: --data {path}: {error}, or name the target") from None
     except (OSError, RecursionError) as error:
         reason = "has folders that are nested too deeply"
         if isinstance(error, OSError):

@@ -7,14 +7,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import Any, BinaryIO
 
-from titan_launch.config.paths import COMPRESSED, expand_paths
+from titan_launch.config.paths import COMPRESSED, LinkError, expand_paths
 from titan_launch.config.sections.data import FilesData
 from titan_launch.core.errors import ConfigError, config_error
-from titan_launch.core.files import MIB, file_state, leads_out, open_regular
-from titan_launch.core.terminal import one_line
+from titan_launch.core.files import MIB, file_state, open_regular
 from titan_launch.data.corpora.base import Corpus, File, Part
 
 MOST_EXPANDED = 256 * MIB
@@ -28,10 +26,8 @@ class FileCorpus(Corpus):
 
     @cached_property
     def files(self) -> list[File]:
-        """All files. Raises ConfigError if an entry of `path` matches none, and for a link that leads out of a folder
-        among the entries."""
-        entries = (self.config.path,) if isinstance(self.config.path, str) else self.config.path
-        folders = [Path(entry) for entry in entries if Path(entry).is_dir()]
+        """All files. Raises ConfigError if an entry of `path` matches none, and for a link that leads out of a
+        folder."""
         try:
             found = expand_paths(self.config.path, self.config.suffixes)
         except RecursionError:
@@ -40,12 +36,8 @@ class FileCorpus(Corpus):
         except FileNotFoundError as error:
             reason = f'no file is found at "{error.args[0]}"'
             raise config_error((*self.key, "path"), reason, self.config.path) from None
-        for _, path in found:
-            folder = path.is_symlink() and next((folder for folder in folders if path.is_relative_to(folder)), None)
-            if folder and leads_out(path, folder):
-                remedy = "copy the file into the folder, or name its target"
-                reason = f"has a link: {one_line(str(path))} leads out of the folder; {remedy}"
-                raise config_error((*self.key, "path"), reason, self.config.path)
+        except LinkError as error:
+            raise config_error((*self.key, "path"), f"{error}, or name the target", self.config.path) from None
         return [File(name, path, file_state(path)) for name, path in found]
 
     def parts(self) -> list[Part]:
