@@ -131,13 +131,16 @@ def test_bad_files_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -
     runner.run(init, tmp_path, environment).assert_harmless()
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
-def test_links_that_lead_out_of_a_folder_are_refused(runner: Runner, tmp_path: Path, kind: str) -> None:
-    ending = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}[kind]
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("text", "folder"), ("text", "folder/**"), ("jsonl", "folder/*"), ("parquet", "folder"), ("tokens", "folder/*")],
+)
+def test_links_that_lead_out_of_a_folder_are_refused(runner: Runner, tmp_path: Path, kind: str, named: str) -> None:
+    ending = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet", "tokens": "bin"}[kind]
     (tmp_path / "secret").write_bytes(record("secret"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / f"a.{ending}").symlink_to("../secret")
-    environment = write_job(tmp_path, kind, "folder")
+    environment = write_job(tmp_path, kind, named)
     for command in commands(kind):
         ended = runner.run(command, tmp_path, environment)
         ended.assert_one_sentence(f"folder/a.{ending} leads out of the folder")

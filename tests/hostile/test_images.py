@@ -392,7 +392,7 @@ def linked(target: str, name: str = "cat/0.png") -> Callable[[Path], None]:
 
 
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "link to a file": (linked("/etc/passwd"), "folder/cat/0.png leads out of the folder; copy its content"),
+    "link to a file": (linked("/etc/passwd"), "folder/cat/0.png leads out of the folder; replace the link by a copy"),
     "link with dots": (linked("../../secret"), "folder/cat/0.png leads out of the folder"),
     "link to a folder as a class": (linked("/etc", "dog"), "folder/dog leads out of the folder"),
     "link to a device": (linked("/dev/zero"), "contains no image"),

@@ -24,7 +24,7 @@ from titan_launch.config.loading.load import load_job
 from titan_launch.config.loading.merge import parse_overrides
 from titan_launch.config.loading.schema_walk import tables
 from titan_launch.config.migration import DEFAULTS, migrate
-from titan_launch.config.paths import expand_paths, tar_shards
+from titan_launch.config.paths import LinkError, expand_paths, tar_shards
 from titan_launch.core.errors import ConfigError, UserError
 
 MANY = 5000
@@ -406,7 +406,9 @@ def test_a_description_of_torchtitan_cannot_add_keys(tmp_path: Path, runner: Run
     assert '# a\\n[model]\\nname = "os:system"\\x1b\n' in (tmp_path / "new.toml").read_text()
 
 
-def test_two_stars_follow_links_without_end_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globs_follow_each_link_once_and_none_out_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a/b", "elsewhere/c", ".hidden"):
         Path("data", name).mkdir(parents=True)
@@ -414,14 +416,23 @@ def test_two_stars_follow_links_without_end_once(tmp_path: Path, monkeypatch: py
     for number in range(9):
         Path("data/a", f"up{number}").symlink_to("..")
         Path("data", f"self{number}").symlink_to(".")
-    Path("outside").mkdir()
-    Path("outside/y.txt").write_text("y")
-    Path("data/linked").symlink_to("../outside")
+    Path("data/a-link").symlink_to("a/b")
     names = [name for name, _ in expand_paths("data/**/*.txt")]
-    assert names == ["data/a/b/x.txt", "data/elsewhere/c/x.txt", "data/linked/y.txt"]
+    assert names == ["data/a/b/x.txt", "data/elsewhere/c/x.txt"]
+    assert len(expand_paths(f"data/{'*/' * 30}*.txt")) == 2
+    assert [name for name, _ in expand_paths("data/*/x.txt")] == ["data/a-link/x.txt"]
+    assert [name for name, _ in expand_paths("data/a-link/*")] == ["data/a-link/x.txt"]
     monkeypatch.chdir("data")
     assert [name for name, _ in expand_paths("**/**/*.txt")] == [name.removeprefix("data/") for name in names]
     assert [name for name, _ in expand_paths(f"{tmp_path}/d*/**")] == [f"{tmp_path}/{name}" for name in names]
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/y.txt").write_text("y")
+    Path("linked").symlink_to("../outside")
+    Path("z.txt").symlink_to("../outside/y.txt")
+    assert [name for name, _ in expand_paths("z.txt")] == ["z.txt"]
+    for pattern in ("**/*.txt", "*/*.txt", "*.txt", "./z*", f"{tmp_path}/data/z*"):
+        with pytest.raises(LinkError, match="leads out of the folder"):
+            expand_paths(pattern)
 
 
 @pytest.mark.parametrize(

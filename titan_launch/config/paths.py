@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from titan_launch.core.errors import listed, toml_string
+from titan_launch.core.files import leads_out
+from titan_launch.core.terminal import one_line
 
 PYTHON_STDLIB = "python-stdlib"
 SKLEARN_DIGITS = "sklearn-digits"
@@ -30,14 +32,11 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
 
     The order is the same on every machine: the order of the entries, and by name within an entry. A name is relative to
     the folder in its entry. So the same samples are held out for validation after a corpus was moved. Raises
-    FileNotFoundError(entry) for the first entry that matches no file.
+    FileNotFoundError(entry) for the first entry that matches no file, and LinkError.
     """
     files: dict[Path, str] = {}
     for entry in (path,) if isinstance(path, str) else path:
-        found = sorted(_files_of(entry, suffixes))
-        if not found:
-            raise FileNotFoundError(entry)
-        for name, file in found:
+        for name, file in _found(entry, suffixes):
             files.setdefault(file, name)
     return [(name, file) for file, name in files.items()]
 
@@ -74,6 +73,36 @@ def describe_ends(ends: Counter[str]) -> str:
 def glob_of_sort(path: str, end: str) -> str:
     """Return a glob for the files of a folder whose names have an end, as TOML. `path`: the folder, or a glob."""
     return toml_string(os.path.join(path, "**", f"*{end}") if os.path.isdir(path) else f"*{end}")
+
+
+class LinkError(Exception):
+    """A link among files that is not followed. The message is a clause with a remedy: `has a link: ...`."""
+
+
+def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
+    """Raise LinkError for the first file below a folder that is a link, or is below a link, to a place outside of the
+    folder (see `leads_out`)."""
+    inside: set[Path] = set()
+    for file in files:
+        if (file.parent not in inside and leads_out(file.parent, folder)) or (
+            os.path.islink(file) and leads_out(file, folder)
+        ):
+            reason = f"has a link: {one_line(str(file))} leads out of the folder"
+            raise LinkError(f"{reason}; replace the link by a copy of its target")
+        inside.add(file.parent)
+
+
+def _found(entry: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Path]]:
+    """Return the files that one entry names, sorted by name. Raises FileNotFoundError(entry) and LinkError."""
+    found = sorted(_files_of(entry, suffixes))
+    if not found:
+        raise FileNotFoundError(entry)
+    if entry != PYTHON_STDLIB and not os.path.isfile(entry):
+        folder = Path(entry)
+        while not os.path.isdir(folder):  # the part of a glob before its first star is a folder
+            folder = folder.parent
+        refuse_links_out((file for _, file in found), folder)
+    return found
 
 
 def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
@@ -113,46 +142,61 @@ def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
 
 
 def _names_like(pattern: str) -> Iterator[str]:
-    """Return the paths that match a glob. `**` stands for a folder and all folders below it.
+    """Yield the paths that match a glob. `**` stands for a folder and all folders below it.
 
     Python's `glob` follows each link to a folder, and does not end if two of them lead upwards.
     """
-    import glob
-
-    parts = pattern.split(os.sep)
-    if "**" not in parts:
-        yield from glob.iglob(pattern)
-        return
-    at = parts.index("**")
-    root = os.sep.join([*parts[:at], ""])
-    rest = [part for index, part in enumerate(parts[at:]) if part != "**" or parts[at + index - 1] != "**"][1:] or ["*"]
-    for found in glob.iglob(root) if root else [""]:
-        for folder in _folders_from(found):
-            yield from _names_like(os.path.join(glob.escape(folder), *rest))
+    *parts, last = pattern.split(os.sep)
+    folders = [os.sep if pattern.startswith(os.sep) else ""]
+    for part in (*filter(None, parts), *["**"] * (last == "**")):
+        folders = _folders_like(folders, part)
+    for folder in folders if last else ():
+        yield from _entries_like(folder, last)
 
 
-def _folders_from(root: str) -> Iterator[str]:
-    """Return a folder and all folders below it, without hidden ones. A link is followed if its target was not reached
-    before."""
-    reached = set()
-    waiting = [(root, False)]
-    while waiting:
-        folder, is_link = waiting.pop()
+def _folders_like(folders: Iterable[str], part: str) -> list[str]:
+    """Return the folders in some folders that match a part of a glob: of `**`, these folders and all below them.
+
+    Each folder is returned once. A link to a folder is only followed if nothing else leads there.
+    """
+    found, reached = list[str](), set[tuple[int, int]]()
+    real, links = deque[str](), deque[str]()
+
+    def add(names: Iterable[str]) -> None:
+        for name in names:
+            (links if os.path.islink(name) else real).append(name)
+
+    for folder in folders:
+        add([folder] if part == "**" else _entries_like(folder, part, only_folders=True))
+    while real or links:
+        folder = (real or links).popleft()
         try:
-            state = os.stat(folder or ".")
-            if is_link and (state.st_dev, state.st_ino) in reached:
-                continue
-            with os.scandir(folder or ".") as entries:
-                inside = sorted(
-                    (os.path.join(folder, entry.name), entry.is_symlink())
-                    for entry in entries
-                    if entry.is_dir() and not entry.name.startswith(".")
-                )
+            state = os.stat(folder or os.curdir)
         except OSError:
             continue
-        reached.add((state.st_dev, state.st_ino))
-        waiting += reversed(inside)
-        yield folder
+        if (state.st_dev, state.st_ino) not in reached:
+            reached.add((state.st_dev, state.st_ino))
+            found.append(folder)
+            if part == "**":
+                add(_entries_like(folder, "*", only_folders=True))
+    return found
+
+
+def _entries_like(folder: str, part: str, only_folders: bool = False) -> list[str]:
+    """Return the paths in a folder that match a part of a glob."""
+    import fnmatch
+    import glob
+
+    if not glob.has_magic(part):
+        path = os.path.join(folder, part)
+        return [path] if (os.path.isdir if only_folders else os.path.lexists)(path) else []
+    try:
+        with os.scandir(folder or os.curdir) as entries:
+            names = sorted(entry.name for entry in entries if not only_folders or entry.is_dir())
+    except OSError:
+        return []
+    shown = names if part.startswith(".") else [name for name in names if not name.startswith(".")]
+    return [os.path.join(folder, name) for name in fnmatch.filter(shown, part)]
 
 
 def images_named(path: str) -> Literal["digits", "folder", "shards", "npz"]:
@@ -173,15 +217,12 @@ def class_folders(path: str) -> list[str]:
 def tar_shards(path: str) -> list[Path]:
     """Return the files that a path with globs and braces names: in the order of the braces, and by name within a glob.
 
-    Raises FileNotFoundError(entry) for the first entry that matches no file, and ValueError for more than MOST_SHARDS
-    files.
+    Raises FileNotFoundError(entry) for the first entry that matches no file, LinkError, and ValueError for more than
+    MOST_SHARDS files.
     """
     shards: list[Path] = []
     for entry in _expand_braces(path):
-        found = sorted(file for _, file in _files_of(entry))
-        if not found:
-            raise FileNotFoundError(entry)
-        shards += found
+        shards += sorted(file for _, file in _found(entry))
         if len(shards) > MOST_SHARDS:
             raise ValueError(_TOO_MANY)
     if not shards:

@@ -7,9 +7,9 @@ Ids and ends of documents need a pass over the files, which is made once per hos
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from titan_launch.config.paths import LinkError, expand_paths
 from titan_launch.config.sections.data import TokensData
 from titan_launch.core.errors import KeyPath, config_error
 from titan_launch.core.files import file_state, open_regular
@@ -125,11 +126,15 @@ def check_unknown_ids(folder: Path, header: Header) -> None:
 
 
 def _paths(config: TokensData, key: KeyPath) -> list[Path]:
-    """Return the files of tokens, sorted by name."""
+    """Return the files of tokens, sorted by name. Raises ConfigError."""
     if Path(f"{config.path}.bin").is_file():
         return [Path(f"{config.path}.bin")]
-    names = [config.path] if Path(config.path).is_file() else sorted(glob.glob(config.path, recursive=True))
-    paths = [Path(name) for name in names if Path(name).is_file() and not name.endswith(".idx")]
+    paths: list[Path] = []
+    try:
+        with suppress(FileNotFoundError):
+            paths = [file for _, file in expand_paths(config.path) if file.suffix != ".idx"]
+    except LinkError as error:
+        raise config_error((*key, "path"), f"{error}, or name the target", config.path) from None
     if not paths:
         reason = "names no file; name a folder of token files, files of Megatron-LM or llm.c, or flat files"
         raise config_error((*key, "path"), reason, config.path)

@@ -19,6 +19,7 @@ from titan_launch.config.paths import (
     IMAGE_SUFFIXES,
     PYTHON_STDLIB,
     SKLEARN_DIGITS,
+    LinkError,
     class_folders,
     count_ends,
     describe_ends,
@@ -129,6 +130,8 @@ def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
     error. Raises UnknownDataError."""
     try:
         return _facts_about(path, kinds)
+    except LinkError as error:
+        raise UnknownDataError(f"{error}, or name the target") from None
     except (OSError, RecursionError) as error:
         reason = "has folders that are nested too deeply"
         if isinstance(error, OSError):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from titan_launch.config.architectures import images_taken, known_args
 from titan_launch.config.image_format import DIGITS, misfits
 from titan_launch.config.job import JobConfig
-from titan_launch.config.paths import SKLEARN_DIGITS, class_folders, images_named, tar_shards
+from titan_launch.config.paths import SKLEARN_DIGITS, LinkError, class_folders, images_named, tar_shards
 from titan_launch.config.rules.data import as_written, pairs_of, sources_of
 from titan_launch.config.sections.data import ImageData, MixtureData
 from titan_launch.core.errors import Problem, format_key, listed
@@ -137,6 +137,8 @@ def _why_no_images(path: str) -> str | None:
                 return f"no file matches {shortened(str(error))} (paths are relative to the working directory)"
             except ValueError as error:
                 return f"{error}; name fewer"
+            except LinkError as error:
+                return str(error)
         case "npz" if not os.path.isfile(path):
             return (
                 "must be a folder of class folders, .tar shards or an .npz file, relative to the working directory, or "

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import Any, BinaryIO
 
-from titan_launch.config.paths import COMPRESSED, describe_ends, expand_paths, files_left_out
+from titan_launch.config.paths import COMPRESSED, LinkError, describe_ends, expand_paths, files_left_out
 from titan_launch.config.sections.data import FilesData, TextData, misread_as_text
 from titan_launch.core.errors import ConfigError, config_error
-from titan_launch.core.files import MIB, file_state, leads_out, open_regular
+from titan_launch.core.files import MIB, file_state, open_regular
 from titan_launch.core.packages import not_installed
-from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora.base import Corpus, File, Part
 
 MOST_EXPANDED = 256 * MIB
@@ -30,9 +29,7 @@ class FileCorpus(Corpus):
     @cached_property
     def files(self) -> list[File]:
         """All files. Raises ConfigError if an entry of `path` matches none, for records that would be read as text, and
-        for a link that leads out of a folder among the entries."""
-        entries = (self.config.path,) if isinstance(self.config.path, str) else self.config.path
-        folders = [Path(entry) for entry in entries if Path(entry).is_dir()]
+        for a link that leads out of a folder."""
         try:
             found = expand_paths(self.config.path, self.config.suffixes)
         except RecursionError:
@@ -41,16 +38,13 @@ class FileCorpus(Corpus):
         except FileNotFoundError as error:
             reason = f'no file is found at "{error.args[0]}"'
             raise config_error((*self.key, "path"), reason, self.config.path) from None
+        except LinkError as error:
+            raise config_error((*self.key, "path"), f"{error}, or name the target", self.config.path) from None
+        entries = (self.config.path,) if isinstance(self.config.path, str) else self.config.path
         for entry in entries if isinstance(self.config, TextData) else ():
-            below = [name for name, path in found if path.is_relative_to(entry)] if Path(entry) in folders else [entry]
+            below = [name for name, path in found if path.is_relative_to(entry)] if os.path.isdir(entry) else [entry]
             if misread := misread_as_text(entry, below):
                 raise config_error((*self.key, "path"), misread, self.config.path)
-        for _, path in found:
-            folder = path.is_symlink() and next((folder for folder in folders if path.is_relative_to(folder)), None)
-            if folder and leads_out(path, folder):
-                remedy = "copy the file into the folder, or name its target"
-                reason = f"has a link: {one_line(str(path))} leads out of the folder; {remedy}"
-                raise config_error((*self.key, "path"), reason, self.config.path)
         return [File(name, path, file_state(path)) for name, path in found]
 
     @property

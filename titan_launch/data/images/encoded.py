@@ -21,9 +21,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from titan_launch.config.image_format import resized_size
-from titan_launch.config.paths import IMAGE_SUFFIXES, class_folders, tar_shards
+from titan_launch.config.paths import IMAGE_SUFFIXES, LinkError, class_folders, refuse_links_out, tar_shards
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
-from titan_launch.core.files import MIB, file_state, leads_out, open_regular
+from titan_launch.core.files import MIB, file_state, open_regular
 from titan_launch.core.fingerprint import fingerprint_of_files
 from titan_launch.core.json_files import parse_record
 from titan_launch.core.packages import not_installed
@@ -190,11 +190,11 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
         raise config_error(path_key, reason, path)
     try:
         for name in classes:
-            _refuse_link_out(root / name, root)
+            refuse_links_out([root / name], root)
         folders = [
             (str(below.relative_to(root)), *file_state(below)) for name in classes for below in _folders(root / name)
         ]
-    except _ImagesError as error:
+    except LinkError as error:
         raise config_error(path_key, str(error), path) from None
     except OSError as error:
         raise config_error(path_key, _why_unread(error), path) from None
@@ -205,7 +205,7 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
             for label, name in enumerate(classes):
                 if not _list_class(root, name, label, listing):
                     empty.append(one_line(name))
-        except _ImagesError as error:
+        except LinkError as error:
             raise config_error(path_key, str(error), path) from None
         except OSError as error:
             raise config_error(path_key, _why_unread(error), path) from None
@@ -226,6 +226,8 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
         shards = tar_shards(path)
     except FileNotFoundError as error:
         raise config_error(path_key, f"no file matches {error}", path) from None
+    except LinkError as error:
+        raise config_error(path_key, f"{error}, or name the target", path) from None
     root = Path(os.path.commonpath([shard.resolve().parent for shard in shards]))
     names = [str(shard.resolve().relative_to(root)) for shard in shards]
 
@@ -280,12 +282,6 @@ def _folders(folder: Path) -> Iterator[Path]:
         rest += (folder / name for name in sorted(below, reverse=True))
 
 
-def _refuse_link_out(path: Path, root: Path) -> None:
-    if leads_out(path, root):
-        remedy = "copy its content into the folder, or name the folder that it leads to"
-        raise _ImagesError(f"has a link: {one_line(str(path))} leads out of the folder; {remedy}")
-
-
 def _why_unread(error: OSError, name: str = "") -> str:
     """Return the reason, with a remedy, why a file or folder cannot be read. `name`: of the file, if it is known."""
     found = one_line(name or str(error.filename))
@@ -293,7 +289,7 @@ def _why_unread(error: OSError, name: str = "") -> str:
 
 
 def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
-    """Add the images of a class folder. Return their number. Raises OSError and _ImagesError."""
+    """Add the images of a class folder. Return their number. Raises OSError and LinkError."""
     before = len(listing.labels)
     for folder in _folders(root / name):
         with os.scandir(folder) as entries:
@@ -302,7 +298,7 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
             path = str(Path(entry.path).relative_to(root))
             if entry.is_file() and entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.name[0] != ".":
                 if entry.is_symlink():
-                    _refuse_link_out(Path(entry.path), root)
+                    refuse_links_out([Path(entry.path)], root)
                 size = entry.stat().st_size
                 listing.names.append(path)
                 listing.add_image(0, size, label, path)
@@ -312,7 +308,7 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
 
 
 class _ImagesError(Exception):
-    """A problem of a shard, as the text after its name; or of a folder."""
+    """A problem of a shard, as the text after its name."""
 
 
 class _Member(tarfile.TarInfo):
