@@ -52,9 +52,9 @@ def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Co
 
 
 def first_names(folder: str, most: int) -> list[str]:
-    """Return the names of the first `most` files below a folder, in no particular order; none if its folders are nested
-    too deeply."""
-    with suppress(RecursionError):
+    """Return the names of the first `most` files below a folder, in no particular order; none if its folders cannot be
+    read, or are nested too deeply."""
+    with suppress(OSError, RecursionError):
         return [name for name, _ in itertools.islice(_files_of(folder), most)]
     return []
 
