@@ -297,7 +297,7 @@ def _x_axis(
     low: float, high: float, name: str, right: float, height: float
 ) -> tuple[list[str], Callable[[float], float]]:
     """Return an axis of whole numbers with its name, and the function from a number to a coordinate."""
-    ticks = _ticks(low, high, is_whole=True)
+    ticks = _ticks(low, high, is_whole=True, intervals=6)
     inside = [tick for tick in ticks if low <= tick <= high] if high > low else []
     low, high = (low, high) if high > low else (low - 1, high + 1)
     to_x = _scale(low, high, _LEFT, right)
@@ -350,12 +350,12 @@ def _parts(points: Points) -> Iterator[Points]:
         yield part
 
 
-def _ticks(low: float, high: float, is_whole: bool = False) -> list[float]:
-    """Return about five round numbers that enclose an interval."""
+def _ticks(low: float, high: float, is_whole: bool = False, intervals: int = 4) -> list[float]:
+    """Return round numbers that enclose an interval, with about `intervals` steps between them."""
     size = max(abs(low), abs(high))
     if high - low <= 1e-12 * size:  # ticks between them could be equal
         low, high = (low - 1, high + 1) if is_whole or not size else (low - size / 10, high + size / 10)
-    raw = (high - low) / 4
+    raw = (high - low) / intervals
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
     step = max(1.0, step) if is_whole else step
