@@ -17,7 +17,8 @@ from tests.report.recorded import add_log, record, reports
 from tests.train.jobs import model_source, tiny_job
 from titan_launch.core.errors import UserError
 from titan_launch.metrics.sinks import JsonlSink
-from titan_launch.report.figures import summary
+from titan_launch.metrics.tags import STEP_PARTS
+from titan_launch.report.figures import step_columns, summary
 from titan_launch.report.recorded_run import find_runs, load_run
 
 
@@ -155,4 +156,7 @@ def test_a_real_run_that_fails_and_is_resumed_is_right_in_every_record(tmp_path:
     assert (run.state, [(start.step, start.is_error) for start in run.starts]) == ("finished", [(0, True), (3, False)])
     assert list(run.reports.steps) == [1, 2, 3, 4, 5, 6]
     assert [saved.step for saved in run.checkpoints] == [6, 3]
+    columns = step_columns(run)
+    assert [*columns[0].parts] == [*STEP_PARTS, "other"]
+    assert {column.last: column.height for column in columns} == pytest.approx(dict(run.values("time/step_s")))
     assert (tmp_path / "tiny" / "logs" / "attempt-2" / "rank_0.log").read_text().count("done: 6 steps")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from operator import itemgetter
@@ -127,10 +127,8 @@ def stacked_chart(title: str, columns: Sequence[Column], unit: str, colors: Mapp
     label_end = 0.0
     for column, height in zip(columns, heights, strict=True):
         left, width = to_x(column.first - 1), max(to_x(column.last) - to_x(column.first - 1), 0.5)
-        base = 0.0
-        for name in colors:
-            low, base = base, base + _extent(column.parts.get(name, 0.0))
-            top, end = (to_y(min(value, y_ticks[-1])) for value in (base, low))
+        for name, low, high in _segments(column.parts, colors):
+            end, top = (to_y(min(value, y_ticks[-1])) for value in (low, high))
             if end - top >= 0.05:
                 shapes[name].append(f"M{left:.1f} {end:.1f}V{top:.1f}h{width:.1f}V{end:.1f}z")
         if height > y_ticks[-1] and left >= label_end:
@@ -142,6 +140,18 @@ def stacked_chart(title: str, columns: Sequence[Column], unit: str, colors: Mapp
     body += [*labels, *_names_at_the_right(columns[-1], colors, right, to_y, y_ticks[-1]), *hover]
     keys = _legend({name: f"part{color}" for name, color in colors.items()})
     return f'<figure class="wide">{_svg(title, _WIDE, _HEIGHT, body)}{keys}</figure>'
+
+
+def _segments(parts: Mapping[str, float], names: Iterable[str]) -> Iterator[tuple[str, float, float]]:
+    """Yield the name, the start and the end of each part, one behind the other."""
+    end = 0.0
+    for name in names:
+        start, end = end, end + _extent(parts.get(name, 0.0))
+        yield name, start, end
+
+
+def _extent(part: float) -> float:
+    return part if 0 < part < math.inf else 0.0
 
 
 def _describe(column: Column, unit: str, names: Mapping[str, int]) -> Iterator[str]:
@@ -158,10 +168,8 @@ def _names_at_the_right(
     column: Column, names: Mapping[str, int], x: float, to_y: Callable[[float], float], top: float
 ) -> Iterator[str]:
     """Yield the names of the parts of the last column that are high enough for a name."""
-    base = 0.0
-    for name in names:
-        low, base = base, base + _extent(column.parts.get(name, 0.0))
-        end, start = to_y(min(low, top)), to_y(min(base, top))
+    for name, low, high in _segments(column.parts, names):
+        end, start = to_y(min(low, top)), to_y(min(high, top))
         if end - start >= 14:
             yield f'<text class="name" x="{x + 8:.1f}" y="{(start + end) / 2 + 4:.1f}">{escape(name[:16])}</text>'
 
@@ -187,27 +195,28 @@ def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, i
     lengths = [sum(map(_extent, bar.parts.values())) for bar in bars]
     if not bars or not max(lengths) > 0:
         return ""
-    is_far = limit is not None and limit > _FAR * max(lengths)
-    ticks = _ticks(0.0, max([*lengths, *([limit] if limit is not None and not is_far else [])]))
-    left, right, top = 8, _WIDE - 40, 48 if limit is not None and not is_far else 30
+    note = ""
+    if limit is not None and limit > _FAR * max(lengths):
+        note, limit = f" (the limit of {limit:.4g} {unit} is far to the right)", None
+    ticks = _ticks(0.0, max(*lengths, limit or 0.0))
+    left, right, top = 8, _WIDE - 40, 30 if limit is None else 48
     bottom = top + _ROW * len(bars)
     to_x = _scale(0.0, ticks[-1], left, right)
-    note = f" (the limit of {limit:.4g} {unit} is far to the right)" if is_far else ""
     body = [f'<text x="{left}" y="18" class="title">{escape(title + note)}</text>']
     for tick in ticks:
         body.append(f'<path class="grid" d="M{to_x(tick):.1f} {top}V{bottom}"/>')
         anchor = "middle" if tick else "start"
         body.append(f'<text class="tick {anchor}" x="{to_x(tick):.1f}" y="{bottom + 16}">{_number(tick, ticks)}</text>')
     for index, bar in enumerate(bars):
-        y, base = top + _ROW * index, 0.0
+        y = top + _ROW * index
         body.append(f'<text x="{left}" y="{y + 14}">{escape(_shortened(bar.label))}</text>')
-        for name, value in bar.parts.items():
-            if _extent(value):
-                start, base = base, base + value
+        for name, start, end in _segments(bar.parts, bar.parts):
+            if end > start:
+                value = end - start
                 text = escape(f"{name}: {value:.4g} {unit} ({100 * value / lengths[index]:.1f} %)")
-                shape = f"M{to_x(start):.1f} {y + 20}H{to_x(base):.1f}v18H{to_x(start):.1f}z"
+                shape = f"M{to_x(start):.1f} {y + 20}H{to_x(end):.1f}v18H{to_x(start):.1f}z"
                 body.append(f'<path class="area part{colors[name]}" d="{shape}"><title>{text}</title></path>')
-    if limit is not None and not is_far:
+    if limit is not None:
         x = to_x(limit)
         side = "end" if x > _WIDE / 2 else "start"
         body.append(f'<path class="limit" d="M{x:.1f} {top - 14}V{bottom}"/>')
@@ -216,10 +225,6 @@ def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, i
     names = {name: f"part{colors[name]}" for name in colors if any(name in bar.parts for bar in bars)}
     keys = _legend(names) if len(names) > 1 and any(len(bar.parts) > 1 for bar in bars) else ""
     return f'<figure class="wide">{_svg(title, _WIDE, bottom + 26, body)}{keys}</figure>'
-
-
-def _extent(part: float) -> float:
-    return part if 0 < part < math.inf else 0.0
 
 
 def _shortened(text: str) -> str:
@@ -297,7 +302,7 @@ def _x_axis(
     low: float, high: float, name: str, right: float, height: float
 ) -> tuple[list[str], Callable[[float], float]]:
     """Return an axis of whole numbers with its name, and the function from a number to a coordinate."""
-    ticks = _ticks(low, high, is_whole=True)
+    ticks = _ticks(low, high, is_whole=True, intervals=6)
     inside = [tick for tick in ticks if low <= tick <= high] if high > low else []
     low, high = (low, high) if high > low else (low - 1, high + 1)
     to_x = _scale(low, high, _LEFT, right)
@@ -350,12 +355,12 @@ def _parts(points: Points) -> Iterator[Points]:
         yield part
 
 
-def _ticks(low: float, high: float, is_whole: bool = False) -> list[float]:
-    """Return about five round numbers that enclose an interval."""
+def _ticks(low: float, high: float, is_whole: bool = False, intervals: int = 4) -> list[float]:
+    """Return round numbers that enclose an interval, with about `intervals` steps between them."""
     size = max(abs(low), abs(high))
     if high - low <= 1e-12 * size:  # ticks between them could be equal
         low, high = (low - 1, high + 1) if is_whole or not size else (low - size / 10, high + size / 10)
-    raw = (high - low) / 4
+    raw = (high - low) / intervals
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
     step = max(1.0, step) if is_whole else step

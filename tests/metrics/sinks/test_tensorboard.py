@@ -39,6 +39,7 @@ def job(folder: Path, steps: int) -> dict[str, dict[str, object]]:
         metrics=METRICS,
         checkpoint={"enable": True, "interval": 2, "keep_best": 1},
         comm={"count_traffic": True},
+        planner={"memory_gib": 3.0},
         training={"steps": steps},
         ema={"decay": 0.9},
         loss={"z_loss": 1e-3},
@@ -99,6 +100,10 @@ def test_the_overview_has_the_values_of_its_metrics(events: EventAccumulator) ->
     assert of_metric.keys() == _OVERVIEW.keys() - OF_IMAGES - OF_THE_THIRD_STEP
     for tag, name in of_metric.items():
         assert [(e.step, e.value) for e in events.Scalars(name)] == [(e.step, e.value) for e in events.Scalars(tag)]
+
+
+def test_the_memory_limit_is_that_of_the_planner(events: EventAccumulator) -> None:
+    assert {event.value for event in events.Scalars("memory/limit_gib")} == {3.0}
 
 
 def answer(url: str, **question: Any) -> Any:
