@@ -71,11 +71,18 @@ def log_likelihoods(model: LanguageModel, tokens: list[int]) -> list[float]:
 
 
 @torch.no_grad()
-def test_results_are_sums_by_hand(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_sums_by_hand(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # which is in no checkout of git
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     names, out = write_tasks(tmp_path), tmp_path / "results.json"
     assert main(["evaluate", str(run), "--tasks", names, f"--include-path={tmp_path}", f"--out={out}"]) == 0
-    assert "|capitals" in capsys.readouterr().out
-    results: dict[str, Any] = json.loads(out.read_text())["results"]
+    printed, reported = capfd.readouterr()
+    assert "|capitals" in printed and "fatal" not in reported, reported
+    written: dict[str, Any] = json.loads(out.read_text())
+    assert written["git_hash"] is None
+    results = written["results"]
     model, num_right, num_bytes, bits, num_exact = load(run), 0, 0, 0.0, 0
     for document in DOCUMENTS:
         context = list(str(document["question"]).encode())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval import simple_evaluate
+from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -17,7 +18,9 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 from torch import Tensor
 from tqdm import tqdm
 
+from titan_launch.core.commit import commit_of
 from titan_launch.core.errors import UserError, did_you_mean
+from titan_launch.core.patches import replaced
 from titan_launch.inference.generation import Sampling, generate_text, logits_of
 from titan_launch.inference.language_model import LanguageModel
 
@@ -125,14 +128,16 @@ def evaluate(
 
     Raises UserError for unknown tasks.
     """
-    results: dict[str, Any] = simple_evaluate(
-        EvaluatedModel(model, batch_size),
-        tasks=list(tasks),
-        limit=limit,
-        num_fewshot=num_fewshot,
-        task_manager=_find_tasks(tasks, include_path),
-        log_samples=False,
-    )
+    manager = _find_tasks(tasks, include_path)
+    with replaced(evaluator, "get_git_commit_hash", partial(commit_of, Path.cwd())):  # lm_eval prints git's error
+        results: dict[str, Any] = evaluator.simple_evaluate(
+            EvaluatedModel(model, batch_size),
+            tasks=list(tasks),
+            limit=limit,
+            num_fewshot=num_fewshot,
+            task_manager=manager,
+            log_samples=False,
+        )
     results["config"]["model"] = model.description
     return results
 
