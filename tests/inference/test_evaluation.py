@@ -79,14 +79,20 @@ CHAT = (
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_chat", [False, True], ids=["texts", "chats"])
-def test_results_are_sums_by_hand(is_chat: bool, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_sums_by_hand(
+    is_chat: bool, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chat has a system message, its answers have no space at their beginning, and rolling texts are no chats."""
+    monkeypatch.chdir(tmp_path)  # which is in no checkout of git
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     names, out, template = write_tasks(tmp_path), tmp_path / "results.json", tmp_path / "own.jinja"
     template.write_text(CHAT)
     options = ["--chat", f"--template={template}", "--system=S"] if is_chat else []
     assert main(["evaluate", str(run), "--tasks", names, f"--include-path={tmp_path}", f"--out={out}", *options]) == 0
-    assert "|capitals" in capsys.readouterr().out
+    printed, reported = capfd.readouterr()
+    assert "|capitals" in printed and "fatal" not in reported, reported
     written: dict[str, Any] = json.loads(out.read_text())
+    assert written["git_hash"] is None
     results, config = written["results"], written["config"]
     assert config["apply_chat_template"] == is_chat and config.get("system_instruction") == ("S" if is_chat else None)
     model = load(run, chat=ChatOptions(str(template)) if is_chat else None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lm_eval import simple_evaluate
+from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -18,7 +19,9 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 from torch import Tensor
 from tqdm import tqdm
 
+from titan_launch.core.commit import commit_of
 from titan_launch.core.errors import UserError, did_you_mean
+from titan_launch.core.patches import replaced
 from titan_launch.core.terminal import one_line, say
 from titan_launch.data.corpora.records import RecordError
 from titan_launch.inference.generation import Sampling, TextStream, generate_tokens, logits_of
@@ -176,16 +179,18 @@ def evaluate(
     Raises UserError for unknown tasks, and for documents that the template refuses.
     """
     form = {} if chat is None else {"system_instruction": chat.system, "fewshot_as_multiturn": chat.is_multiturn}
-    results: dict[str, Any] = simple_evaluate(
-        EvaluatedModel(model, batch_size),
-        tasks=list(tasks),
-        limit=limit,
-        num_fewshot=num_fewshot,
-        task_manager=_find_tasks(tasks, include_path),
-        log_samples=False,
-        apply_chat_template=chat is not None,
-        **form,
-    )
+    manager = _find_tasks(tasks, include_path)
+    with replaced(evaluator, "get_git_commit_hash", partial(commit_of, Path.cwd())):  # lm_eval prints git's error
+        results: dict[str, Any] = evaluator.simple_evaluate(
+            EvaluatedModel(model, batch_size),
+            tasks=list(tasks),
+            limit=limit,
+            num_fewshot=num_fewshot,
+            task_manager=manager,
+            log_samples=False,
+            apply_chat_template=chat is not None,
+            **form,
+        )
     results["config"].update(model=model.description, apply_chat_template=chat is not None, **form)
     return results
 
