@@ -201,11 +201,11 @@ def test_a_glob_or_the_names_of_files_choose_one_sort(capsys: pytest.CaptureFixt
 
 
 def test_init_reads_the_same_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", "pretrain", "a.toml", "--data", "mixed"]) == 2
+    assert main(["init", "pretrain", "--out", "a.toml", "--data", "mixed"]) == 2
     assert "error: --data mixed: has files of several sorts (1 .jsonl, 1 .txt); name the" in capsys.readouterr().err
-    assert main(["init", "lora", "b.toml", "--data", "text_and_chat.jsonl"]) == 0, "the recipe decides"
+    assert main(["init", "lora", "--out", "b.toml", "--data", "text_and_chat.jsonl"]) == 0, "the recipe decides"
     assert tomli.loads(Path("b.toml").read_text())["data"]["kind"] == "chat"
-    assert main(["init", "pretrain", "c.toml", "--data", "text_and_chat.jsonl"]) == 0
+    assert main(["init", "pretrain", "--out", "c.toml", "--data", "text_and_chat.jsonl"]) == 0
     assert tomli.loads(Path("c.toml").read_text())["data"]["kind"] == "jsonl"
-    assert main(["init", "sft", "d.toml", "--data", "only"]) == 0
+    assert main(["init", "sft", "--out", "d.toml", "--data", "only"]) == 0
     assert 'kind = "chat"                          # chats in JSON lines; not read: 1 .md' in Path("d.toml").read_text()

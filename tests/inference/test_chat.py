@@ -153,7 +153,7 @@ def test_an_export_has_the_chat_format_of_the_run(
     job["data"] = {"kind": "chat", "path": str(tmp_path / "chats.jsonl"), "template": template}
     job["data"]["template_args"] = {"name": "value"}
     run_ranks(run_job, 1, job)
-    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "exported")]) == 0
+    assert main(["export", str(tmp_path / "tiny"), "--out", str(tmp_path / "exported")]) == 0
     assert "has no data.template_args" in capsys.readouterr().out
     theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
     messages = [{"role": "user", "content": "Hello there!"}]
@@ -266,7 +266,7 @@ def test_the_template_is_that_of_the_options_the_run_the_tokenizer_or_the_weight
 
     folder = write_model("llama2", "Llama 2", words, tmp_path)
     assert load_chat(folder).template == load_chat(folder).template
-    assert main(["import", str(folder), "imported"]) == 0
+    assert main(["import", str(folder), "--out", "imported"]) == 0
     for source in (folder, Path("imported")):
         template = load_chat(source).template
         assert template is not None and template.prompt([{"role": "user", "content": "Hi"}]) == "<s>[INST] Hi [/INST]"

@@ -211,7 +211,7 @@ def test_keys_that_change_the_result_come_first(tmp_path: Path, capsys: pytest.C
     values = losses({1: 2.0, 2: 1.0})
     a = record(tmp_path / "a", values, optimizer={"lr": 0.1})
     b = record(tmp_path / "b", values, comm={"count_traffic": True}, optimizer={"lr": 0.2})
-    assert main(["compare", str(a), str(b), "--html", str(tmp_path / "x.html")]) == 0
+    assert main(["compare", str(a), str(b), "--out", str(tmp_path / "x.html")]) == 0
     printed = capsys.readouterr().out
     keys = [line.split()[0] for line in printed.splitlines()[2:4]]
     assert printed.startswith("configuration: 2 different keys\n")
