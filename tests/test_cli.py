@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.config.loading.hints import options_of, parser_of
 from tests.distributed import run_command
 from tests.train.jobs import model_source
 from titan_launch.cli import COMMANDS, main, parse_arguments
@@ -516,3 +517,12 @@ def test_plan_without_torch_installed_says_that_a_trace_needs_it() -> None:
     result = run_without_torch("plan", "--config", "configs/resnet_bn.toml", "--world-size", "2")
     assert result.returncode == 2 and "resnet must be traced, which needs torch: pip install torch" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_outputs_are_options_and_inputs_are_positions() -> None:
+    """`--out` names what a command writes, whether it has one input or several."""
+    assert {name for name in COMMANDS if "--out" in options_of(name)} == {
+        *("init", "migrate", "prepare", "import", "export", "evaluate", "report", "compare"),
+    }
+    positions = {action.metavar for name in COMMANDS for action in parser_of(name)._get_positional_actions()}
+    assert positions == {"NAME", "OLD.toml", "PATH", "FOLDER", "SOURCE", "RUN"}

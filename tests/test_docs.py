@@ -317,8 +317,8 @@ def test_the_docs_load_an_export_in_plain_pytorch(tmp_path: Path, monkeypatch: p
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     theirs = random_model("Llama 3.1, RoPE scaling", Path("hf"))
-    assert main(["import", "hf", "imported"]) == 0
-    assert main(["export", "imported", "exported/plain", "--format=plain"]) == 0
+    assert main(["import", "hf", "--out", "imported"]) == 0
+    assert main(["export", "imported", "--out", "exported/plain", "--format=plain"]) == 0
     ((_, lines),) = [block for block in blocks("python") if "load_model" in block[1]]
     assert len(lines.split("\n")) == 5 + 2, "five lines, and empty ones after the imports and at the end"
     names: dict[str, Any] = {}

@@ -105,7 +105,7 @@ def test_the_steps_of_the_dockerfile_make_a_program_that_trains_a_config_that_it
     small = ["--training.steps=2", "--training.seq_len=32", "--model.args.n_layers=1", "--validation.max_samples=4"]
     run([program, "launch", "--config", "llama_bn", "--job.device=cpu", *small], folder, environment)
     assert read_metrics(folder / "outputs", "llama_bn")[-1]["step"] == 2
-    run([program, "init", "precision/fp32", "mine.toml"], folder, environment)
+    run([program, "init", "precision/fp32", "--out", "mine.toml"], folder, environment)
     run([program, "check", "--config", "mine.toml"], folder, environment)
 
 

@@ -34,10 +34,10 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def written(*args: str) -> dict[str, Any]:
+def written(name: str, file: str, *args: str) -> dict[str, Any]:
     """Run `init`, and return the job file as a table."""
-    assert main(["init", *args]) == 0
-    return tomli.loads(Path(args[1]).read_text())
+    assert main(["init", name, "--out", file, *args]) == 0
+    return tomli.loads(Path(file).read_text())
 
 
 def write_lines(name: str, *records: dict[str, Any], times: int = 1) -> str:
@@ -119,7 +119,7 @@ def test_every_comment_of_a_command_is_a_valid_command(capsys: pytest.CaptureFix
 def test_a_file_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.toml").write_text("mine")
     for name in ("pretrain", "llama_bn"):
-        assert main(["init", name, "mine.toml"]) == 2
+        assert main(["init", name, "--out", "mine.toml"]) == 2
         assert "mine.toml exists, and init never overwrites a file" in capsys.readouterr().err
     assert Path("mine.toml").read_text() == "mine"
 
@@ -129,8 +129,12 @@ def test_a_file_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None
     [
         ([], "needs the name of a recipe: pretrain, "),
         (["stf"], 'no recipe or config "stf"; did you mean "sft"?'),
-        (["sft", "job.yaml"], "the name of a job file ends in .toml"),
-        (["sft", "no/such/folder.toml"], "no/such/folder.toml cannot be written: No such file or directory"),
+        (["sft", "--out", "job.yaml"], "the name of a job file ends in .toml"),
+        (
+            ["sft", "job.toml"],
+            "unrecognized arguments: job.toml; the option --out names the output (see titan-launch init",
+        ),
+        (["sft", "--out", "no/such/folder.toml"], "no/such/folder.toml cannot be written: No such file or directory"),
         (["sft", "--model", "nowhere"], "--model nowhere: there is no such folder"),
         (["sft", "--data", "nowhere"], "--data nowhere: no such file or folder"),
         (["sft", "--data", "text.txt"], 'has 1 text file (data.kind = "text"), but the recipe sft needs "chat"'),
@@ -263,7 +267,7 @@ def test_the_list_names_every_recipe_and_config(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("name", carried_configs())
 def test_a_copied_config_is_the_same_job(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", name, "copy.toml"]) == 0
+    assert main(["init", name, "--out", "copy.toml"]) == 0
     assert load_job("copy.toml").config == load_job(name).config == load_job(str(carried_configs()[name])).config
     text = Path("copy.toml").read_text()
     assert "configs/" not in text and "scripts/" not in text and "#:schema" not in text

@@ -155,7 +155,7 @@ def test_a_shipped_llama_file_passes_check_and_plan(name: str, capsys: pytest.Ca
     if name.startswith("llama4"):
         pytest.importorskip("transformers")
     Path("old.toml").write_text(toml(JOBS[name]))
-    assert main(["migrate", "old.toml", "new.toml"]) == 0
+    assert main(["migrate", "old.toml", "--out", "new.toml"]) == 0
     out = capsys.readouterr().out
     lost = re.search(r"^not carried:\n((?:  .*\n)*)", out, flags=re.MULTILINE)
     keys = re.findall(r"^  old.toml:\d+: ([\w.]+) = ", lost[1] if lost else "", flags=re.MULTILINE)
@@ -278,9 +278,9 @@ def test_bad_input_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.toml").write_text("")
     for args, words in (
         (["old.toml"], "error: old.toml:1: steps: not a section"),
-        (["old.toml", "mine.toml"], "mine.toml exists, and migrate never overwrites a file"),
+        (["old.toml", "--out", "mine.toml"], "mine.toml exists, and migrate never overwrites a file"),
         (["none.toml"], "none.toml: no such file"),
-        (["old.toml", "new.yaml"], "the name of a job file ends in .toml"),
+        (["old.toml", "--out", "new.yaml"], "the name of a job file ends in .toml"),
     ):
         assert main(["migrate", *args]) == 2
         assert words in capsys.readouterr().err

@@ -130,7 +130,7 @@ def test_a_path_that_is_no_job_file_ends_in_one_sentence(name: str, folder: Path
 @pytest.mark.parametrize("command", ["plan", "data", "launch", "train", "migrate", "prepare"])
 @pytest.mark.parametrize("name", ["fifo.toml", "digits.toml"])
 def test_every_command_reads_jobs_in_this_way(command: str, name: str, folder: Path, runner: Runner) -> None:
-    arguments = [name, "new.toml"] if command == "migrate" else ["--config", name]
+    arguments = [name, "--out=new.toml"] if command == "migrate" else ["--config", name]
     out = ["--out=out"] if command == "prepare" else []
     runner.run([command, *arguments, *out], folder).assert_one_sentence(TEXTS.get(name, ("", SPECIAL.get(name, "")))[1])
 
@@ -172,15 +172,15 @@ PATH_ARGUMENTS = (
     ["runs", LONG],
     ["report", LONG],
     ["compare", LONG, LONG],
-    ["export", LONG, "out"],
-    ["import", LONG, "out"],
+    ["export", LONG, "--out", "out"],
+    ["import", LONG, "--out", "out"],
     ["generate", LONG, "--prompt", "a"],
     ["generate", "a", "--prompt-file", LONG],
-    ["migrate", LONG + ".toml", "out.toml"],
-    ["migrate", "ok.toml", LONG + ".toml"],
-    ["init", "sft", LONG + ".toml"],
-    ["init", "sft", "a.toml", "--model", LONG],
-    ["init", "sft", "a.toml", "--data", LONG],
+    ["migrate", LONG + ".toml", "--out", "out.toml"],
+    ["migrate", "ok.toml", "--out", LONG + ".toml"],
+    ["init", "sft", "--out", LONG + ".toml"],
+    ["init", "sft", "--out", "a.toml", "--model", LONG],
+    ["init", "sft", "--out", "a.toml", "--data", LONG],
     ["prepare", LONG, "--out", "out"],
 )
 
@@ -401,7 +401,7 @@ def test_any_value_of_a_key_of_torchtitan_is_migrated_or_refused(keys: tuple[str
 
 def test_a_description_of_torchtitan_cannot_add_keys(tmp_path: Path, runner: Runner) -> None:
     (tmp_path / "old.toml").write_text('[job]\ndescription = "a\\n[model]\\nname = \\"os:system\\"\\u001b"\n')
-    ended = runner.run(["migrate", "old.toml", "new.toml"], tmp_path)
+    ended = runner.run(["migrate", "old.toml", "--out", "new.toml"], tmp_path)
     assert ended.status == 0
     ended.assert_harmless()
     assert '# a\\n[model]\\nname = "os:system"\\x1b\n' in (tmp_path / "new.toml").read_text()

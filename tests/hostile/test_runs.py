@@ -374,7 +374,7 @@ def test_a_strange_folder_has_a_page(runs: Path, name: str) -> None:
 def test_a_bad_folder_is_one_sentence_and_one_row(runner: Runner, runs: Path, name: str) -> None:
     make, sentence = REFUSED[name]
     make(runs / "bad")
-    for arguments in (["report", "bad"], ["compare", "good", "bad"], ["compare", "bad", "good", "--html", "x.html"]):
+    for arguments in (["report", "bad"], ["compare", "good", "bad"], ["compare", "bad", "good", "--out", "x.html"]):
         ended = runner.run(arguments, runs)
         ended.assert_one_sentence(sentence)
         assert ended.text.count("\n") == 1, ended.text
@@ -405,7 +405,7 @@ def test_a_bad_record_is_one_sentence(runner: Runner, runs: Path, name: str) -> 
 @pytest.mark.parametrize("name", cases(HARMLESS, 8))
 def test_a_strange_folder_is_shown(runner: Runner, runs: Path, name: str) -> None:
     HARMLESS[name](runs / "bad")
-    for arguments in (["report", "bad"], ["compare", "good", "bad"], ["compare", "bad", "good", "--html", "x.html"]):
+    for arguments in (["report", "bad"], ["compare", "good", "bad"], ["compare", "bad", "good", "--out", "x.html"]):
         ended = runner.run(arguments, runs)
         ended.assert_harmless()
         assert ended.status == 0, ended.text

@@ -67,8 +67,8 @@ COMMANDS = {
     "check": ["check", "--config", "job.toml"],
     "plan": ["plan", "--config", "job.toml"],
     "train": ["train", "--config", "job.toml"],
-    "import_": ["import", "hf", "imported"],
-    "export": ["export", "hf", "exported"],
+    "import_": ["import", "hf", "--out", "imported"],
+    "export": ["export", "hf", "--out", "exported"],
     "generate": ["generate", "hf", "--prompt", "a", "--device", "cpu", "--max-new-tokens", "2"],
 }
 
@@ -169,7 +169,7 @@ def test_a_cache_of_hugging_face_is_followed_and_nothing_else(runner: Runner, tm
     for index, file in enumerate(sorted(snapshot.iterdir())):
         file.rename(blobs / str(index))
         file.symlink_to(f"../../blobs/{index}")
-    ended = runner.run(["import", str(snapshot), "imported"], tmp_path)
+    ended = runner.run(["import", str(snapshot), "--out", "imported"], tmp_path)
     assert ended.status == 0, ended.text
     copied = tmp_path / "imported" / "huggingface" / "tokenizer.json"
     assert copied.is_file() and not copied.is_symlink()
@@ -180,7 +180,9 @@ def test_a_cache_of_hugging_face_is_followed_and_nothing_else(runner: Runner, tm
         (snapshot / "vocab.json").symlink_to(target)
         with pytest.raises(OSError, match="outside of the folder"):
             file_inside(snapshot, "vocab.json")
-        runner.run(["import", str(snapshot), "again"], tmp_path).assert_one_sentence("vocab.json cannot be copied")
+        runner.run(["import", str(snapshot), "--out", "again"], tmp_path).assert_one_sentence(
+            "vocab.json cannot be copied"
+        )
 
 
 def test_files_of_an_imported_folder_are_not_taken_from_elsewhere(runner: Runner, tmp_path: Path) -> None:
@@ -189,7 +191,9 @@ def test_files_of_an_imported_folder_are_not_taken_from_elsewhere(runner: Runner
     companions = tmp_path / "imported" / "huggingface"
     companions.rename(tmp_path / "elsewhere")
     companions.symlink_to(tmp_path / "elsewhere")
-    runner.run(["export", "imported", "out"], tmp_path).assert_one_sentence("huggingface is a link to a file outside")
+    runner.run(["export", "imported", "--out", "out"], tmp_path).assert_one_sentence(
+        "huggingface is a link to a file outside"
+    )
 
 
 @pytest.mark.parametrize("case", ADAPTERS)

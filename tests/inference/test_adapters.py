@@ -108,8 +108,8 @@ def test_adapters_of_all_kinds_are_those_of_peft(tmp_path: Path) -> None:
     trained = run_ranks(logits_of_runs, 2, paths, tokens)[0]
     imports = []
     for (case, folder), (logits, adapters) in zip(folders.items(), trained, strict=True):
-        assert main(["export", str(folder / "tiny"), str(folder / "adapter"), "--adapter"]) == 0
-        assert main(["export", str(folder / "tiny"), str(folder / "merged")]) == 0
+        assert main(["export", str(folder / "tiny"), "--out", str(folder / "adapter"), "--adapter"]) == 0
+        assert main(["export", str(folder / "tiny"), "--out", str(folder / "merged")]) == 0
         base = AutoModelForCausalLM.from_pretrained(folder / "hf", attn_implementation="eager").eval()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -163,7 +163,7 @@ def test_adapters_of_another_job_are_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-8] + bytes(8))
     targets = ("layers.*.attention.wq",)
     run_ranks(logits_of_runs, 1, [job_file(tmp_path, targets)], samples()[0])
-    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert main(["export", str(tmp_path / "tiny"), "--out", str(tmp_path / "adapter"), "--adapter"]) == 0
     path = job_file(tmp_path, targets, lora={"adapter": str(tmp_path / "adapter")}, job={"name": "again"})
     for (_, expected), error in zip(WRONG.values(), run_ranks(refusals, 1, path, tmp_path)[0], strict=True):
         assert "lora.adapter" in error and expected in error
@@ -177,9 +177,11 @@ def test_scales_of_one_module_of_transformers_are_not_exported(
     run_ranks(
         logits_of_runs, 1, [job_file(tmp_path, ("layers.*.attention.w[qkv]",), lora={"rules": rules})], samples()[0]
     )
-    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "adapter"), "--adapter"]) == 2
+    assert main(["export", str(tmp_path / "tiny"), "--out", str(tmp_path / "adapter"), "--adapter"]) == 2
     assert "are one in model.layers.1.self_attn.qkv_proj, and have several scales" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "plain"), "--adapter", "--format=plain"]) == 0
+    assert (
+        main(["export", str(tmp_path / "tiny"), "--out", str(tmp_path / "plain"), "--adapter", "--format=plain"]) == 0
+    )
 
 
 @torch.no_grad()
@@ -201,17 +203,17 @@ def test_the_base_may_move_and_is_never_written_to(tmp_path: Path, capsys: pytes
         return capsys.readouterr().err
 
     inside = f"is in {base}, which holds weights, and is never written to; choose another path"
-    assert inside in failure("export", run, base / "merged") and inside in failure(
-        "import", tmp_path / "other", base / "own"
+    assert inside in failure("export", run, "--out", base / "merged") and inside in failure(
+        "import", tmp_path / "other", "--out", base / "own"
     )
     written = f"{base / 'tiny'} is in {base}, which holds weights, and is never written to; choose another folder"
     assert written in failure("check", "--config", job, f"--job.dump_folder={base}")
     base.rename(moved)
     digest = WeightsFolder(moved).fingerprint().digest
     needed = f"omits 21 parameters that are never trained; their values are in {base}, with the fingerprint {digest}"
-    assert needed in failure("export", run, tmp_path / "out")
-    assert needed in failure("export", run, tmp_path / "out", "--base", tmp_path / "other")
-    assert main(["export", str(run), str(tmp_path / "out"), "--format=plain", "--base", str(moved)]) == 0
+    assert needed in failure("export", run, "--out", tmp_path / "out")
+    assert needed in failure("export", run, "--out", tmp_path / "out", "--base", tmp_path / "other")
+    assert main(["export", str(run), "--out", str(tmp_path / "out"), "--format=plain", "--base", str(moved)]) == 0
     merged = recorded_model(tmp_path / "out/config.json").eval()
     merged.load_state_dict(load_file(tmp_path / "out/model.safetensors"), strict=False)
     torch.testing.assert_close(merged(tokens), logits, rtol=0, atol=1e-5)

@@ -237,7 +237,7 @@ def test_bad_requests_are_one_line_and_status_2(
         "no_tokenizer": {"model": record["model"], "training": {"seq_len": 48}},
     }
     exported = tmp_path / "plain"
-    assert main(["export", str(run), str(exported), "--format=plain"]) == 0
+    assert main(["export", str(run), "--out", str(exported), "--format=plain"]) == 0
     for name, config in folders.items():
         Path(name).mkdir()
         (Path(name) / "config.json").write_text(json.dumps(config))

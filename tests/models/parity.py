@@ -226,8 +226,8 @@ def _gradient_difference(ours: nn.Module, weights: Weights, theirs: Mapping[str,
 
 def round_trip(source: Path, folder: Path) -> Path:
     """Import a folder and export it again. Return the folder of the export."""
-    assert main(["import", str(source), str(folder / "imported")]) == 0
-    assert main(["export", str(folder / "imported"), str(folder / "exported"), "--max-shard-size=10KB"]) == 0
+    assert main(["import", str(source), "--out", str(folder / "imported")]) == 0
+    assert main(["export", str(folder / "imported"), "--out", str(folder / "exported"), "--max-shard-size=10KB"]) == 0
     return folder / "exported"
 
 

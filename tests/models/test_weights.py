@@ -218,9 +218,9 @@ def test_a_model_that_no_class_computes_is_not_written(changes: dict[str, Any], 
 def test_a_hugging_face_folder_is_exported_without_an_import(case: str, tmp_path: Path) -> None:
     """`--dtype` converts all tensors but the biases of the choice of experts."""
     random_model(case, tmp_path / "hf")
-    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "imported")]) == 0
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "imported")]) == 0
     for name, options in (("plain", ["--format=plain"]), ("bf16", ["--dtype=bfloat16"])):
-        assert main(["export", str(tmp_path / "hf"), str(tmp_path / name), *options]) == 0
+        assert main(["export", str(tmp_path / "hf"), "--out", str(tmp_path / name), *options]) == 0
     assert same_tensors(tmp_path / "imported", tmp_path / "plain")
     original, rounded = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "bf16")
     assert original.keys() == rounded.keys()
@@ -370,7 +370,7 @@ def test_a_bad_folder_is_one_error(
     assert main(["check", "--config", "job.toml"]) == 2
     error = capsys.readouterr().err
     assert error.startswith('error: job.toml:3: model.weights = "hf": ') and error.count("error") == 1
-    assert main(["import", "hf", "out"]) == 2
+    assert main(["import", "hf", "--out", "out"]) == 2
     imported = capsys.readouterr().err
     assert imported.startswith("error: hf: ") and not any(Path(".").glob("out*"))
     for text in (error, imported):

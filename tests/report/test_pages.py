@@ -156,7 +156,7 @@ def test_runs_with_different_metrics_and_without_reports_are_compared(
     record(runs / "images", {8: {"train/loss": math.inf, "throughput/images_per_second": 3.0, "my/metric": 1.0}})
     record(runs / "empty", {})
     folders = ["outputs/fp32", "outputs/images", "outputs/empty"]
-    assert main(["compare", *folders, "--html", "page.html"]) == 0
+    assert main(["compare", *folders, "--out", "page.html"]) == 0
     printed = capsys.readouterr().out
     assert "only in B: my/metric" in printed and re.search(r"images per second +- +3 +-", printed)
     assert re.search(r"last loss +1.2 +inf +-", printed)
@@ -289,7 +289,7 @@ def open_in_browser(path: Path, *options: str) -> str:
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_a_browser_opens_both_pages_without_errors(runs: Path) -> None:
     assert main(["report", "outputs/fp32", "--out", "run.html"]) == 0
-    assert main(["compare", "outputs/fp32", "outputs/bf16", "--html", "comparison.html"]) == 0
+    assert main(["compare", "outputs/fp32", "outputs/bf16", "--out", "comparison.html"]) == 0
     bad = Path("bad.html")
     bad.write_text("<script>console.error('seen')</script>")
     assert ":CONSOLE" in open_in_browser(bad, "--dump-dom")  # so the log does have what pages report

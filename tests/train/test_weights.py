@@ -104,7 +104,7 @@ def test_a_larger_vocabulary_is_padded_and_cut_again(tmp_path: Path) -> None:
     for options in ([], ["--vocab-size=61"]):
         if options:
             shutil.rmtree(tmp_path / "hf")
-        assert main(["export", str(tmp_path / "tiny"), str(tmp_path / f"out{len(options)}"), *options]) == 0
+        assert main(["export", str(tmp_path / "tiny"), "--out", str(tmp_path / f"out{len(options)}"), *options]) == 0
         exported = tensors_of(tmp_path / f"out{len(options)}")
         assert exported["model.embed_tokens.weight"].equal(embedding[:VOCABULARY])
         assert "lm_head.weight" not in exported
@@ -138,7 +138,7 @@ def test_import_train_export_equals_plain_pytorch(tmp_path: Path) -> None:
 
     random_model("Llama 3.1, RoPE scaling", tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "imported")]) == 0
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "imported")]) == 0
     path = job_file(tmp_path, tmp_path / "imported", checkpoint={"enable": True, "async_mode": "disabled"})
     status, _, errors = run_command(["launch", "--nproc-per-node", "2", "--config", path], tmp_path)
     assert status == 0, errors
@@ -146,8 +146,8 @@ def test_import_train_export_equals_plain_pytorch(tmp_path: Path) -> None:
     assert losses == pytest.approx(run_ranks(plain_losses, 1, path, str(tmp_path / "hf"))[0], abs=1e-4)
     assert losses[-1] < losses[0] - 0.1
     for name, options in (("hf32", []), ("hf16", ["--dtype=bfloat16"]), ("plain", ["--format=plain"])):
-        assert main(["export", str(tmp_path / "tiny"), str(tmp_path / name), *options]) == 0
-    assert main(["export", str(tmp_path / "plain"), str(tmp_path / "again")]) == 0
+        assert main(["export", str(tmp_path / "tiny"), "--out", str(tmp_path / name), *options]) == 0
+    assert main(["export", str(tmp_path / "plain"), "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "hf32" / "tokenizer.json").exists() and (tmp_path / "hf32" / "generation_config.json").exists()
     ours, _ = read_model(tmp_path / "plain")
     tokens, _ = samples()
@@ -201,7 +201,7 @@ def test_a_model_of_the_users_own_goes_out_and_comes_in(tmp_path: Path, capsys: 
     job = tiny_job(tmp_path, data=data, checkpoint={"enable": True, "async_mode": "disabled"}, training={"steps": 1})
     job["model"] = {"name": name}
     trained = run_ranks(run_job, 2, job)[0]
-    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "plain"), "--format=plain"]) == 0
+    assert main(["export", str(tmp_path / "tiny"), "--out", str(tmp_path / "plain"), "--format=plain"]) == 0
     path = job_file(tmp_path, tmp_path / "plain", data=data, model={"name": name})
     ((state, _, _),) = run_ranks(whole_states, 2, [(path, "--job.name=begin")])[0]
     assert state["norm.running_mean"].any() and state["norm.num_batches_tracked"] > 0
@@ -220,15 +220,16 @@ def test_bad_exports_are_one_error_and_leave_nothing(tmp_path: Path, capsys: pyt
     full.mkdir()
     (full / "file").touch()
     for arguments, message in (
-        ([run, str(tmp_path / "out")], 'has no counterpart of model.args.norm = "batchnorm"'),
-        ([run, str(tmp_path / "out"), "--step=3"], "it has no checkpoint of step 3; steps: 4"),
-        ([run, str(full)], "full exists already; choose another name"),
-        ([str(tmp_path / "no"), str(tmp_path / "out")], "there is no such folder"),
-        ([str(full), str(tmp_path / "out")], "it has no config.json"),
-        ([run, str(tmp_path / "out"), "--format=torch"], "--format: invalid choice: 'torch'"),
-        ([run, str(tmp_path / "out"), "--training.steps=3"], "unknown option --training.steps"),
+        ([run, "--out", str(tmp_path / "out")], 'has no counterpart of model.args.norm = "batchnorm"'),
+        ([run, "--out", str(tmp_path / "out"), "--step=3"], "it has no checkpoint of step 3; steps: 4"),
+        ([run, "--out", str(full)], "full exists already; choose another name"),
+        ([run, "exported"], "the following arguments are required: --out"),
+        ([str(tmp_path / "no"), "--out", str(tmp_path / "out")], "there is no such folder"),
+        ([str(full), "--out", str(tmp_path / "out")], "it has no config.json"),
+        ([run, "--out", str(tmp_path / "out"), "--format=torch"], "--format: invalid choice: 'torch'"),
+        ([run, "--out", str(tmp_path / "out"), "--training.steps=3"], "unknown option --training.steps"),
         (
-            [run, str(tmp_path / "out"), "--format=plain", "--vocab-size=9"],
+            [run, "--out", str(tmp_path / "out"), "--format=plain", "--vocab-size=9"],
             "--vocab-size is for --format hf; remove it",
         ),
     ):
@@ -237,7 +238,7 @@ def test_bad_exports_are_one_error_and_leave_nothing(tmp_path: Path, capsys: pyt
         assert message in error and error.startswith("error: ") and error.count("error:") == 1
     (shard,) = (tmp_path / "tiny" / "checkpoints" / "step-4").glob("__0*.distcp")
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert main(["export", run, str(tmp_path / "out"), "--format=plain"]) == 2
+    assert main(["export", run, "--out", str(tmp_path / "out"), "--format=plain"]) == 2
     assert f"{shard.name} has" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
@@ -252,9 +253,9 @@ def peak():  # of this program; getrusage would count that of its parent, too
 
 for folder in ("small", "large"):
     before = peak()
-    assert main(["import", folder, f"{folder}-imported"]) == 0
+    assert main(["import", folder, "--out", f"{folder}-imported"]) == 0
     imported = peak()
-    assert main(["export", f"{folder}-imported", f"{folder}-exported"]) == 0
+    assert main(["export", f"{folder}-imported", "--out", f"{folder}-exported"]) == 0
 print(imported - before, peak() - before)
 """
 

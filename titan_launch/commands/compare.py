@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
     text = "run folders; the first is the reference"
     parser.add_argument("run_folders", metavar="RUN", nargs="+", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--html", metavar="FILE", help="also write a page")
+    parser.add_argument("--out", metavar="FILE", help="also write a page")
     group = parser.add_argument_group("for scripts", "exit status 1 if a run exceeds a limit")
     text = "most by which the median speed of a run may be below that of the first run, such as 3%%"
     group.add_argument("--fail-if-slower", type=percentage, metavar="PERCENT", help=text)
@@ -52,9 +52,9 @@ def run(arguments: Namespace) -> int:
         say_data(to_json(comparison.as_data()))
     else:
         say(comparison.as_text())
-    if arguments.html is not None:
-        write_page(Path(arguments.html), comparison.as_page(), "--html")
-        say(one_line(f"page: {arguments.html}"), file=sys.stderr)
+    if arguments.out is not None:
+        write_page(Path(arguments.out), comparison.as_page(), "--out")
+        say(one_line(f"page: {arguments.out}"), file=sys.stderr)
     for sentence in exceeded:
         say(one_line(f"failed: {sentence}"), file=sys.stderr)
     return FAILED if exceeded else OK

@@ -13,10 +13,10 @@ from titan_launch.core.terminal import as_message, say
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `export`."""
-    parser.usage = "titan-launch export SOURCE OUT [options]"
-    parser.epilog = "example:\n  titan-launch export outputs/llama_bn exported --format plain"
+    parser.usage = "titan-launch export SOURCE --out OUT [options]"
+    parser.epilog = "example:\n  titan-launch export outputs/llama_bn --out exported --format plain"
     add_source(parser)
-    parser.add_argument("out", metavar="OUT", help="folder to write, which must not exist")
+    parser.add_argument("--out", required=True, metavar="OUT", help="folder to write, which must not exist (required)")
     text = "hf: config.json, *.safetensors and tokenizer of Hugging Face (the default); plain: one model.safetensors "
     parser.add_argument("--format", choices=("hf", "plain"), default="hf", help=f"{text}in the names of this package")
     text = "write only the adapters ([lora]), as a folder that peft loads; default: the model with its adapters merged"

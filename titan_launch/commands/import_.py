@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `import`."""
-    parser.usage = "titan-launch import FOLDER OUT"
+    parser.usage = "titan-launch import FOLDER --out OUT"
+    parser.epilog = "example:\n  titan-launch import Llama-3.2-1B --out imported/llama"
     parser.add_argument("folder", metavar="FOLDER", help="Hugging Face folder: config.json and *.safetensors")
-    parser.add_argument("out", metavar="OUT", help="folder to write, which must not exist")
+    parser.add_argument("--out", required=True, metavar="OUT", help="folder to write, which must not exist (required)")
 
 
 def run(arguments: Namespace) -> int:

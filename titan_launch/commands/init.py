@@ -33,10 +33,11 @@ _NO_MODEL = "Sizes: small ones, since no model is named. `titan-launch init` wit
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `init`."""
-    parser.usage = "titan-launch init NAME [FILE] [options]"
-    parser.epilog = "example:\n  titan-launch init sft job.toml --model Llama-3.2-1B-Instruct --data chats.jsonl"
+    parser.usage = "titan-launch init NAME [--out FILE] [options]"
+    parser.epilog = "example:\n  titan-launch init sft --out job.toml --model Llama-3.2-1B-Instruct --data chats.jsonl"
     parser.add_argument("name", metavar="NAME", nargs="?", help="recipe, or config of the package: see --list")
-    parser.add_argument("file", metavar="FILE", nargs="?", help="job file to write, which must not exist (NAME.toml)")
+    text = "job file to write, which must not exist (default: NAME.toml)"
+    parser.add_argument("--out", metavar="FILE", help=text)
     parser.add_argument("--list", action="store_true", help="list the recipes, and the configs of the package")
     parser.add_argument("--model", metavar="FOLDER", help="Hugging Face folder: weights, tokenizer, longest sequence")
     parser.add_argument("--data", metavar="PATH", help="file, folder or glob; its content decides data.kind")
@@ -57,7 +58,7 @@ def run(arguments: Namespace) -> int:
     if name not in RECIPES and name not in carried_configs():
         hint = did_you_mean(name, [*RECIPES, *carried_configs()])
         raise UserError(f'error: init has no recipe or config "{name}"{hint}; titan-launch init --list shows all')
-    file = arguments.file or f"{Path(name).name}.toml"
+    file = arguments.out or f"{Path(name).name}.toml"
     check_new(file, "init")
     if name in RECIPES:
         write_new(file, _recipe(arguments, file))
@@ -72,7 +73,7 @@ def run(arguments: Namespace) -> int:
 
 def _listing() -> list[str]:
     width = max(map(len, [*RECIPES, *carried_configs()]))
-    lines = ["recipes (titan-launch init NAME [FILE] [--model FOLDER] [--data PATH]):"]
+    lines = ["recipes (titan-launch init NAME [--out FILE] [--model FOLDER] [--data PATH]):"]
     lines += [f"  {name:{width}}  {recipe.title}" for name, recipe in RECIPES.items()]
     lines += ["", "configs that the package carries (copied by init; --config takes their names, too):"]
     return lines + [f"  {name:{width}}  {_first_sentence(path)}" for name, path in carried_configs().items()]

@@ -18,18 +18,18 @@ from titan_launch.recipes.writing import Row, Table, check_new, job_text, print_
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `migrate`."""
-    parser.usage = "titan-launch migrate OLD.toml [NEW.toml] [--world-size N]"
-    parser.epilog = "example:\n  titan-launch migrate llama3_8b.toml job.toml --world-size 8"
+    parser.usage = "titan-launch migrate OLD.toml [--out NEW.toml] [--world-size N]"
+    parser.epilog = "example:\n  titan-launch migrate llama3_8b.toml --out job.toml --world-size 8"
     parser.add_argument("old", metavar="OLD.toml", help="job file of TorchTitan v0.2")
     text = "job file to write, which must not exist (default: OLD.migrated.toml)"
-    parser.add_argument("new", metavar="NEW.toml", nargs="?", help=text)
+    parser.add_argument("--out", metavar="NEW.toml", help=text)
     text = "ranks of the job, for keys whose number of samples depends on it (default: unknown)"
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
 
 
 def run(arguments: Namespace) -> int:
     """Write the new job file, and print a line for each key that it does not have."""
-    new = arguments.new or str(Path(arguments.old).with_suffix(".migrated.toml"))
+    new = arguments.out or str(Path(arguments.old).with_suffix(".migrated.toml"))
     check_new(new, "migrate")
     (old,) = read_job(arguments.old)[-1:]
     if unknown := [name for name, value in old.table.items() if not isinstance(value, dict)]:

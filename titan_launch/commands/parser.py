@@ -85,6 +85,8 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError in place of argparse's usage text and exit."""
+        if message.startswith("unrecognized arguments") and "--out" in self._option_string_actions:
+            message += "; the option --out names the output"
         raise UserError(f"error: {message.removeprefix('argument ')} (see {self.prog} --help)")
 
     def _refuse_unknown(self, name: str) -> NoReturn:
