@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import islice
 
 Points = Sequence[tuple[float, float]]
 """Pairs (step, value), with increasing steps."""
@@ -12,7 +13,8 @@ Points = Sequence[tuple[float, float]]
 COLORS = ("#2f6fbb", "#d1603d", "#3b8f5a", "#8a5ab5", "#b08a1e", "#c2447e", "#3a9aa8", "#7a7a7a")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 560, 260, 64, 30, 30, 12
 _MAX_POINTS = 600
-"""Largest number of points of a line. A longer series shows the smallest and the largest value of each interval."""
+"""Largest number of points of a line. A longer series shows the smallest and the largest value of each interval, and
+the first value that is not finite."""
 
 _MAX_NAMES = 8
 """Largest number of series with names below a chart."""
@@ -89,8 +91,10 @@ def _thinned(points: Points) -> Points:
     kept: list[tuple[float, float]] = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
-        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-        kept += sorted(point for point in ends) if all(math.isfinite(y) for _, y in part) else part
+        finite = [point for point in part if math.isfinite(point[1])]
+        shown = {choose(finite, key=lambda point: point[1]) for choose in (min, max)} if finite else set()
+        shown |= {*islice((point for point in part if not math.isfinite(point[1])), 1)}
+        kept += sorted(shown)
     return kept
 
 
