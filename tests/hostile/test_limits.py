@@ -45,7 +45,9 @@ LIMITS = {
     ),
     "layers of a class of `transformers`": f"{classes._MOST_LAYERS}",
     "`config.json` and `adapter_config.json` of weights": mib(config_json._MOST_BYTES),
-    "index and header of safetensors files": f"{mib(folder._MOST_INDEX_BYTES)}; {mib(folder._MOST_HEADER_BYTES)}",
+    "index, header and metadata of safetensors files": (
+        f"{mib(folder._MOST_INDEX_BYTES)}; {mib(folder._MOST_HEADER_BYTES)}; {folder._MOST_METADATA:,} characters"
+    ),
     "regular expressions of an adapter": f"{adapters._MOST_PATTERN:,} characters, {adapters._MATCHING_SECONDS:g} s",
     "another JSON file": f"{mib(json_files.MOST_BYTES)}, {json_files.MOST_VALUES:,} values",
     "`units.json`, `precision_audit.json`": mib(recorded_run._MOST_RECORD_BYTES),
@@ -54,12 +56,19 @@ LIMITS = {
         f"{recorded_run.MOST_METRICS:,} metrics"
     ),
     "flight records": mib(flight_recorder._MOST_BYTES),
-    "`tokenizer.json`": f"{mib(tokenizer.MOST_BYTES)}, {tokenizer._MOST_VALUES:,} values",
+    "`tokenizer.json`": (
+        f"{mib(tokenizer.MOST_BYTES)}, {tokenizer._MOST_VALUES:,} values, {tokenizer._MOST_KEYS:,} keys"
+    ),
     "a chat template": mib(chat_template._MOST_BYTES),
     "a call of the helper process": (
         f"{limited_process.SECONDS:g} s of CPU time and {limited_process.SECONDS_PER_BYTE * MIB:g} s for each MiB of "
         f"input; {mib(limited_process.MEMORY)} of memory and {tokenizers._LIMITS.memory_per_byte} bytes for each byte "
         "of input"
+    ),
+    "making an object in the helper process": (
+        f"{limited_process.SECONDS:g} s of CPU time and {limited_process.MAKING.seconds_per_byte * MIB:g} s for each "
+        f"MiB of its file; {mib(limited_process.MEMORY)} of memory and {limited_process.MAKING.memory_per_byte} bytes "
+        "for each byte of its file"
     ),
     "an image": f"{mib(pillow.MOST_BYTES)}, {pillow.MOST_PIXELS:,} pixels",
     "a label in a tar file; classes": f"{mib(encoded._MOST_LABEL)}; {arrays.MOST_CLASSES:,}",

@@ -178,8 +178,9 @@ READ_BY_CHECK: dict[str, tuple[Callable[[Path, Any], None], str]] = {
     "a loop of links": (replaced_by(lambda file: file.symlink_to(file)), "cannot be read: "),
     "a large file": (
         replaced_by(large),
-        "larger than 40 MiB, the limit of such a file",
+        "larger than 64 MiB, the limit of such a file",
     ),
+    "many keys": (written("{" + '"" :1,' * 1_500_000 + '"":1}'), "more than 1,500,000 keys"),
     "many values": (written("[" + "[]," * 4_000_000 + "1]"), "more than 4,000,000 values"),
     "settings nested": (written_beside("[" * 10**6), "tokenizer_config.json: not valid JSON"),
     "settings array": (written_beside("[]"), "tokenizer_config.json: not an object"),

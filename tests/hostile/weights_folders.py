@@ -226,6 +226,10 @@ CASES: dict[str, Hostile] = {
     "header_list": _case(_header(b"[]", 0), "truncated or damaged"),
     "header_deep": _case(_header(b'{"a":' * 10_000, 0), "truncated or damaged"),
     "header_metadata": _case(_header(b'{"__metadata__": {"a": 1}}', 0), "truncated or damaged"),
+    "header_of_metadata": _case(
+        _header({"__metadata__": {f"{number:06}": "" for number in range(180_000)}} | header_of(SHAPES), 25_920),
+        "more than 1,048,576 characters of metadata",
+    ),
     "header_overflow": _case(
         _header({"a": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 0]}}, 0), "overflow"
     ),

@@ -56,7 +56,7 @@ def test_steps_that_ran_again_are_counted_once(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         for step in (3, 4, 4, 5):
             file.write(json.dumps({"step": step, "train/loss": 10.0 * step, **({"x": 1} if step == 4 else {})}) + "\n")
-    assert load_run(folder).values("train/loss") == [(1, 1), (2, 2), (3, 30), (4, 40), (5, 50)]
+    assert [*load_run(folder).values("train/loss")] == [(1, 1), (2, 2), (3, 30), (4, 40), (5, 50)]
 
 
 def test_a_rollback_is_shown_and_its_reports_do_not_count(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_rollback_is_shown_and_its_reports_do_not_count(tmp_path: Path) -> Non
     sink.write(3, {"train/loss": 3.0, "train/rollbacks": 1.0, "train/skipped_steps": 2.0})
     sink.close()
     run = load_run(folder)
-    assert run.values("train/loss") == [(1, 1), (2, 1), (3, 3)]
+    assert [*run.values("train/loss")] == [(1, 1), (2, 1), (3, 3)]
     assert run.rolled_back == [3, 4]
     assert "There were 2 steps skipped, 1 rollback." in summary(run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from json.decoder import JSONDecodeError
 from math import isinf
@@ -48,18 +49,22 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_
     return parse_json(read_regular(path, most_bytes), most_values)
 
 
-def parse_json(content: bytes | str, most_values: int = MOST_VALUES) -> Any:
-    """Return the value in a JSON text.
+def parse_json(content: bytes | str, most_values: int = MOST_VALUES, most_keys: int | None = None) -> Any:
+    """Return the value in a JSON text. `most_keys`: limit of the keys, which take twice the memory of values. Colons in
+    texts count as keys.
 
     Raises JsonError for a text that is not JSON, for two equal keys in an object, for numbers that float64 cannot have,
     for half of a surrogate pair, and for a text outside of the limits.
     """
     text = _decoded(content)
+    del content  # a file may have 64 MiB
     _check_number_of_values(text, most_values)
+    if most_keys is not None and text.count(":") > most_keys:
+        raise JsonError(f"more than {most_keys:,} keys")
     value = _parsed(_STRICT, text)
     if text.count("[") + text.count("{") > MOST_DEPTH:
         _check_depth(value)
-    if "\\u" in text:
+    if _ESCAPED_SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -125,6 +130,8 @@ def _check_number_of_values(text: str, most_values: int) -> None:
     if text.count(",") + text.count("[") + text.count("{") > most_values:
         raise JsonError(f"more than {most_values:,} values")
 
+
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 _TOO_DEEP = f"more than {MOST_DEPTH} nested arrays and objects"
 

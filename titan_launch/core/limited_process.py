@@ -71,9 +71,13 @@ class Limits(NamedTuple):
     answer_per_byte: int = 0
     """Further bytes of an answer for each byte of input."""
 
+    seconds_per_byte: float = SECONDS_PER_BYTE
+    """CPU time for each byte of input."""
 
-_MAKING = Limits(memory_per_byte=16)
-"""Limits of making an object. The package tokenizers needs ten bytes of memory for each byte of its file."""
+
+MAKING = Limits(memory_per_byte=16, seconds_per_byte=1 / MIB)
+"""Limits of making an object. The package tokenizers needs ten bytes of memory and 0.1 microseconds for each byte of a
+file."""
 
 
 class LimitedObject:
@@ -116,7 +120,7 @@ class _Helper:
             if self._process is not None and self._process.poll() is not None:
                 self._end()
             if target.number not in self._made:
-                self._exchange(target.number, *target.recipe, SECONDS, _MAKING)
+                self._exchange(target.number, *target.recipe, SECONDS, MAKING)
                 self._made.add(target.number)
             spare = min(SECONDS, target.spare_seconds + _REGAINED_SECONDS)
             target.spare_seconds = 0.0
@@ -144,7 +148,7 @@ class _Helper:
         self._made -= set(forgotten)
         request = pickle.dumps((forgotten, number, action, arguments), pickle.HIGHEST_PROTOCOL)
         size = len(request)
-        seconds += size * SECONDS_PER_BYTE
+        seconds += size * limits.seconds_per_byte
         memory = MEMORY + size * limits.memory_per_byte
         header = _REQUEST.pack(size, seconds, memory, limits.answer + size * limits.answer_per_byte)
         process = self._process or self._start()

@@ -36,19 +36,20 @@ class LoadedTokenizer:
 
         self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         model: Any = self._tokenizer.model
-        self._changed = {name: getattr(model, name) for name in _RANDOM if getattr(model, name, None)}
-        for name in self._changed:
+        changed = {name: getattr(model, name) for name in _RANDOM if getattr(model, name, None)}
+        for name in changed:
             setattr(model, name, None)
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-
-    def facts(self) -> Facts:
-        """Return the facts about the tokenizer."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder().values()
         size = 1 + max(vocabulary.values(), default=-1)
-        return Facts(size, [token.content for token in added if token.special], self._changed)
+        self._facts = Facts(size, [token.content for token in added if token.special], changed)
+
+    def facts(self) -> Facts:
+        """Return the facts about the tokenizer."""
+        return self._facts
 
     def token_to_id(self, name: str) -> int | None:
         """Return the id of a token."""

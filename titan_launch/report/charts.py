@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import islice
 from operator import itemgetter
 
 Points = Sequence[tuple[float, float]]
@@ -23,7 +24,8 @@ _LABELS = 120
 """Width of the names at the right of a stacked chart."""
 
 _MAX_POINTS = 600
-"""Largest number of points of a line. A longer series shows the smallest and the largest value of each interval."""
+"""Largest number of points of a line. A longer series shows the smallest and the largest value of each interval, and
+the first value that is not finite."""
 
 _MAX_NAMES = 8
 """Largest number of series with names below a chart, and in the text that a pointer shows."""
@@ -337,8 +339,10 @@ def _thinned(points: Points) -> Points:
     kept: list[tuple[float, float]] = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
-        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-        kept += sorted(point for point in ends) if all(math.isfinite(y) for _, y in part) else part
+        finite = [point for point in part if math.isfinite(point[1])]
+        shown = {choose(finite, key=lambda point: point[1]) for choose in (min, max)} if finite else set()
+        shown |= {*islice((point for point in part if not math.isfinite(point[1])), 1)}
+        kept += sorted(shown)
     return kept
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
@@ -39,7 +39,7 @@ State = Literal["running", "finished", "ended early", "stopped", "failed"]
 """State of a run. `finished`: the last step is done. `ended early`: `validation.patience` ended the run. `stopped`: a
 signal ended the run in order. `failed`: an error ended the run, or the run was killed."""
 
-MOST_REPORTS = 500_000
+MOST_REPORTS = 2_000_000
 """Limit of the reports in a file."""
 
 MOST_FOLDERS = 200_000
@@ -196,6 +196,29 @@ class Reports:
     """Steps and values of each metric, in the order of their first report."""
 
 
+class Series(Sequence[tuple[int, float]]):
+    """The pairs (step, value) of a metric. They are made when they are read, since each takes seven times the memory of
+    its numbers."""
+
+    def __init__(self, steps: Sequence[int], values: Sequence[float]):
+        self._steps, self._values = steps, values
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, float]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Series: ...
+    def __getitem__(self, index: int | slice) -> tuple[int, float] | Series:
+        if isinstance(index, slice):
+            return Series(self._steps[index], self._values[index])
+        return self._steps[index], self._values[index]
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self._steps, self._values, strict=True)
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """The records of a run."""
@@ -280,9 +303,9 @@ class RecordedRun:
         """The content of `units.json`; empty without that file."""
         return _record(self.folder / UNITS_FILE, _UNITS) or []
 
-    def values(self, tag: str) -> list[tuple[int, float]]:
+    def values(self, tag: str) -> Series:
         """Return (step, value) of all reports with a metric."""
-        return list(zip(*self.reports.columns.get(tag, ((), ())), strict=True))
+        return Series(*self.reports.columns.get(tag, ((), ())))
 
     def last(self, tag: str) -> float | None:
         """Return the last value of a metric, or None."""
@@ -442,14 +465,17 @@ def _merged(lines: Iterator[Report]) -> Reports:
             kept.append(len(steps))
             steps.append(step)
         for tag, value in report.items():
-            column = columns.get(tag) or columns.setdefault(tag, (array("q"), array("d")))
+            column = columns.get(tag) or columns.setdefault(tag, (array("I"), array("d")))
             column[0].append(kept[-1])
             column[1].append(value)
     if has_repeated:
         columns = _without_replaced(columns, {*kept})
-    for indices, _ in columns.values():
-        indices[:] = array("q", map(steps.__getitem__, indices))
-    return Reports(array("q", map(steps.__getitem__, kept)), columns)
+    of_all = array("q", map(steps.__getitem__, kept))
+    found = {
+        tag: (of_all if len(indices) == len(of_all) else array("q", map(steps.__getitem__, indices)), values)
+        for tag, (indices, values) in columns.items()
+    }
+    return Reports(of_all, found)
 
 
 def _without_replaced(
@@ -460,7 +486,7 @@ def _without_replaced(
     for tag, column in columns.items():
         last = {index: value for index, value in zip(*column, strict=True) if index in kept}
         if last:
-            found[tag] = array("q", last), array("d", last.values())
+            found[tag] = array("I", last), array("d", last.values())
     return found
 
 

@@ -42,11 +42,12 @@ class TokenizerConfig(Section):
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
-MOST_BYTES = 40 * MIB
-"""Limit of a `tokenizer.json`. The largest ones that are published have 35 MB."""
+MOST_BYTES = 64 * MIB
+"""Limit of a `tokenizer.json`. The largest ones that are published have 35 MB, and one with 900,000 tokens 60 MB."""
 
-_MOST_VALUES = 4_000_000
-"""Limit of the values in a `tokenizer.json`. Those with 260,000 tokens and 580,000 merges have about 2,000,000."""
+_MOST_VALUES, _MOST_KEYS = 4_000_000, 1_500_000
+"""Limits of the values and of the keys in a `tokenizer.json`. Those with 260,000 tokens and 580,000 merges have about
+2,000,000 values, and those with 900,000 tokens and their scores 2,700,000. A token without a score is a key."""
 
 _UNUSED_IDS = 100_000
 """Ids that may be unused, besides one for each token. The largest id decides the number of rows of embeddings."""
@@ -122,7 +123,7 @@ def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
     from titan_launch.core.json_files import parse_json  # imported here: most job files do not need it
 
     try:
-        content = parse_json(read_regular(file, MOST_BYTES), _MOST_VALUES)
+        content = parse_json(read_regular(file, MOST_BYTES), _MOST_VALUES, _MOST_KEYS)
     except ValueError as error:
         raise ValueError(f"it is not valid JSON: {error}") from None
     model = content.get("model") if isinstance(content, dict) else None

@@ -55,6 +55,9 @@ _MOST_INDEX_BYTES = 64 * MIB
 _MOST_HEADER_BYTES = 16 * MIB
 """Limit of the header of a file. It has about 100 bytes for each tensor."""
 
+_MOST_METADATA = MIB
+"""Limit of the characters of a file's metadata, which is parsed again for each tensor that is read."""
+
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 8, 1 << 48
 """Limits of a shape. Tensors without elements may have any shape for the library."""
 
@@ -181,6 +184,8 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     except (library.SafetensorError, OSError, ValueError) as error:
         reason = short_name(str(error))
         raise WeightsError(f"{shown} is truncated or damaged ({reason}); copy or download it again") from None
+    if sum(map(len, chain.from_iterable(metadata.items()))) > _MOST_METADATA:
+        raise WeightsError(f"{shown} has more than {_MOST_METADATA:,} characters of metadata; write it without them")
     for name, tensor in tensors.items():
         if len(tensor.shape) > _MOST_DIMENSIONS or max(tensor.shape, default=0) > _MOST_ELEMENTS:
             shape = ", ".join(map(str, tensor.shape[: _MOST_DIMENSIONS + 1]))
