@@ -287,7 +287,10 @@ def test_bad_requests_are_one_line_and_status_2(
     pytest.importorskip("safetensors.torch").save_file(resnet.state_dict(), "images/model.safetensors")
     own, chatml, task = str(run), "--template=chatml", "--tasks=capitals"
     for arguments, message in (
-        (["chat", own], f'error: {own}: --template: must be set, because the tokenizer has no chat template: "chatml"'),
+        (
+            ["chat", own],
+            f'error: {own}: --template: must be set, because the tokenizer "bytes" has no chat template: "chatml"',
+        ),
         (["chat", base], f'{base}: --template: must be set, because {base} has no chat template: "chatml", or a Jinja'),
         (["chat", base, "--template=no.jinja"], "--template: cannot read no.jinja: No such file or directory; set"),
         (["chat", base, "--template=bad.jinja"], "--template: is not a Jinja template: line 2: "),

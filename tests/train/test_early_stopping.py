@@ -332,4 +332,4 @@ def test_the_command_line_shows_the_end_and_the_result(tmp_path: Path) -> None:
     assert "2 checkpoints, the newest of step 6; the best, of step 2, is the result.\n" in report
     shutil.copytree(tmp_path / "tiny", tmp_path / "copy")
     _, comparison, _ = run_command(["compare", "tiny", "copy"], tmp_path)
-    assert comparison.startswith("A = tiny: ended early, step 6 of 20, best step 2\n")
+    assert "\nA = tiny: ended early, step 6 of 20, best step 2\n" in comparison
