@@ -20,6 +20,7 @@ from titan_launch.core.errors import KeyPath, UserError, config_error
 from titan_launch.core.files import MIB, open_regular
 from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import one_line
+from titan_launch.data.images.pillow import MOST_PIXELS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,6 +211,8 @@ def _problems(arrays: Mapping[str, npt.NDArray[Any]], remedy: str) -> Iterator[s
         yield f"labels are {_name(labels.dtype)} of the shape {labels.shape}; save them as integers of the shape (N)"
     if len(images) != len(labels):
         yield f"holds {len(images)} images, but {len(labels)} labels; save one label for each image"
+    if math.prod(images.shape[-2:]) > MOST_PIXELS:
+        yield f"has images of more than {MOST_PIXELS:,} pixels, the limit of an image; make them smaller"
     if not images.size:
         yield "holds no images; save at least one image with its label"
     if labels.min() < 0:

@@ -29,9 +29,9 @@ MOST_BYTES = 256 * MIB
 MOST_PIXELS = 50_000_000
 """Limit of the pixels that are decoded. Decoding and normalization take up to 20 bytes for each."""
 
-_MOST_STORED = 2 * MOST_PIXELS
-"""Limit of the pixels of a JPEG that is scaled while it is decoded. If it is progressive, libjpeg takes 6 bytes for
-each."""
+_MOST_STORED = 125_000_000
+"""Limit of the pixels of a JPEG that is scaled while it is decoded, as of telephones of 108 million. If it is
+progressive, libjpeg takes up to 8 bytes for each."""
 
 _MOST_SCANS = 20
 """Limit of the scans of a JPEG of `MOST_PIXELS`. Smaller images may have more: each scan passes over all pixels."""
@@ -69,7 +69,7 @@ def opened_image(content: bytes) -> Iterator[Image]:
         reason = f"it is none of {', '.join(FORMATS)}, or damaged"
         raise PixelFormatError(f"is not a valid image ({reason}); convert it to PNG or JPEG, or remove it") from None
     except Image.DecompressionBombError:
-        raise _too_large(_MOST_STORED) from None
+        raise _too_large(MOST_PIXELS) from None
     except Exception as error:  # Pillow raises many types for damaged images
         reason = f"{type(error).__name__}: {one_line(str(error)):.200}" if str(error) else type(error).__name__
         raise PixelFormatError(f"is not a valid image ({reason}); replace or remove it") from None
@@ -99,10 +99,10 @@ class _Bounded(BytesIO):
 
 def _check(image: Image, content: bytes) -> None:
     """Raise PixelFormatError for a file that takes much more memory or time than its size suggests."""
-    pixels = image.width * image.height
-    if pixels > _MOST_STORED:
-        raise _too_large(_MOST_STORED)
-    scans = content.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 1
+    pixels, is_jpeg = image.width * image.height, image.format in ("JPEG", "MPO")
+    if pixels > (limit := _MOST_STORED if is_jpeg else MOST_PIXELS):
+        raise _too_large(limit)
+    scans = content.count(b"\xff\xda") if is_jpeg else 1
     if scans * pixels > _MOST_SCANS * MOST_PIXELS:
         raise PixelFormatError(f"has {scans:,} scans of {pixels:,} pixels; save it again")
     exif, in_text = image.info.get("exif", b""), image.info.get("Raw profile type exif", "")

@@ -84,7 +84,7 @@ def decode(image: Image, channels: int) -> Tensor:
         pixels /= np.float32(_MAXIMUM)
         gray = torch.from_numpy(pixels)
         colors = gray.expand(min(channels, 3), -1, -1)
-        return colors if channels <= 3 else torch.cat([colors, torch.ones_like(gray)[None]])
+        return colors if channels <= 3 else torch.cat([colors, torch.ones(()).expand(1, *gray.shape)])
     if channels != 4 and upright.has_transparency_data:
         upright = upright.convert("RGBA")
         if upright.getchannel("A").getextrema() != (255, 255):
