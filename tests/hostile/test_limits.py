@@ -30,7 +30,11 @@ def mib(number: int) -> str:
     return f"{number // MIB} MiB"
 
 
-_COMPRESSED = f"10 times its size and {mib(arrays._MOST_EXPANDED)}; 100 times its size and {mib(files.MOST_EXPANDED)}"
+assert arrays._MOST_EXPANDED == files.MOST_DOCUMENT
+_COMPRESSED = (
+    f"10 times its size and {mib(files.MOST_DOCUMENT)}; 100 times its size and {mib(files.MOST_RECORDS)}, of which "
+    f"each counts as {files.LEAST_RECORD} bytes or more"
+)
 
 LIMITS = {
     "a TOML file; a JSON job; files of a job": (
@@ -72,7 +76,7 @@ LIMITS = {
     ),
     "an image": f"{mib(pillow.MOST_BYTES)}, {pillow.MOST_PIXELS:,} pixels",
     "a label in a tar file; classes": f"{mib(encoded._MOST_LABEL)}; {arrays.MOST_CLASSES:,}",
-    "a compressed array or document; a compressed file of lines": _COMPRESSED,
+    "a compressed array or document; compressed lines or rows": _COMPRESSED,
     "a line of a data set": mib(jsonl.MOST_LINE),
     "a prompt of `generate`": f"{language_model.MOST_PROMPT:,} characters",
     "header of token files": mib(token_files.MOST_LISTED),

@@ -17,8 +17,14 @@ from titan_launch.core.files import MIB, file_state, open_regular
 from titan_launch.core.packages import not_installed
 from titan_launch.data.corpora.base import Corpus, File, Part
 
-MOST_EXPANDED = 256 * MIB
-"""Limit of the decompressed bytes of a file beyond a multiple of its size."""
+MOST_DOCUMENT = 256 * MIB
+"""Limit of the decompressed bytes of a document beyond ten times the size of its file."""
+
+MOST_RECORDS = 64 * MIB
+"""Limit of the decompressed bytes of lines or rows beyond a hundred times the size of their file."""
+
+LEAST_RECORD = 256
+"""Bytes as which a line or row counts at least. The time for empty ones would have no limit otherwise."""
 
 
 class FileCorpus(Corpus):
@@ -81,11 +87,6 @@ class FileCorpus(Corpus):
         except OSError as error:
             raise self.unopened(file, error) from None
 
-    def most_expanded(self, file: File, times: int) -> int | None:
-        """Return the limit of the bytes that a compressed file may have after decompression; None for other files.
-        `times`: the multiple of its size that may be reached."""
-        return times * file.size + MOST_EXPANDED if file.path.suffix in COMPRESSED else None
-
     def expanded(self, file: File, limit: int) -> ConfigError:
         """Return the error for a file that is larger than its limit after decompression."""
         reason = f"it has more than {limit:,} bytes after decompression, the limit for {file.size:,} compressed bytes"
@@ -105,3 +106,14 @@ class FileCorpus(Corpus):
             except ImportError:
                 raise self.unreadable(file, f"it {not_installed('backports.zstd')}") from None
         return zstd.open, (zstd.ZstdError, EOFError)
+
+
+def is_compressed(file: File) -> bool:
+    """Return True for a file that is decompressed while it is read."""
+    return file.path.suffix in COMPRESSED
+
+
+def most_of_records(file: File) -> int:
+    """Return the limit of the bytes of a compressed file's lines or rows after decompression, of which each counts as
+    LEAST_RECORD or more."""
+    return 100 * file.size + MOST_RECORDS

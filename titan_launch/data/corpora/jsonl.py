@@ -7,13 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from titan_launch.config.paths import COMPRESSED
 from titan_launch.config.sections.data import JsonlData, LinesData
 from titan_launch.core.errors import listed
 from titan_launch.core.files import MIB
 from titan_launch.core.json_files import JsonError, parse_record
 from titan_launch.data.corpora.base import Document, File, Part, Skipped
-from titan_launch.data.corpora.files import FileCorpus
+from titan_launch.data.corpora.files import LEAST_RECORD, FileCorpus, is_compressed, most_of_records
 from titan_launch.data.corpora.records import RecordCorpus, RecordError
 
 MOST_LINE = 32 * MIB
@@ -40,7 +39,7 @@ class LinesCorpus(FileCorpus, RecordCorpus):
         parts: list[Part] = []
         small: list[File] = []
         for file in self.files:
-            if file.size <= self.part_bytes or file.path.suffix in COMPRESSED:
+            if file.size <= self.part_bytes or is_compressed(file):
                 small.append(file)
                 continue
             parts += [*self.grouped(small), *self._ranges(file)]
@@ -70,18 +69,20 @@ class LinesCorpus(FileCorpus, RecordCorpus):
         """Yield the lines of a file that begin in the range of a part. Of a line that is too long, only the beginning
         is yielded."""
         stop = part.stop or _NO_END
-        limit = self.most_expanded(file, 100) or _NO_END
+        limit = most_of_records(file) if is_compressed(file) else _NO_END
         with self.opened(file) as stream:
-            position = part.start
+            position, counted = part.start, 0
             if position:
                 stream.seek(position - 1)
                 position += _skip_line(stream, stop - position + 1) - 1
             while position < stop and (line := stream.readline(MOST_LINE + 1)):
                 position += len(line)
+                counted += max(len(line), LEAST_RECORD)
                 yield line
                 if len(line) > MOST_LINE and not line.endswith(b"\n"):
-                    position += _skip_line(stream, limit - position)
-                if position >= limit:
+                    skipped = _skip_line(stream, limit - counted)
+                    position, counted = position + skipped, counted + skipped
+                if counted >= limit:
                     raise self.expanded(file, limit)
 
     def _lines_before(self, file: File, start: int) -> int:

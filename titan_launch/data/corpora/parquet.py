@@ -13,10 +13,10 @@ from titan_launch.core.files import MIB
 from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora.base import Document, File, Part, Skipped
-from titan_launch.data.corpora.files import MOST_EXPANDED, FileCorpus
+from titan_launch.data.corpora.files import LEAST_RECORD, FileCorpus, most_of_records
 from titan_launch.data.corpora.records import BATCH_ROWS, ColumnCorpus
 
-_MOST_DICTIONARY = 64 * MIB
+_MOST_DICTIONARY = 32 * MIB
 """Limit of the bytes of a dictionary. Writers end dictionaries at 1 MiB."""
 
 _AT_ONCE = 32 * MIB
@@ -36,13 +36,14 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
         """Yield the documents of a part. Raises ConfigError for a row that stops the run."""
         (file,) = part.files
-        limit, size = 100 * file.size + MOST_EXPANDED, 0
+        limit, counted = most_of_records(file), 0
         with self._table(file) as (table, stream):
             first_row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
             batches = self._batches(table, stream, file, range(part.start, part.stop or 0))
             for document in self.rows(batches, (file.name, file.size), file.name, first_row):
-                size += len(document.content) if isinstance(document, Document) else 0
-                if size > limit:
+                size = len(document.content) if isinstance(document, Document) else 0
+                counted += max(size, LEAST_RECORD)
+                if counted > limit:
                     raise self.expanded(file, limit)
                 yield document
 
@@ -84,15 +85,16 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
 
     def _ranges(self, file: File) -> list[Part]:
         """Return ranges of row groups with about `part_bytes` bytes of the column."""
-        parts, start, size = [], 0, 0
-        limit = 100 * file.size + MOST_EXPANDED
+        parts, start, size, of_all = list[Part](), 0, 0, 0
+        limit = most_of_records(file)
         with self._table(file) as (table, _):
             last, column = table.num_row_groups - 1, table.schema_arrow.names.index(self.config.column)
             for group in range(table.num_row_groups):
                 # Damaged metadata end the process in the line after this one, but are an exception in a reader.
                 next(table.iter_batches(1, [group], [self.config.column], use_threads=False), None)
                 in_group = table.metadata.row_group(group).column(column).total_uncompressed_size
-                if not 0 <= in_group <= limit:
+                of_all += in_group
+                if in_group < 0 or of_all > limit:
                     raise self.expanded(file, limit)
                 size += in_group
                 if size >= self.part_bytes or group == last:

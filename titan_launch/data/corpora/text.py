@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterator
 
 from titan_launch.data.corpora.base import Document, Part, Skipped
-from titan_launch.data.corpora.files import FileCorpus
+from titan_launch.data.corpora.files import MOST_DOCUMENT, FileCorpus, is_compressed
 
 _CHECKED_BYTES = 1 << 20
 """Bytes per chunk in which `is_text` decodes a file."""
@@ -21,9 +21,9 @@ class TextCorpus(FileCorpus):
         """Yield the text files of a part. Raises ConfigError for a file that cannot be read."""
         for file in part.files:
             with self.opened(file) as stream:
-                limit = self.most_expanded(file, 10)
-                content = stream.read() if limit is None else stream.read(limit + 1)
-            if limit is not None and len(content) > limit:
+                limit = 10 * file.size + MOST_DOCUMENT
+                content = stream.read(limit + 1 if is_compressed(file) else -1)
+            if is_compressed(file) and len(content) > limit:
                 raise self.expanded(file, limit)
             if is_text(content):
                 yield Document(file.name, content, (file.name, file.size))
