@@ -42,6 +42,9 @@ _MOST_EXIF = 1 << 16
 _READ_TWICE = 2 * MIB
 """Bytes that Pillow may read more than once until a file is open. The tags of a TIFF may name the same bytes."""
 
+_LEAST_READ, _MOST_SMALL_READS = 256, 50_000
+"""Average of the bytes of each read, beyond a number of reads. The parts of a file can be very many and very small."""
+
 _OWN_WARNINGS = re.compile(r"PIL\b")
 
 
@@ -82,13 +85,17 @@ def check_decoded(image: Image) -> None:
 
 
 class _Bounded(BytesIO):
-    """The content of a file, of which `left` bytes may still be read; None: all."""
+    """The content of a file, of which `left` bytes may still be read; None: all. The number of reads has a limit."""
 
     def __init__(self, content: bytes):
         super().__init__(content)
         self.left: int | None = len(content) + _READ_TWICE
+        self._reads_left = _MOST_SMALL_READS + len(content) // _LEAST_READ
 
     def read(self, size: int | None = -1, /) -> bytes:
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise OSError("it has very many small parts")
         found = super().read(size)
         if self.left is not None:
             self.left -= len(found)
