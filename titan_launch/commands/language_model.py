@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from titan_launch.inference.language_model import LanguageModel
 
 MOST_PROMPT = 1 << 22
-"""Limit of the characters of a prompt, which may be in a file or a pipe. A million tokens of text have about as many. If
-each character is a token, they take 0.7 GB."""
+"""Limit of the characters of a prompt, which may be in a file or a pipe. A million tokens of text have about as many.
+If each character is a token, they take 0.7 GB."""
 
 
 def add_model(parser: Parser) -> None:
