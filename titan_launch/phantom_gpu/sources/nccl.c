@@ -26,6 +26,8 @@ struct communicator {
     volatile int is_aborted;
     uint64_t id;
     unsigned long collectives; /* begun by this rank */
+    unsigned long batch, earlier; /* first collectives of this group of calls, and of the one before */
+    int has_pending;
     unsigned long *sent, *received; /* messages between this rank and each other */
 };
 typedef struct { char bytes[128]; } unique_id;
@@ -184,7 +186,7 @@ static int finish(const struct call *call) {
     }
     char **parts = malloc(comm->size * sizeof *parts);
     size_t offset = call->kind == REDUCE_SCATTER || call->kind == ALL_TO_ALL ? comm->rank * call->bytes : 0;
-    for (int r = 0; r < comm->size; r++) { /* every rank waits for all, so a file is read before its rank is two collectives further */
+    for (int r = 0; r < comm->size; r++) {
         parts[r] = calloc(1, call->bytes + 1);
         if (status == SUCCESS) status = fetch(comm, 'c', r, -1, call->number, parts[r], offset, is_member ? call->bytes : 0);
     }
@@ -222,7 +224,12 @@ static int collective(enum kind kind, const void *in, void *out, size_t count, i
     hang_if_asked(stream);
     if (stream_of(stream)->hangs || !is_small(type, sends_all ? bytes * comm->size : bytes)) return SUCCESS;
     unsigned long number = comm->collectives++;
-    if (number >= 2) forget(comm, number - 2);
+    /* This rank has ended the batch before, so all ranks have begun it, so all have ended the one before that. */
+    if (!comm->has_pending) {
+        while (comm->earlier < comm->batch) forget(comm, comm->earlier++);
+        comm->batch = number;
+    }
+    comm->has_pending = depth > 0;
     post(comm, 'c', -1, number, in, sent);
     return end_or_keep((struct call){kind, comm, out, bytes, count, type, op, root, number});
 }
@@ -253,6 +260,7 @@ int ncclGroupEnd(void) {
     int status = SUCCESS;
     for (size_t i = 0; i < num_pending; i++) {
         int ended = finish(&pending[i]);
+        pending[i].comm->has_pending = 0;
         if (ended != SUCCESS) status = ended;
     }
     num_pending = 0;
@@ -298,17 +306,10 @@ int ncclCommSplit(comm_t comm, int color, int key, comm_t *made, void *config) {
     *made = color < 0 ? 0 : new_communicator(size, rank, id);
     return status;
 }
-static int release(comm_t comm) { /* the memory of a communicator stays, since another thread may be in a call */
-    if (comm->collectives >= 1) forget(comm, comm->collectives - 1);
-    if (comm->collectives >= 2) forget(comm, comm->collectives - 2);
-    return SUCCESS;
-}
-int ncclCommDestroy(comm_t comm) { return SUCCESS; } /* other ranks may still read this rank's last part; the folder is removed by its owner */
+/* Other ranks may still read the last parts of this rank, and threads may be in calls: the folder has an owner, and memory stays. */
+int ncclCommDestroy(comm_t comm) { return SUCCESS; }
 int ncclCommFinalize(comm_t comm) { return SUCCESS; }
-int ncclCommAbort(comm_t comm) {
-    comm->is_aborted = 1;
-    return release(comm);
-}
+int ncclCommAbort(comm_t comm) { return comm->is_aborted = 1, SUCCESS; }
 int ncclCommRevoke(comm_t comm, int flags) { return ncclCommAbort(comm); }
 int ncclCommCount(comm_t comm, int *size) { return *size = comm->size, SUCCESS; }
 int ncclCommUserRank(comm_t comm, int *rank) { return *rank = comm->rank, SUCCESS; }
