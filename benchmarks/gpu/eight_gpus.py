@@ -90,7 +90,7 @@ def killed_and_resumed(setting: Setting) -> Step:
         "checkpoint.async_mode": "process",
         "checkpoint.interval": setting.sized(20, 2),
         "checkpoint.keep_latest": 2,
-        "training.steps": 60,
+        "training.steps": setting.sized(60, 20),
         "metrics.log_freq": 1,  # a report is a mean since the last one, and the first step after a resume has one
     }
     whole, disturbed = f"{name}, whole", f"{name}, disturbed"

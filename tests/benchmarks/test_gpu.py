@@ -197,13 +197,11 @@ def test_the_jobs_of_all_steps_are_valid(steps: Any, ranks: int, tmp_path: Path)
             if "--config" in command:
                 words = command[command.index("--config") + 1 :]
                 config = load_job(words[0], words[1:]).config
-                given = [
-                    word.partition("=")[2] for word in command if word.startswith(("--nproc-per-node=", "--ranks="))
-                ]
-                numbers.append(int(given[0]) if given else 1)
+                found = re.search(r"--(nproc-per-node|ranks)=(\d+)", " ".join(command))
+                numbers.append(1 if found is None else int(found[2]))
                 plan_layout(config.parallelism, config.training, world_size=numbers[-1])
                 assert config.job.device == "cuda" and (ranks == 1 or config.comm.timeout_seconds == 120)
-    assert max(numbers) == ranks and len(numbers) > 20
+    assert max(numbers) == ranks and len(numbers) > 15
 
 
 def test_every_wait_is_of_a_branch() -> None:
@@ -298,12 +296,13 @@ def python(code: str) -> list[str]:
 
 
 def run_steps(output: Path, has_values: bool, *steps: Step) -> list[str]:
-    """Return the rows of the table."""
+    """Return the rows of the table, without numbers of seconds."""
     with StepRunner(output, has_values, time.monotonic() + 100) as runner:
         for step in steps:
             runner.run([step])
     assert runner.has_failed == any(" | fail | " in row for row in runner.summary().splitlines())
-    return [line for line in (output / "summary.md").read_text().splitlines() if line.startswith("| ")][1:]
+    rows = [line for line in (output / "summary.md").read_text().splitlines() if line.startswith("| ")][1:]
+    return [re.sub(r"\| \d+ \|", "| seconds |", row) for row in rows]
 
 
 def test_a_failed_comparison_is_a_row_and_the_next_step_runs(tmp_path: Path) -> None:
@@ -316,12 +315,12 @@ def test_a_failed_comparison_is_a_row_and_the_next_step_runs(tmp_path: Path) -> 
     steps = (compared, ended, slow, skipped, Step("quoted", [python("print('a|b')")], detail=last_output_line))
     rows = run_steps(tmp_path / "values", True, *steps)
     assert rows == [
-        "| pair | fail | 0 | relative: losses differ by up to 0.17, gradient norms differ by up to 0; steps 1 to 1; "
-        "allowed: 0.002 and 0.02 |",
-        "| ended | fail | 0 | no output |",
-        "| slow | fail | 1 | not finished after 0 s; last line: no output |",
+        "| pair | fail | seconds | relative: losses differ by up to 0.17, gradient norms differ by up to 0; "
+        "steps 1 to 1; allowed: 0.002 and 0.02 |",
+        "| ended | fail | seconds | no output |",
+        "| slow | fail | seconds | not finished after 0 s; last line: no output |",
         "| none | skipped |  | no such GPU |",
-        "| quoted | pass | 0 | a\\|b |",
+        "| quoted | pass | seconds | a\\|b |",
     ]
     rows = run_steps(tmp_path / "without", False, compared, ended)
     assert rows == [
