@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import FLOAT8, FLOAT8_TENSORWISE, SMOKE, Shape
+from benchmarks.gpu.cases import FLOAT8_TENSORWISE, SMOKE, Shape
 from benchmarks.gpu.processes import log_name
 from benchmarks.gpu.runs import BASE, device_of, overrides, shape_of_job
 
@@ -173,7 +174,7 @@ def _is_set(key: str, job: Options) -> bool:
     return key in job or f"{key.partition('.')[0]}.enable" in job
 
 
-def _json_lines(rows: Any) -> str:
+def _json_lines(rows: Iterable[Options]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
@@ -186,8 +187,6 @@ _CUDA_ONLY = {
 
 def obstacle(options: Options, is_smoke: bool) -> str:
     """Return the reason why this machine cannot train a run; empty if it can."""
-    from importlib.util import find_spec
-
-    if FLOAT8.keys() <= options.keys() and find_spec("torchao") is None:
+    if "float8.enable" in options and find_spec("torchao") is None:
         return "torchao is not installed"
     return next((reason for key, reason in _CUDA_ONLY.items() if is_smoke and key in options), "")
