@@ -18,6 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m titan_launch.phantom_gpu", description=__doc__)
     parser.add_argument("--device", default="h100-80gb", metavar="NAME", help=f"one of {', '.join(PHANTOMS)}")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs that the command sees (default: 1)")
+    parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory of each GPU (default: the device's)")
     parser.add_argument("--hide-gpu", action="store_true", help="run also on a host with a GPU, which is then hidden")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="command and its arguments")
     arguments = parser.parse_args()
@@ -25,7 +26,7 @@ def main() -> int:
     if not command:
         parser.error("the command is missing")
     try:
-        with phantom_gpus(arguments.device, arguments.gpus, arguments.hide_gpu) as environment:
+        with phantom_gpus(arguments.device, arguments.gpus, arguments.memory_gib, arguments.hide_gpu) as environment:
             return _run(command, environment)
     except UserError as error:
         announce_once(str(error))

@@ -55,14 +55,18 @@ PHANTOMS = {
 """The devices by their names in `plan.hardware.DEVICES`."""
 
 
-def describe_device(name: str) -> str:
+def describe_device(name: str, memory_gib: float | None = None) -> str:
     """Return the value of PHANTOM_DEVICE for a device, which `sources/runtime.c` reads. Raises UserError for an unknown
-    name."""
+    name.
+
+    `memory_gib`: memory, by default that of the device.
+    """
     if name not in PHANTOMS:
         known = f"there are {', '.join(PHANTOMS)}{did_you_mean(name, PHANTOMS)}"
         raise UserError(f'error: no phantom GPU has the name "{name}"; {known}')
     device = PHANTOMS[name]
-    memory = next(int(row.memory_gib * GIB) for row in DEVICES if row.name == name)
+    known_gib = next(row.memory_gib for row in DEVICES if row.name == name)
+    memory = int((memory_gib or known_gib) * GIB)
     major, minor = device.capability
     shared = device.shared_bytes
     numbers = (memory, major, minor, device.processors, device.threads_per_processor, shared, shared - _KIB)

@@ -21,15 +21,18 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @contextmanager
-def phantom_gpus(device: str, count: int, hides_gpu: bool = False) -> Iterator[dict[str, str]]:
+def phantom_gpus(
+    device: str, count: int, memory_gib: float | None = None, hides_gpu: bool = False
+) -> Iterator[dict[str, str]]:
     """Yield the environment of processes that see `count` GPUs of the kind `device`, a name in `devices.PHANTOMS`.
 
-    `hides_gpu`: use phantoms although this host has a GPU. The processes exchange small messages in a folder, which is
-    removed at the end of the block. Raises UserError if the phantom cannot be built or may not be used.
+    `memory_gib`: memory of each GPU, by default that of the device. `hides_gpu`: use phantoms although this host has a
+    GPU. The processes exchange small messages in a folder, which is removed at the end of the block. Raises UserError
+    if the phantom cannot be built or may not be used.
     """
     if _DRIVER.exists() and not hides_gpu:
         raise UserError("error: this host has a GPU; --hide-gpu lets the phantom stand in its place")
-    description = describe_device(device)
+    description = describe_device(device, memory_gib)
     free = free_memory_gib()
     if free < count * _RANK_GIB:
         most = int(free / _RANK_GIB)
