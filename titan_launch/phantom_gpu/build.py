@@ -75,6 +75,7 @@ def _compile(folder: Path, torch: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         raise UserError(f"error: the phantom GPU cannot be compiled:\n{ended.stderr.strip()[-2000:]}")
+    (folder / "libnvidia-ml.so.1").symlink_to(library.name)
     shutil.copy(_SOURCES / "nvidia-smi", folder)
     generated.unlink()
 
