@@ -38,7 +38,6 @@ _RANKS = {
 
 _TOLERANCE, _WORKSPACE_GIB = 0.003, 34 / 1024
 _GIB = 2**30
-_CHECKOUT = Path(__file__).parent.parent
 
 
 def measure(config: Path, ranks: int, options: list[str]) -> dict[str, Any] | str:

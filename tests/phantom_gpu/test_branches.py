@@ -46,19 +46,20 @@ SLOW_BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "immediate": (2, ("--config=configs/accumulation/immediate.toml",)),
     "deferred_zero2": (2, ("--config=configs/accumulation/deferred_zero2.toml",)),
     "EMA": (2, (DEBUG, "--ema.decay=0.9")),
-    "LoRA": (2, (DEBUG, "--lora.rank=8")),
+    "LoRA": (2, (DEBUG, "--lora.rank=8", '--lora.targets=["all-linear"]')),
     "full checkpointing, loss in chunks, compiled": (
         2,
         (DEBUG, "--compile.enable=true", "--activation_checkpoint.mode=full", "--loss.chunks=4"),
     ),
     "checkpoints by a process": (2, (DEBUG, "--checkpoint.enable=true", "--checkpoint.async_mode=process")),
     "checkpoints by a thread": (2, (DEBUG, "--checkpoint.enable=true", "--checkpoint.async_mode=thread")),
-    "profiling": (2, (DEBUG, "--profiling.enable=true", "--profiling.memory_snapshot=true")),
+    "profiling": (2, (DEBUG, "--profiling.start_step=2", "--profiling.memory=true")),
     "float8": (
         2,
         (
             "--config=configs/llama3_8b_float8.toml",
             *("--model.args.n_layers=1", "--training.seq_len=1024", "--training.local_batch_size=1"),
+            "--checkpoint.save_last=false",
         ),
     ),
 }

@@ -16,7 +16,7 @@
 
 #define LARGEST_OF_NUMBERS ((size_t)64 << 10) /* bytes of floating-point numbers */
 #define LARGEST_OF_INTEGERS ((size_t)8 << 20)
-enum { SUCCESS = 0, REMOTE_ERROR = 6 };
+enum { SUCCESS = 0, REMOTE_ERROR = 6, NEVER_CAME = -1 };
 enum { SUM, PROD, MAX, MIN, AVG, NUM_OPS };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, NUM_KNOWN };
 static const int WIDTH[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
@@ -52,13 +52,15 @@ static void post(comm_t comm, char kind, int to, unsigned long number, const voi
     rename(part, path);
 }
 
-/* Wait for a message, and read its first `bytes` after `offset`. */
+/* Wait for a message, and read its first `bytes` after `offset`. On a device, the host would go on at once, and the stream
+ * would wait. Here the host waits, but only for PHANTOM_PATIENCE seconds: then the stream never ends. */
 static int fetch(comm_t comm, char kind, int from, int to, unsigned long number, void *data, size_t offset, size_t bytes) {
     char path[512];
     path_of(path, comm, kind, from, to, number);
     int file;
     for (unsigned waits = 0; (file = open(path, O_RDONLY)) < 0; waits++) {
         if (comm->is_aborted) return REMOTE_ERROR;
+        if (waits > 100 + 1000 * (unsigned)atoi(setting("PHANTOM_PATIENCE", "300"))) return NEVER_CAME;
         usleep(waits < 100 ? 50 : 1000);
     }
     size_t done = 0;
@@ -164,7 +166,7 @@ static void reduce(void *out, char **parts, int ranks, int type, int op, size_t 
 /* Collectives: begun when they are called, ended at the end of their group. Otherwise a rank could wait for a message
  * that another rank sends later in the same group. */
 enum kind { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER, ALL_TO_ALL, BROADCAST, RECEIVE };
-struct call { enum kind kind; comm_t comm; char *out; size_t bytes, count; int type, op, peer; unsigned long number; };
+struct call { enum kind kind; comm_t comm; void *stream; char *out; size_t bytes, count; int type, op, peer; unsigned long number; };
 static __thread struct call *pending;
 static __thread size_t num_pending, room_pending;
 static __thread int depth;
@@ -173,7 +175,7 @@ static int is_small(int type, size_t bytes) {
     return type < NUM_KNOWN && bytes <= (type < FLOAT16 ? LARGEST_OF_INTEGERS : LARGEST_OF_NUMBERS);
 }
 
-static int finish(const struct call *call) {
+static int exchange(const struct call *call) {
     comm_t comm = call->comm;
     int status = SUCCESS, is_member = call->kind != REDUCE && call->kind != GATHER;
     is_member |= comm->rank == call->peer;
@@ -198,6 +200,14 @@ static int finish(const struct call *call) {
     for (int r = 0; r < comm->size; r++) free(parts[r]);
     free(parts);
     return status;
+}
+
+static int finish(const struct call *call) {
+    if (stream_of(call->stream)->hangs) return SUCCESS;
+    int status = exchange(call);
+    if (status != NEVER_CAME) return status;
+    stream_of(call->stream)->hangs = 1;
+    return SUCCESS;
 }
 
 static int end_or_keep(struct call call) {
@@ -231,7 +241,7 @@ static int collective(enum kind kind, const void *in, void *out, size_t count, i
     }
     comm->has_pending = depth > 0;
     post(comm, 'c', -1, number, in, sent);
-    return end_or_keep((struct call){kind, comm, out, bytes, count, type, op, root, number});
+    return end_or_keep((struct call){kind, comm, stream, out, bytes, count, type, op, root, number});
 }
 
 int ncclAllReduce(const void *in, void *out, size_t count, int type, int op, comm_t comm, void *stream) { return collective(ALL_REDUCE, in, out, count, type, op, 0, comm, stream); }
@@ -252,7 +262,7 @@ int ncclSend(const void *in, size_t count, int type, int peer, comm_t comm, void
 int ncclRecv(void *out, size_t count, int type, int peer, comm_t comm, void *stream) {
     hang_if_asked(stream);
     if (stream_of(stream)->hangs || !is_small(type, count * WIDTH[type])) return SUCCESS;
-    return end_or_keep((struct call){RECEIVE, comm, out, count * WIDTH[type], count, type, SUM, peer, comm->received[peer]++});
+    return end_or_keep((struct call){RECEIVE, comm, stream, out, count * WIDTH[type], count, type, SUM, peer, comm->received[peer]++});
 }
 int ncclGroupStart(void) { return depth++, SUCCESS; }
 int ncclGroupEnd(void) {
