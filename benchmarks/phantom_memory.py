@@ -25,14 +25,15 @@ from publishing import publish
 
 from titan_launch.config.loading.load import dump_job
 
-_CONFIGS = Path(__file__).parent.parent / "configs"
+_CHECKOUT = Path(__file__).parent.parent
+_CONFIGS = _CHECKOUT / "configs"
 _RANKS = {
     "llama3_8b": 8,
     "llama3_8b_float8": 8,
+    "context": 8,
     "llama3_70b": 64,
     "qwen3_30b_a3b": 64,
     "llama3_405b": 512,
-    "context": 8,
 }
 """Ranks of the shipped configurations; 2 for the others."""
 
