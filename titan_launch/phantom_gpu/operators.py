@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -62,11 +63,13 @@ tensors without values, and cuDNN's workspaces are missing."""
 def replace_operators() -> list[torch.library.Library]:
     """Replace PyTorch's kernels for CUDA. The replacements last as long as the returned objects."""
     library = torch.library.Library("aten", "IMPL")
-    for name in _replaceable():
-        operator = _operator(name)
-        kernel = torch.library.get_kernel(operator, "CUDA")
-        function = _allocate if name in _ALLOCATIONS else partial(_run, operator, _Kind(operator))
-        library.impl(name, partial(function, kernel), "CUDA", with_keyset=True, allow_override=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)  # before 2.13
+        for name in _replaceable():
+            operator = _operator(name)
+            kernel = torch.library.get_kernel(operator, "CUDA")
+            function = _allocate if name in _ALLOCATIONS else partial(_run, operator, _Kind(operator))
+            library.impl(name, partial(function, kernel), "CUDA", with_keyset=True, allow_override=True)
     guards: Any = torch._C._dynamo.guards
     empty_strided = guards._empty_strided_cuda  # compiled code calls it directly
     guards._empty_strided_cuda = lambda *args: _zeroed(empty_strided(*args))

@@ -319,7 +319,10 @@ int ncclCommSplit(comm_t comm, int color, int key, comm_t *made, void *config) {
 /* Other ranks may still read the last parts of this rank, and threads may be in calls: the folder has an owner, and memory stays. */
 int ncclCommDestroy(comm_t comm) { return SUCCESS; }
 int ncclCommFinalize(comm_t comm) { return SUCCESS; }
-int ncclCommAbort(comm_t comm) { return comm->is_aborted = 1, SUCCESS; }
+int ncclCommAbort(comm_t comm) {
+    if (comm) comm->is_aborted = 1;
+    return SUCCESS;
+}
 int ncclCommRevoke(comm_t comm, int flags) { return ncclCommAbort(comm); }
 int ncclCommCount(comm_t comm, int *size) { return *size = comm->size, SUCCESS; }
 int ncclCommUserRank(comm_t comm, int *rank) { return *rank = comm->rank, SUCCESS; }
