@@ -287,7 +287,9 @@ def _compiled_flex_attention() -> Callable[..., Any]:
     # grad mode is a variant.
     limits.recompile_limit = max(limits.recompile_limit, _VARIANTS)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, _VARIANTS)
-    return torch.compile(flex_attention(), fullgraph=True, dynamic=False)
+    # With this option, the graph is one operation for selective activation checkpointing, which saves its result.
+    options: dict[str, Any] = {"wrap_inductor_compiled_regions": True}
+    return torch.compile(flex_attention(), fullgraph=True, dynamic=False, options=options)
 
 
 _VARIANTS = 256
