@@ -37,6 +37,16 @@ class Report:
     remark: str = ""
     loss_chunks: int = 1
 
+    @property
+    def is_compiled(self) -> bool:
+        """True if the run was compiled."""
+        return bool(self.remark)
+
+    @property
+    def is_float8(self) -> bool:
+        """True if the run multiplied in fp8."""
+        return "fp8" in self.name or "H200" in self.name
+
 
 _EAGER, _LONG = {"seq_len": 8192, "local_batch_size": 2}, {"seq_len": 32_768, "local_batch_size": 1}
 _AS_EAGER_CHUNKS = "predicted as eager bf16, 8 loss chunks"
@@ -53,17 +63,25 @@ REPORTS = (
 )
 
 
-def predict(report: Report) -> tuple[float, float]:
-    """Return the predicted active memory and the estimated reserved memory of a report's job, in GiB."""
-    config = JobConfig.model_validate(
+def job_of(report: Report, as_published: bool = False) -> JobConfig:
+    """Return the job of a report, `as_published` compiled and in fp8 where the report says so, which a plan does not
+    predict."""
+    return JobConfig.model_validate(
         {
             "model": {"name": "llama3", "flavor": "8B"},
             "training": report.training,
             "loss": {"chunks": report.loss_chunks},
             "activation_checkpoint": {"mode": report.checkpointing},
             "optimizer": {"implementation": "fused"},
+            "compile": {"enable": as_published and report.is_compiled},
+            "float8": {"enable": as_published and report.is_float8},
         }
     )
+
+
+def predict(report: Report) -> tuple[float, float]:
+    """Return the predicted active memory and the estimated reserved memory of a report's job, in GiB."""
+    config = job_of(report)
     layout = plan_layout(config.parallelism, config.training, report.ranks)
     choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
     footprint = analytic_engine(config, layout, "cuda")(choice)

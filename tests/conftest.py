@@ -24,6 +24,7 @@ LONGEST_FILES = (
     "tests/parallel/test_discard.py",
     "tests/train/test_losses.py",
     "tests/test_reliability.py",
+    "tests/benchmarks/test_gpu.py",
     "tests/checkpoint/test_manager.py",
     "tests/train/health/test_watchdog.py",
     "tests/parallel/test_expert_parallel.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.gpu.requirements import device_problem, requirements_problem
@@ -25,7 +26,6 @@ def main() -> int:
     )
     add_options(parser, "outputs/gpu", _BUDGET_SECONDS)
     parser.add_argument("--write", type=Path, help="Markdown file; the table is put between its markers")
-    parser.add_argument("--only", action="append", metavar="GLOB", help="run the cases whose name matches; repeatable")
     options = parser.parse_args()
     if problem := requirements_problem() or file_problem(options.write) or device_problem(options.smoke):
         return fail(problem, 2)
@@ -34,17 +34,18 @@ def main() -> int:
     from benchmarks.gpu.runs import device_of
     from benchmarks.gpu.suite import Suite, select
 
-    cases, with_tests = select(options.smoke, options.only or ())
+    cases, with_tests = select(options.smoke, options.only)
     if not cases and not with_tests:
-        names = "\n".join([*(case.name for case in select(options.smoke)[0]), gpu_tests.NAME])
-        return fail(f"--only {' '.join(options.only)} matches no case; the names are:\n{names}", 2)
+        names = [*(case.name for case in select(options.smoke)[0]), gpu_tests.NAME]
+        return fail(no_match(options.only, names), 2)
 
     def publish(text: str) -> None:
         if options.write is not None:
             put_between_markers(text, "gpu", options.write)
 
     output = options.output
-    suite = Suite(cases, with_tests, device_of(options.smoke), output, output / "logs", publish)
+    has_values = not options.without_values
+    suite = Suite(cases, with_tests, device_of(options.smoke), output, output / "logs", has_values, publish)
     try:
         with ended_by_signals():
             suite.run(began + options.budget)
@@ -62,6 +63,10 @@ def add_options(parser: argparse.ArgumentParser, output: str, budget: float) -> 
     parser.add_argument(
         "--budget", type=float, default=budget, help=f"time limit of the whole run in seconds (default: {budget})"
     )
+    text = "run the steps and cases whose name matches; repeatable"
+    parser.add_argument("--only", action="append", default=[], metavar="GLOB", help=text)
+    text = "for a device that computes nothing: compare no losses, leave out times, and multiply time limits by 10"
+    parser.add_argument("--without-values", action="store_true", help=text)
     parser.add_argument("--smoke", action="store_true", help="run tiny shapes on a CPU, to test the benchmark itself")
     parser.add_argument("--wheels", help="folder of wheels to install from; the shell script handles this option")
 
@@ -70,6 +75,12 @@ def fail(problem: str, status: int) -> int:
     """Print an error and return the exit status."""
     print(f"error: {problem}", file=sys.stderr)
     return status
+
+
+def no_match(only: Sequence[str], names: Iterable[str]) -> str:
+    """Return the error for globs that match no name."""
+    listed = "\n".join(names)
+    return f"--only {' '.join(only)} matches nothing; the names are:\n{listed}"
 
 
 def file_problem(path: Path | None) -> str:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.bare '{"flavor": "1B", "args": {}, ...}'
 
-It prints one line of JSON: seconds per step and peak active memory in GiB, both of the steps after the warm-up.
+It prints one line of JSON: seconds per step and peak active memory in GiB, both of the steps after the warm-up, and the
+backend of attention.
 """
 
 from __future__ import annotations
@@ -20,18 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.models.attention import causal_attention
 from titan_launch.models.decoder import Decoder
-
-_ATTENTION = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+from titan_launch.train.kernel_choice import BACKENDS, choose, refusal
 
 _VOCABULARY = 256
 """Vocabulary size of the launcher's synthetic data."""
@@ -48,15 +44,36 @@ def main(job: dict[str, Any]) -> None:
     tokens = torch.randint(_VOCABULARY, shape)
     gc.disable()
     began = 0.0
-    with sdpa_kernel(_ATTENTION, set_priority=True):
+    with sdpa_kernel([*BACKENDS.values()], set_priority=True):
         for step, batch in enumerate(tokens):
             if step == job["warm_up"]:
                 began = start_window(device)
             train_step(model, parameters, optimizer, batch.to(device, non_blocking=True))
     seconds = (synchronized_time(device) - began) / (job["steps"] - job["warm_up"])
     peak = torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30 if device.type == "cuda" else None
-    print(json.dumps({"step_s": seconds, "peak_gib": peak}), flush=True)
+    attention = attention_backend(job) if device.type == "cuda" else None
+    print(json.dumps({"step_s": seconds, "peak_gib": peak, "attention": attention}), flush=True)
     os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+
+
+def attention_backend(job: dict[str, Any]) -> str:
+    """Return the backend that PyTorch takes: the first that does not refuse the model's attention."""
+    args = resolve_args("llama3", job["flavor"], job["args"])
+    assert isinstance(args, DecoderArgs)
+
+    def call() -> Tensor:
+        q, k, v = (
+            torch.empty(
+                (job["batch"], job["seq_len"], heads, args.head_width),
+                dtype=torch.bfloat16,
+                device="cuda",
+                requires_grad=True,
+            ).transpose(1, 2)
+            for heads in (args.n_heads, args.n_kv_heads, args.n_kv_heads)
+        )
+        return causal_attention(q, k, v)
+
+    return choose("auto", [*BACKENDS], lambda name: None if name == "math" else refusal(BACKENDS[name], call))[0]
 
 
 def build(job: dict[str, Any], device: torch.device) -> Decoder:

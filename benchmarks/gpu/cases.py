@@ -82,6 +82,7 @@ OTHER_SHAPES = (
     Shape("1B", "1B", {}, 8192, 2),
 )
 ANCHOR = Shape("8B", "8B", {}, 4096, 2, steps=5, eager_s=85)
+SMALL_ANCHOR = Shape("8B, 8 layers", "8B", {"n_layers": 8}, 4096, 2, steps=5, eager_s=45)
 SMOKE = Shape("smoke", "debug", {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 128}, 64, 2)
 
 FLOAT8 = {"float8.enable": True}
@@ -116,14 +117,15 @@ def all_cases() -> Iterator[Case]:
 
 
 def anchor_cases() -> Iterator[Case]:
-    """Yield the published run in its own shape, and the same with fp32 storage."""
-    for label, storage, published in (
-        ("bf16 storage", BF16_STORAGE, KEMPNER_FORGE),
-        ("fp32 storage", FP32_STORAGE, None),
+    """Yield the published run in its own shape, the same with fp32 storage, and with the layers that fit into 80 GB."""
+    for shape, label, storage, published in (
+        (ANCHOR, "bf16 storage", BF16_STORAGE, KEMPNER_FORGE),
+        (ANCHOR, "fp32 storage", FP32_STORAGE, None),
+        (SMALL_ANCHOR, "bf16 storage", BF16_STORAGE, None),
     ):
         label = f"compiled, full activation checkpointing, {label}"
         options = {"activation_checkpoint.mode": "full", **storage}
-        yield Case(ANCHOR, label, microbatches=4, is_compiled=True, options=options, published=published)
+        yield Case(shape, label, microbatches=4, is_compiled=True, options=options, published=published)
 
 
 def smoke_cases() -> Iterator[Case]:

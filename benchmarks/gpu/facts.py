@@ -5,6 +5,7 @@ python -m benchmarks.gpu.facts
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
@@ -21,6 +22,9 @@ from benchmarks.gpu.table import installed
 
 def main() -> None:
     """Print one line per fact. Facts of the GPU are printed only if there is one."""
+    parser = argparse.ArgumentParser(description="Print facts about this machine.")
+    parser.add_argument("--without-values", action="store_true", help="do not measure the rate of matrix products")
+    options = parser.parse_args()
     print(f"Python {platform.python_version()}; {platform.platform()}; {len(os.sched_getaffinity(0))} CPU cores")
     for path in ("/dev/shm", "/tmp"):
         print(f"{path}: {shutil.disk_usage(path).free / 2**30:.1f} GiB free")
@@ -29,6 +33,8 @@ def main() -> None:
     print(f"torch {torch.__version__}; CUDA {torch.version.cuda}; {installed('triton')}; {installed('torchao')}")
     if torch.cuda.is_available():
         device_facts()
+        if not options.without_values:
+            print(f"bf16 matrix products of 8192 x 8192: {matmul_tflops(8192):.0f} TFLOP/s")
 
 
 def device_facts() -> None:
@@ -40,7 +46,6 @@ def device_facts() -> None:
     free, total = (number / 2**30 for number in torch.cuda.mem_get_info())
     print(f"GPU memory: {free:.1f} of {total:.1f} GiB free")
     print(f"FlashAttention with fp32 tensors: {flash_attention_refusal()}")
-    print(f"bf16 matrix products of 8192 x 8192: {matmul_tflops(8192):.0f} TFLOP/s")
 
 
 def flash_attention_refusal() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,14 +28,15 @@ def num_workers(free_gib: float, num_cpus: int) -> int:
 
 
 def free_gib() -> float:
-    """Return the free memory of the GPU; 0 without one.
+    """Return the free memory of the GPU; 0 without one, or if `nvidia-smi` does not tell.
 
     PyTorch's function would open a CUDA context in this process. The context takes memory from the measured processes.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         return 0
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--id=0"]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
+    ended = subprocess.run(command, capture_output=True, text=True)
+    return float(ended.stdout) / 1024 if ended.returncode == 0 else 0
 
 
 def workers() -> int:

@@ -21,6 +21,9 @@ REPO = Path(__file__).parents[2]
 _KILL_SECONDS = 10
 """A process that is killed inside a driver call may take a while to end."""
 
+SLOWNESS = 10
+"""Factor of time limits on a device that computes nothing: the processes of all GPUs share a few CPU cores there."""
+
 _running: set[subprocess.Popen[Any]] = set()
 _is_stopping = threading.Event()
 

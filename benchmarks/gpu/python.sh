@@ -1,4 +1,4 @@
-# Sourced by benchmarks/gpu.sh and scripts/gpu_first_look.sh. `run_module MODULE [--wheels DIR] [OPTION...]` runs a module
+# Sourced by benchmarks/gpu.sh and the scripts for borrowed GPUs. `run_module MODULE [--wheels DIR] [OPTION...]` runs a module
 # of this checkout with PYTHON, or with the first of python and python3 that is recent enough.
 #
 # --wheels DIR installs the wheels in DIR, which scripts/gpu_wheels.sh has collected, into outputs/gpu_packages. Only this

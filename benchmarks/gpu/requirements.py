@@ -23,10 +23,12 @@ def requirements_problem() -> str:
     return f"{sys.executable} lacks {', '.join(missing)}; {install}; {wheels}"
 
 
-def device_problem(is_smoke: bool) -> str:
-    """Return an error if there is no CUDA device and one is needed."""
+def device_problem(is_smoke: bool, ranks: int = 1) -> str:
+    """Return an error if there are fewer CUDA devices than `ranks` and they are needed."""
     import torch  # not before `requirements_problem` has found it
 
-    if is_smoke or torch.cuda.is_available():
+    if is_smoke or torch.cuda.device_count() >= ranks:
         return ""
+    if torch.cuda.is_available():
+        return f"--ranks {ranks}: this host has {torch.cuda.device_count()} CUDA devices; set --ranks"
     return "no CUDA device is available; --smoke runs tiny shapes on a CPU"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from titan_launch.plan.hardware import GIB
 from titan_launch.plan.job import configured_choice, with_unsharded_parameters
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine
+from titan_launch.train.kernel_choice import BACKENDS
 
 Device = Literal["cpu", "cuda"]
 
@@ -30,6 +32,9 @@ class Result:
     step_s: float
     peak_gib: float | None
     """Peak of the allocator's active memory in the measured steps; None on a CPU."""
+
+    attention: str | None = None
+    """Backend of attention; None on a CPU. The launcher refuses an old cuDNN, which the bare loop takes."""
 
 
 def device_of(is_smoke: bool) -> Device:
@@ -45,7 +50,9 @@ def run(case: Case, device: Device, limit: float, logs: Path) -> Result | str:
         if ended.failure:
             return ended.failure
         try:
-            return read_bare(ended.output) if case.is_bare else read_reports(case, Path(folder, "gpu", "metrics.jsonl"))
+            if case.is_bare:
+                return read_bare(ended.output)
+            return read_reports(case, Path(folder, "gpu", "metrics.jsonl"), ended.output)
         except (OSError, ValueError, LookupError, TypeError) as error:
             return f"exit status 0, but unusable results: {type(error).__name__}: {error}"
 
@@ -110,11 +117,12 @@ def read_bare(output: str) -> Result:
     """Parse the bare loop's line of JSON. Raise ValueError, LookupError or TypeError if there is none."""
     line = [line for line in output.splitlines() if line.startswith("{")][-1]
     values = json.loads(line)
-    return Result(float(values["step_s"]), values["peak_gib"])
+    return Result(float(values["step_s"]), values["peak_gib"], values["attention"])
 
 
-def read_reports(case: Case, path: Path) -> Result:
-    """Parse the launcher's last report, which covers the measured steps.
+def read_reports(case: Case, path: Path, output: str) -> Result:
+    """Parse the launcher's last report, which covers the measured steps, and the line of its output that names the
+    backend of attention.
 
     Raise OSError, ValueError, LookupError or TypeError if the reports are not those of the case.
     """
@@ -122,4 +130,6 @@ def read_reports(case: Case, path: Path) -> Result:
     steps, expected = [report["step"] for report in reports], [case.shape.steps, 2 * case.shape.steps]
     if steps[-2:] != expected:
         raise ValueError(f"the reports are of steps {steps}; the last two must be of steps {expected}")
-    return Result(float(reports[-1]["time/step_s"]), reports[-1].get("memory/max_active_gib"))
+    attention = re.search(rf"attention \(\w+\): ({'|'.join(BACKENDS)})\b", output)
+    peak = reports[-1].get("memory/max_active_gib")
+    return Result(float(reports[-1]["time/step_s"]), peak, attention and attention[1])

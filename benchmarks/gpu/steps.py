@@ -1,4 +1,4 @@
-"""Steps of the first ten minutes on a GPU, and the files with their results."""
+"""Steps of a script for a borrowed GPU: commands with a time limit, their results, and one table of all."""
 
 from __future__ import annotations
 
@@ -7,49 +7,59 @@ import re
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
-from benchmarks.gpu import gpu_tests
-from benchmarks.gpu.cases import FLOAT8_TENSORWISE, SMOKE, Shape
-from benchmarks.gpu.processes import log_name, run_process
-from benchmarks.gpu.runs import BASE, device_of, overrides, shape_of_job
-from benchmarks.gpu.suite import Suite, select
+from benchmarks.gpu.comparisons import CheckError, Tolerance, agreement, measured_memory, recompilations
+from benchmarks.gpu.comparisons import tokens_per_second as speed
+from benchmarks.gpu.processes import SLOWNESS, log_name, run_process
 from benchmarks.last_error import last_line
-
-_SHAPE = Shape("1B, 2 layers", "1B", {"n_layers": 2}, 2048, 2)
-_STEPS = 6
-
-_COMPILED = {"compile.enable": True}
-_CHECKPOINT = {"checkpoint.enable": True, "checkpoint.interval": 3, "checkpoint.keep_latest": 1}
-
-BRANCHES: Mapping[str, Mapping[str, Any]] = {
-    "audit": {"debug.audit_precision": True},
-    "profile": {"comm.profile_freq": 3, "comm.count_traffic": True},
-    "checkpoints by thread": {**_CHECKPOINT, "checkpoint.async_mode": "thread"},
-    "checkpoints by process": {**_CHECKPOINT, "checkpoint.async_mode": "process"},
-    "CPU offload": {"training.enable_cpu_offload": True},
-    "deterministic": {"debug.deterministic": True},
-    "Muon": {"optimizer.name": "Muon"},
-    "bf16 optimizer state": {"optimizer.state_dtype": "bfloat16"},
-    "fp32": {"precision.param_dtype": "float32"},
-    "dataloader workers": {"data.num_workers": 2},
-    "compiled, selective activation checkpointing": {**_COMPILED, "activation_checkpoint.mode": "selective"},
-    "compiled loss": {**_COMPILED, "compile.components": '["loss"]'},
-    "compiled model": {**_COMPILED, "compile.components": '["model"]'},
-    "compiled, float8 tensorwise, float8 all-gather": {**_COMPILED, **FLOAT8_TENSORWISE, "float8.all_gather": True},
-}
-"""Keys of the job file by name of the branch: every branch of the launcher that six steps on one GPU can reach."""
-
-_CUDA_ONLY = {"profile": "CUDA only: it profiles CUDA kernels"}
 
 _KEPT_SUFFIXES = (".log", ".txt", ".json", ".jsonl")
 _KEPT_BYTES = 16 * 2**20
 """Limits on the packed files: logs, and all files of the runs except checkpoints."""
+
+Detail = Callable[[Sequence[str], bool], str]
+"""A function of the outputs of a step's commands, and of True if the device computes values. It returns the last column
+of the step's row, or raises CheckError if the result is not the expected one."""
+
+
+def last_output_line(outputs: Sequence[str], has_values: bool) -> str:
+    """Return the last line of the output. It has no number that a device without values makes up."""
+    return last_line(outputs[-1])
+
+
+def last_report(outputs: Sequence[str], has_values: bool) -> str:
+    """Return the last report of a training."""
+    if not has_values:
+        return "ran"
+    lines = re.findall(r"^step .*", outputs[-1], re.MULTILINE)
+    return lines[-1] if lines else last_line(outputs[-1])
+
+
+def agreement_of(one: Path, other: Path, tolerance: Tolerance) -> Detail:
+    """Return a detail that compares the reports of two runs, and counts recompilations if they were logged."""
+
+    def compare(outputs: Sequence[str], has_values: bool) -> str:
+        text = agreement(one, other, tolerance) if has_values else "ran; values not compared"
+        count = recompilations(outputs)
+        return f"{text}; recompilations: {count}" if count else text
+
+    return compare
+
+
+def memory_of(run_folder: Path) -> Detail:
+    """Return a detail with predicted and measured memory, which needs no values, and the speed, which does."""
+
+    def describe(outputs: Sequence[str], has_values: bool) -> str:
+        return "; ".join([measured_memory(run_folder), *([speed(run_folder)] if has_values else [])])
+
+    return describe
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Step:
     limit: float = 120
     """Time limit of each command in seconds."""
 
+    detail: Detail = last_report
     is_quoted: bool = False
     """True if the summary contains the whole output."""
 
@@ -68,83 +79,61 @@ class Step:
     """Reason for not running the step on this machine."""
 
 
+def select_steps(groups: Iterable[Sequence[Step]], only: Sequence[str]) -> list[list[Step]]:
+    """Return the groups with the steps whose names match one of the globs. Without a glob, all match."""
+    return [[step for step in steps if not only or any(fnmatchcase(step.name, g) for g in only)] for steps in groups]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of a step."""
 
     step: Step
-    result: Literal["ok", "failed", "skipped"]
-    seconds: float
+    result: Literal["pass", "fail", "skipped"]
+    seconds: float | None
+    """None on a device without values, whose times mean nothing."""
+
     detail: str
     output: str = ""
 
 
-def all_steps(is_smoke: bool, scratch: Path) -> Iterator[list[Step]]:
-    """Yield groups of steps in order. The steps of a group run at the same time."""
-    yield [Step("facts", [[sys.executable, "-m", "benchmarks.gpu.facts"]], is_quoted=True)]
-    yield [Step("small GPU tests", [gpu_tests.command("-k", "not predicted")])]
-    waits = [sys.executable, "-m", "benchmarks.gpu.waits", *job_words("waits", {}, is_smoke, scratch)]
-    yield [Step("waits", [waits], is_quoted=True)]
-    yield [branch_step(name, is_smoke, scratch) for name in BRANCHES]
+class StepRunner:
+    """A runner of steps, which writes the results after each of them.
 
-
-def branch_step(name: str, is_smoke: bool, scratch: Path) -> Step:
-    """Return the step of a branch: six training steps. A run with checkpoints is then resumed for three more."""
-    jobs = [dict(BRANCHES[name])]
-    if "checkpoint.enable" in BRANCHES[name]:
-        jobs.append({**BRANCHES[name], "training.steps": _STEPS + 3})
-    words = [job_words(name, job, is_smoke, scratch) for job in jobs]
-    commands = [[sys.executable, "-m", "titan_launch", *each] for each in words]
-    return Step(name, commands, skipped=_CUDA_ONLY.get(name, "") if is_smoke else "")
-
-
-def job_words(name: str, options: Mapping[str, Any], is_smoke: bool, scratch: Path) -> list[str]:
-    """Return the launcher's arguments for a short run that reports after its first and its last step."""
-    folder = scratch / "runs" / Path(log_name(name)).stem
-    job = shape_of_job(SMOKE if is_smoke else _SHAPE, device_of(is_smoke), str(folder))
-    job |= {"training.steps": _STEPS, "metrics.log_freq": 100}
-    job |= {"checkpoint.save_last": options.get("checkpoint.enable", False), **options}
-    if is_smoke and "compile.enable" in job:
-        job["compile.backend"] = "aot_eager"  # inductor would compile C++ for a minute
-    if is_smoke and "float8.enable" in job:
-        job["float8.emulate"] = True
-    return ["--config", BASE, *overrides(job)]
-
-
-class FirstLook:
-    """A runner of the steps and then of the table's cases, which writes the results after each of them.
-
-    The folder `output` has four files, because few can be copied from a borrowed machine: `summary.md`, `logs.tar.gz`,
-    and the suite's `table.md` and `results.json`. Everything else is in a temporary folder, `scratch`.
+    The folder `output` gets `summary.md` and `logs.tar.gz`, because few files can be copied from a borrowed machine.
+    Everything else is in a temporary folder, `scratch`.
     """
 
-    def __init__(self, output: Path, is_smoke: bool, deadline: float):
+    def __init__(self, output: Path, has_values: bool, deadline: float):
+        """`has_values`: False on a device that computes nothing. `deadline`: of `time.monotonic`."""
         self._output = output
+        self._has_values = has_values
         self._deadline = deadline
         self._folder = TemporaryDirectory()
         self.scratch = Path(self._folder.name)
         self._outcomes: list[Outcome] = []
-        cases, _ = select(is_smoke)
-        self._suite = Suite(cases, False, device_of(is_smoke), output, self._logs, lambda _: self._write())
+        self.appendix: Callable[[], str] = lambda: ""
+        """Text below the table of the steps."""
 
-    def __enter__(self) -> FirstLook:
+    def __enter__(self) -> StepRunner:
         self._output.mkdir(parents=True, exist_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._write()
+        self.write()
         self._pack(self.scratch)  # not earlier, because a run creates and deletes files while it trains
         print(f"{self.summary()}\n\noutput: {self._output.resolve()}", flush=True)
         self._folder.cleanup()
 
     @property
-    def _logs(self) -> Path:
+    def logs(self) -> Path:
+        """The folder with the output of every command."""
         return self.scratch / "logs"
 
     @property
     def has_failed(self) -> bool:
-        """Return True if a step or a case has failed."""
-        return bool(self._suite.failed) or any(outcome.result == "failed" for outcome in self._outcomes)
+        """Return True if a step has failed."""
+        return any(outcome.result == "fail" for outcome in self._outcomes)
 
     def run(self, steps: Sequence[Step]) -> None:
         """Run up to four steps at the same time, and keep their outcomes in the order of completion."""
@@ -154,43 +143,53 @@ class FirstLook:
                 outcome = future.result()
                 self._outcomes.append(outcome)
                 print(f"{outcome.step.name}: {outcome.result}: {outcome.detail}", file=sys.stderr, flush=True)
-                self._write()
+                self.write()
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def measure(self) -> None:
-        """Run the cases of the table in the time that is left."""
-        self._suite.run(self._deadline)
-
     def summary(self) -> str:
         """Return all results as Markdown."""
-        lines = ["| step | result | seconds | last line |", "|---|---|---|---|"]
+        lines = ["| step | result | seconds | detail |", "|---|---|---|---|"]
         for outcome in self._outcomes:
+            seconds = "" if outcome.seconds is None else f"{outcome.seconds:.0f}"
             detail = outcome.detail.replace("|", "\\|")
-            lines.append(f"| {outcome.step.name} | {outcome.result} | {outcome.seconds:.0f} | {detail} |")
+            lines.append(f"| {outcome.step.name} | {outcome.result} | {seconds} | {detail} |")
         for outcome in self._outcomes:
             if outcome.step.is_quoted and outcome.output:
                 lines += ["", f"## {outcome.step.name}", "", "```text", outcome.output.rstrip(), "```"]
-        return "\n".join([*lines, "", "## table", "", self._suite.text()])
+        if not self._has_values:
+            lines += ["", "The device computes no values: losses were not compared, and times are left out."]
+        appendix = self.appendix()
+        return "\n".join([*lines, *(["", appendix] if appendix else [])])
+
+    def write(self) -> None:
+        """Write the results so far."""
+        (self._output / "summary.md").write_text(f"{self.summary()}\n")
+        self._pack(self.logs)
 
     def _run_step(self, step: Step) -> Outcome:
         if step.skipped:
-            return Outcome(step, "skipped", 0, step.skipped)
+            return Outcome(step, "skipped", None, step.skipped)
         began = time.monotonic()
+
+        def outcome(result: Literal["pass", "fail", "skipped"], detail: str) -> Outcome:
+            seconds = time.monotonic() - began if self._has_values else None
+            return Outcome(step, result, seconds, detail, "".join(outputs[-1:]))
+
+        outputs: list[str] = []
+        limit = step.limit * (1 if self._has_values else SLOWNESS)
         for number, command in enumerate(step.commands, 1):
             left = self._deadline - time.monotonic()
             if left <= 0:
-                return Outcome(step, "skipped", 0, "no time left")
-            ended = run_process(command, min(step.limit, left), self._logs / f"{number}_{log_name(step.name)}")
-            seconds = time.monotonic() - began
+                return outcome("skipped", "no time left")
+            ended = run_process(command, min(limit, left), self.logs / f"{number}_{log_name(step.name)}")
+            outputs.append(ended.output)
             if ended.failure:
-                return Outcome(step, "failed", seconds, ended.failure, ended.output)
-        lines = [] if step.is_quoted else re.findall(r"^step .*", ended.output, re.MULTILINE)
-        return Outcome(step, "ok", seconds, lines[-1] if lines else last_line(ended.output), ended.output)
-
-    def _write(self) -> None:
-        (self._output / "summary.md").write_text(f"{self.summary()}\n")
-        self._pack(self._logs)
+                return outcome("fail", ended.failure)
+        try:
+            return outcome("pass", step.detail(outputs, self._has_values))
+        except CheckError as error:
+            return outcome("fail", str(error))
 
     def _pack(self, folder: Path) -> None:
         with tarfile.open(self._output / "logs.tar.gz", "w:gz") as archive:

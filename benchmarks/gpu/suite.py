@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu import gpu_tests
 from benchmarks.gpu.cases import Case, all_cases, smoke_cases
-from benchmarks.gpu.processes import log_name
+from benchmarks.gpu.processes import SLOWNESS, log_name
 from benchmarks.gpu.runs import Device, Result, planned_gib, run
 from benchmarks.gpu.table import header, row, table
 
@@ -47,14 +47,17 @@ class Suite:
         device: Device,
         output: Path,
         logs: Path,
+        has_values: bool = True,
         on_change: Callable[[str], None] = lambda text: None,
     ):
-        """`on_change` is called with the table after every case."""
+        """`has_values`: False on a device that computes nothing, whose times are left out. `on_change` is called with
+        the table after every case."""
         self._cases = cases
         self._with_tests = with_tests
         self._device = device
         self._output = output
         self._logs = logs
+        self._has_values = has_values
         self._on_change = on_change
         # The commit in the header is the one before `on_change`, which may write to the docs.
         self._header = header(device == "cpu")
@@ -73,7 +76,7 @@ class Suite:
             if reason := self._misfit(case):
                 self._not_run[case.name] = reason
             elif left > case.expected_s:
-                self._measure(case, min(left, _LIMIT * case.expected_s))
+                self._measure(case, min(left, _LIMIT * case.expected_s * (1 if self._has_values else SLOWNESS)))
             self._write()
         if self._with_tests:
             self._test(deadline - time.monotonic())
@@ -113,7 +116,10 @@ class Suite:
             self.failed.append(gpu_tests.NAME)
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [row(case, outcome, self._bare(case), self._planned.get(case.name)) for case, outcome in self._outcomes]
+        return [
+            row(case, outcome, self._bare(case), self._planned.get(case.name), self._has_values)
+            for case, outcome in self._outcomes
+        ]
 
     def _bare(self, case: Case) -> Result | None:
         """Return the result of the bare loop that does the same work as the case."""

@@ -32,8 +32,11 @@ def installed(package: str) -> str:
         return f"no {package}"
 
 
-def row(case: Case, outcome: Result | str, bare: Result | None, planned: float | None) -> dict[str, Any]:
-    """Return the numbers of a case, or its failure. `bare`: the result of the bare loop that does the same work."""
+def row(
+    case: Case, outcome: Result | str, bare: Result | None, planned: float | None, has_values: bool = True
+) -> dict[str, Any]:
+    """Return the numbers of a case, or its failure. `bare`: the result of the bare loop that does the same work.
+    Without values, the row has no times."""
     names = {
         "model": case.shape.name,
         "sequence x batch": f"{case.shape.seq_len} x {case.shape.batch}",
@@ -41,16 +44,24 @@ def row(case: Case, outcome: Result | str, bare: Result | None, planned: float |
     }
     if isinstance(outcome, str):
         return {**names, "failure": outcome}
-    tokens_per_second = case.tokens_per_step / outcome.step_s
     return {
         **names,
-        "step_s": outcome.step_s,
-        "tokens_per_second": tokens_per_second,
-        "mfu_percent": mfu_percent(case, tokens_per_second),
-        "over_bare": outcome.step_s / bare.step_s if bare else None,
+        **(_times(case, outcome, bare) if has_values else {}),
+        "attention": outcome.attention,
         "peak_gib": outcome.peak_gib,
         "planned_gib": planned,
         "published": case.published and str(case.published),
+    }
+
+
+def _times(case: Case, result: Result, bare: Result | None) -> dict[str, Any]:
+    tokens_per_second = case.tokens_per_step / result.step_s
+    return {
+        "step_s": result.step_s,
+        "tokens_per_second": tokens_per_second,
+        "mfu_percent": mfu_percent(case, tokens_per_second),
+        "over_bare": result.step_s / bare.step_s if bare else None,
+        "over_bare_attention": bare.attention if bare and bare.attention != result.attention else None,
     }
 
 
@@ -61,6 +72,7 @@ _COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
     "MFU": ("mfu_percent", ".1f"),
     "step over the bare loop's": ("over_bare", ".3f"),
+    "attention": ("attention", ""),
     "peak GiB": ("peak_gib", ".2f"),
     "planned GiB": ("planned_gib", ".2f"),
     "published": ("published", ""),
@@ -75,6 +87,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for values in rows:
         if "failure" in values:
             values = {**values, "tokens_per_second": f"failed: {values['failure']}".replace("|", "\\|")}
+        if values.get("over_bare_attention"):  # the ratio compares two kernels
+            kernels = f"{values['attention']} over {values['over_bare_attention']}"
+            values = {**values, "over_bare": f"{values['over_bare']:.3f} ({kernels})"}
         cells = [_cell(values.get(key), style) for key, style in _COLUMNS.values()]
         yield f"| {' | '.join(cells)} |"
 

@@ -4,12 +4,15 @@ exit status."""
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,18 +22,24 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.gpu import __main__, gpu_tests, suite
+from benchmarks.gpu import __main__, eight, eight_gpus, first_look, gpu_tests, one_gpu, suite
 from benchmarks.gpu.cases import Case, all_cases, anchor_cases, smoke_cases
+from benchmarks.gpu.comparisons import EXACT, ROUNDING, CheckError, agreement, measured_memory
+from benchmarks.gpu.disturbance import DISTURBANCES
+from benchmarks.gpu.jobs import BRANCHES, WAITS, Setting
 from benchmarks.gpu.processes import Ended, run_process
-from benchmarks.gpu.requirements import requirements_problem
-from benchmarks.gpu.runs import Result, job_of, overrides, planned_gib, run
-from benchmarks.gpu.steps import BRANCHES, branch_step
+from benchmarks.gpu.requirements import device_problem, requirements_problem
+from benchmarks.gpu.runs import Result, job_of, overrides, planned_gib, read_reports, run
+from benchmarks.gpu.steps import Step, StepRunner, agreement_of, last_output_line
 from benchmarks.gpu.suite import Suite, select
+from benchmarks.gpu.table import row as table_row
+from benchmarks.gpu.table import table
 from benchmarks.gpu.waits import counted_waits, report
 from benchmarks.last_error import last_error
 from tests.distributed import run_ranks
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.config.loading.load import load_job
+from titan_launch.plan.layout import plan_layout
 from titan_launch.train.step import TrainStep
 
 REPO = Path(__file__).parents[2]
@@ -104,7 +113,8 @@ def test_a_case_that_the_device_has_no_memory_for_does_not_run(monkeypatch: pyte
     looked_at.run(time.monotonic() + 1000)
     text = looked_at.text()
     assert "bf16 storage (planned: 88.7 GiB; the device has 79.0 GiB)" in text and text.count("; the device has") == 2
-    assert text.count("| 1.100 | 40.00 | ") == 2  # the launcher's steps over the bare loop's, compiled and eager
+    assert all(planned_gib(case, "cuda") < 79 for case in anchor_cases() if case.shape.args)  # the one with 8 layers
+    assert text.count("| 1.100 |  | 40.00 | ") == 2  # the launcher's steps over the bare loop's, compiled and eager
 
 
 def test_globs_select_cases_and_tests() -> None:
@@ -168,20 +178,38 @@ def test_tests_run_in_parallel_where_memory_allows() -> None:
     assert "tests/train/test_cuda.py" in words and words[words.index("--numprocesses") + 1] == "1"
 
 
-def test_the_jobs_of_all_cases_and_branches_are_valid_and_planned() -> None:
+def test_the_jobs_of_all_cases_are_valid_and_planned() -> None:
     """Check and plan the jobs for a GPU, which a CPU cannot run."""
     for case in all_cases():
         if not case.is_bare:
             load_job("benchmarks/gpu/base.toml", overrides(job_of(case, "cuda", "outputs")))
             assert 10 < planned_gib(case, "cuda") < 139.7, case.name
-    for name in BRANCHES:
-        for command in branch_step(name, False, Path("outputs")).commands:
-            assert command[3:5] == ["--config", "benchmarks/gpu/base.toml"]
-            load_job(command[4], command[5:])
+
+
+@pytest.mark.parametrize(("steps", "ranks"), [(one_gpu, 1), (eight_gpus, 8), (eight_gpus, 4)])
+def test_the_jobs_of_all_steps_are_valid(steps: Any, ranks: int, tmp_path: Path) -> None:
+    """Check the jobs for GPUs, and how ranks and batches divide."""
+    setting = Setting(False, tmp_path, ranks=ranks)
+    setting.write_data()
+    numbers = []
+    for step in (step for group in steps.groups(setting) for step in group):
+        for command in step.commands:
+            if "--config" in command:
+                words = command[command.index("--config") + 1 :]
+                config = load_job(words[0], words[1:]).config
+                found = re.search(r"--(nproc-per-node|ranks)=(\d+)", " ".join(command))
+                numbers.append(1 if found is None else int(found[2]))
+                plan_layout(config.parallelism, config.training, world_size=numbers[-1])
+                assert config.job.device == "cuda" and (ranks == 1 or config.comm.timeout_seconds == 120)
+    assert max(numbers) == ranks and len(numbers) > 15
+
+
+def test_every_wait_is_of_a_branch() -> None:
+    assert BRANCHES.keys() >= {*WAITS}
 
 
 def test_the_anchor_case_has_the_settings_of_the_published_run() -> None:
-    bf16, _ = anchor_cases()
+    bf16, *_ = anchor_cases()
     job = load_job("benchmarks/gpu/base.toml", overrides(job_of(bf16, "cuda", "outputs"))).config
     assert bf16.tokens_per_step == 32_768 and job.compile.enable and job.activation_checkpoint.mode == "full"
     assert (job.precision.storage_dtype, job.precision.param_dtype) == ("bfloat16", "bfloat16")
@@ -227,26 +255,176 @@ def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
     assert refused.returncode == 2 and f"scripts/gpu_wheels.sh {tmp_path}" in refused.stderr
 
 
+def write_reports(folder: Path, losses: Sequence[float], **others: float) -> Path:
+    folder.mkdir()
+    reports = [
+        {"step": step, "train/loss": loss, "train/grad_norm": 1.0, **others} for step, loss in enumerate(losses, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(report)}\n" for report in reports))
+    return folder
+
+
+def test_two_runs_agree_if_all_their_losses_do(tmp_path: Path) -> None:
+    one = write_reports(tmp_path / "one", [5.0, 4.0])
+    assert agreement(one, one, EXACT) == (
+        "relative: losses differ by up to 0, gradient norms differ by up to 0; steps 1 to 2"
+    )
+    close = write_reports(tmp_path / "close", [5.001, 4.0])
+    assert agreement(one, close, ROUNDING).startswith("relative: losses differ by up to 0.0002, ")
+    for name, losses, error in (
+        ("far", [5.1, 4.0], "losses differ by up to 0.02, .*; allowed: 0.002 and 0.02"),
+        ("nan", [math.nan, 4.0], "losses differ by up to nan, "),
+        ("short", [5.0], "steps \\[1, 2\\] and of steps \\[1\\]"),
+    ):
+        with pytest.raises(CheckError, match=error):
+            agreement(one, write_reports(tmp_path / name, losses), ROUNDING)
+    with pytest.raises(CheckError, match=r"differ by up to 0\.0002, .*; allowed: 0 and 0"):
+        agreement(one, close, EXACT)
+    with pytest.raises(CheckError, match=r"no reports: .*metrics\.jsonl"):
+        agreement(one, tmp_path / "absent", EXACT)
+
+
+def test_memory_is_predicted_beside_measured(tmp_path: Path) -> None:
+    memory = {"memory/predicted_active_gib": 48.13, "memory/max_active_gib": 48.2}
+    with_memory = write_reports(tmp_path / "with", [5.0], **memory)
+    assert measured_memory(with_memory) == "active memory: predicted 48.13 GiB, measured 48.20 GiB; ratio 0.999"
+    assert measured_memory(write_reports(tmp_path / "without", [5.0])) == "no measured memory"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def run_steps(output: Path, has_values: bool, *steps: Step) -> list[str]:
+    """Return the rows of the table, without numbers of seconds."""
+    with StepRunner(output, has_values, time.monotonic() + 100) as runner:
+        for step in steps:
+            runner.run([step])
+    assert runner.has_failed == any(" | fail | " in row for row in runner.summary().splitlines())
+    rows = [line for line in (output / "summary.md").read_text().splitlines() if line.startswith("| ")][1:]
+    return [re.sub(r"\| \d+ \|", "| seconds |", row) for row in rows]
+
+
+def test_a_failed_comparison_is_a_row_and_the_next_step_runs(tmp_path: Path) -> None:
+    one, far = (write_reports(tmp_path / name, losses) for name, losses in (("one", [5.0]), ("far", [6.0])))
+    print_twice = [python("print('Recompiling function f in g'); print('last')")] * 2
+    compared = Step("pair", print_twice, detail=agreement_of(one, far, ROUNDING))
+    ended = Step("ended", [python("raise SystemExit(3)"), python("print('never')")], detail=last_output_line)
+    slow = Step("slow", [python("import time; time.sleep(60)")], limit=0.5)
+    skipped = Step("none", [], skipped="no such GPU")
+    steps = (compared, ended, slow, skipped, Step("quoted", [python("print('a|b')")], detail=last_output_line))
+    rows = run_steps(tmp_path / "values", True, *steps)
+    assert rows == [
+        "| pair | fail | seconds | relative: losses differ by up to 0.17, gradient norms differ by up to 0; "
+        "steps 1 to 1; allowed: 0.002 and 0.02 |",
+        "| ended | fail | seconds | no output |",
+        "| slow | fail | seconds | not finished after 0 s; last line: no output |",
+        "| none | skipped |  | no such GPU |",
+        "| quoted | pass | seconds | a\\|b |",
+    ]
+    rows = run_steps(tmp_path / "without", False, compared, ended)
+    assert rows == [
+        "| pair | pass |  | ran; values not compared; recompilations: 2 |",
+        "| ended | fail |  | no output |",
+    ]
+
+
+def test_an_error_of_a_disturbed_run_names_the_rank() -> None:
+    of_nccl = (
+        "not finished: nccl:all_reduce number 40 of group default_pg: started by ranks 0, 1, not by ranks 2, 3 (last"
+    )
+    of_gloo = "rank 3 is behind: it is in step 12 (loading data)"
+    pattern = DISTURBANCES["stop"].naming
+    for line, rank, is_named in ((of_nccl, 3, True), (of_nccl, 4, False), (of_gloo, 3, True), (of_gloo, 2, False)):
+        assert bool(re.search(pattern.format(rank=rank), line)) == is_named
+
+
+def test_the_ratio_to_a_bare_loop_with_another_attention_kernel_names_both(tmp_path: Path) -> None:
+    reports = tmp_path / "metrics.jsonl"
+    reports.write_text("".join(f'{{"step": {step}, "time/step_s": 1.1}}\n' for step in (1, 8, 16)))
+    output = "attention: cudnn is not used: cuDNN 9.10.2 is older\nattention (bfloat16): flash\n"
+    case = next(case for case in all_cases() if case.label == "compiled")
+    launcher = read_reports(case, reports, output)
+    assert launcher == Result(1.1, None, "flash")
+    for attention, cell in (("cudnn", "1.100 (flash over cudnn)"), ("flash", "1.100")):
+        found = table_row(case, launcher, Result(1.0, 40.0, attention), 50.0)
+        assert f"| {cell} | flash |" in [*table([found])][-1]
+    without_values = [*table([table_row(case, launcher, Result(1.0, 40.0, "cudnn"), 50.0, has_values=False)])][-1]
+    assert without_values == f"{row(case)}  |  |  | flash |  | 50.00 |  |"
+
+
+def test_globs_that_match_no_step_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, name in ((first_look, "pair: gemma3: without and with checkpointing per op"), (eight, "TP 2")):
+        monkeypatch.setattr(sys, "argv", ["gpu", "--smoke", "--output", str(tmp_path / "no"), "--only", "nothing"])
+        assert module.main() == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: --only nothing matches nothing; the names are:\n") and f"\n{name}\n" in error
+    assert not (tmp_path / "no").exists()
+
+
+def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert device_problem(False, 8) == "--ranks 8: this host has 4 CUDA devices; set --ranks"
+    assert device_problem(False, 4) == device_problem(True, 8) == ""
+
+
+def results(table: str) -> dict[str, str]:
+    """Return the result of each step."""
+    rows = [line.removeprefix("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {name: result for name, result, *_ in rows}
+
+
+def test_steps_for_eight_gpus_run_on_two_cpu_ranks(tmp_path: Path) -> None:
+    only = ("--only", "1 rank", "--only", "2 ranks, immediate", "--only", "CP 2")
+    done = script("scripts/gpu_eight.sh", "--smoke", "--output", str(tmp_path), *only)
+    assert done.returncode == 0, done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"summary.md", "logs.tar.gz"}
+    assert results(done.stdout) == {"step": "result", "1 rank": "pass", "2 ranks, immediate": "pass", "CP 2": "skipped"}
+    assert "| relative: losses differ by up to " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_steps_for_eight_gpus_run_on_two_cpu_ranks(tmp_path: Path) -> None:
+    done = script("scripts/gpu_eight.sh", "--smoke", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    assert {*results(done.stdout).values()} == {"result", "pass", "skipped"}
+    assert "SIGKILL to rank 1; " in done.stdout or "rank killed, run resumed | pass" in done.stdout
+    assert "SIGSTOP to rank 1; " in done.stdout and "rank 1 is behind" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_steps_without_values_compare_none(tmp_path: Path) -> None:
+    only = ("--only", "pair: experts*", "--only", "generation*", "--only", "waits: plain", "--only", "smoke*")
+    done = script("scripts/gpu_first_look.sh", "--smoke", "--without-values", "--output", str(tmp_path), *only)
+    assert done.returncode == 0, done.stdout
+    assert "| pass |  | ran; values not compared |" in done.stdout and "tokens without cuDNN" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_first_look_runs_every_branch_on_a_cpu(tmp_path: Path) -> None:
-    """The first look starts about twenty processes and takes minutes."""
-    pytest.importorskip("torchao")
+    """The first look starts about seventy processes and takes minutes."""
     done = script("scripts/gpu_first_look.sh", "--smoke", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"summary.md", "table.md", "results.json", "logs.tar.gz"}
-    results = [line.split(" | ")[:2] for line in done.stdout.splitlines() if line.startswith("| ")]
-    by_name = {name.removeprefix("| "): result for name, result in results}
-    assert all(by_name[name] == "ok" for name in BRANCHES if name != "profile")
-    assert (by_name["waits"], by_name["profile"]) == ("ok", "skipped")
+    found = results(done.stdout)
+    steps = [step for group in one_gpu.groups(Setting(True, tmp_path)) for step in group]
+    assert {step.name: found[step.name] for step in steps} == {
+        step.name: "skipped" if step.skipped else "pass" for step in steps
+    }
     assert "no CUDA device: PyTorch reports no waits" in done.stdout
 
 
 def test_an_interrupted_first_look_leaves_its_summary(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.first_look", "--smoke", "--output", str(tmp_path)]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None and process.stderr.readline().startswith("facts: ok")
+    assert process.stderr is not None and process.stderr.readline().startswith("facts: pass")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "| facts | ok |" in (tmp_path / "summary.md").read_text() and f"output: {tmp_path}" in out
+    assert "| facts | pass |" in (tmp_path / "summary.md").read_text() and f"output: {tmp_path}" in out

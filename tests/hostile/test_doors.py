@@ -108,6 +108,7 @@ ALLOWED = {
     ("read", "config/reference.py"): "documentation of the package, by its developers",
     ("read", "core/signals.py"): "/proc",
     ("read", "plan/hardware.py"): "/proc and /sys",
+    ("read", "phantom_gpu/build.py"): "C files of the package, and the version of the installed torch",
     # Programs, modules and libraries that no file names.
     ("code", "cli.py"): "modules of the commands",
     ("code", "core/import_string.py"): "an import string of a job file: code of the user, which `check` can refuse",
@@ -119,6 +120,10 @@ ALLOWED = {
     ("program", "core/limited_process.py"): "this program",
     ("program", "core/commit.py"): "git, in the working directory",
     ("program", "launch/options.py"): "nvidia-smi",
+    ("code", "phantom_gpu/operators.py"): "the C library",
+    ("code", "phantom_gpu/site/sitecustomize.py"): "a module of the package",
+    ("program", "phantom_gpu/__main__.py"): "the command that the command line names",
+    ("program", "phantom_gpu/build.py"): "gcc and nm, on files of the package and of torch",
     ("program", "train/trace_subprocess.py"): "this program",
 }
 """Places by kind and file, with the reason why the place is none of the doors or is a door itself."""

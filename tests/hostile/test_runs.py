@@ -33,7 +33,7 @@ from titan_launch.report import recorded_run
 from titan_launch.report.comparison import Comparison
 from titan_launch.report.figures import summary, to_json
 from titan_launch.report.page import write_page
-from titan_launch.report.recorded_run import RecordedRun, load_run
+from titan_launch.report.recorded_run import MOST_REPORTS, RecordedRun, load_run
 from titan_launch.report.run_page import describe_run, run_page
 from titan_launch.train.health.flight_recorder import FOLDER, record_path, unfinished_collectives
 from titan_launch.train.run_folder.attempt import Attempt
@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[Making, str]] = {
     "metrics: bytes": (line(bytes(set(range(256)) - {10})), REPORT),
     "metrics: one long line": (sparse("metrics.jsonl", 1 << 30), "metrics.jsonl:1: "),
     "metrics: many metrics": (line(json.dumps({"step": 1, **{f"m{n}": n for n in range(30_000)}})), "metrics.jsonl"),
-    "metrics: many lines": (written("metrics.jsonl", b'{"step":1}\n' * 600_000), "metrics.jsonl"),
+    "metrics: many lines": (written("metrics.jsonl", b'{"step":1}\n' * (MOST_REPORTS + 1)), "metrics.jsonl"),
     "metrics: a FIFO": (fifo_at("metrics.jsonl"), "metrics.jsonl: not a regular file"),
     "metrics: a folder": (folder_at("metrics.jsonl"), "metrics.jsonl"),
     "metrics: /dev/zero": (link_at("metrics.jsonl", "/dev/zero"), "metrics.jsonl: not a regular file"),

@@ -240,7 +240,7 @@ def gradients(offload):
     for step in range(4):
         torch.cuda.reset_peak_memory_stats()
         generator = torch.Generator("cuda").manual_seed(step)
-        model(torch.randn(4096, 2048, device="cuda", generator=generator)).sum().backward()
+        model(torch.randn(16384, 2048, device="cuda", generator=generator)).sum().backward()
         peaks.append(torch.cuda.max_memory_allocated())
         found += [p.grad.clone().cpu() for p in model.parameters()]
         model.zero_grad()
@@ -250,8 +250,8 @@ def gradients(offload):
 expected, before = gradients(False)
 found, after = gradients(True)
 assert all(map(torch.equal, found, expected))
-saved = 12 * 4096 * (2048 + 2 * 4096) * 4  # of a block: its input, and input and output of GELU, in fp32
-assert before - after > 0.7 * saved, (before, after, saved)
+saved = 12 * 16384 * (2048 + 2 * 4096) * 4  # of a block: its input, and input and output of GELU, in fp32
+assert before - after > 0.7 * saved, (before, after, saved)  # the gradients of all weights are a tenth of it
 """
 
 

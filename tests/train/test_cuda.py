@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from titan_launch.core.phantom import TAG_PREFIX, is_phantom
 from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 
 REPO = Path(__file__).parents[2]
 CUDA_TAGS = {"memory/max_active_gib", "memory/max_reserved_gib", "memory/alloc_retries", "memory/ooms"}
+
+
+def read_reports(folder: Path) -> list[dict[str, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{tag.removeprefix(TAG_PREFIX): value for tag, value in line.items()} for line in lines]
 
 
 @pytest.mark.gpu
@@ -27,8 +33,8 @@ def test_the_main_job_trains_on_cuda(tmp_path: Path, mode: str) -> None:
     command += [*overrides, f"--gradient_accumulation.mode={mode}", "--checkpoint.enable"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=200)
     assert result.returncode == 0, result.stderr
-    reports = [json.loads(line) for line in (tmp_path / "llama_bn" / "metrics.jsonl").read_text().splitlines()]
-    assert reports[-1]["train/loss"] < reports[0]["train/loss"] - 1
+    reports = read_reports(tmp_path / "llama_bn")
+    assert is_phantom() or reports[-1]["train/loss"] < reports[0]["train/loss"] - 1
     assert reports[-1].keys() >= CUDA_TAGS
     assert (tmp_path / "llama_bn" / "checkpoints" / "step-12" / ".metadata").exists()
 
@@ -50,7 +56,7 @@ def test_predicted_memory_equals_measured_memory(
     command = [sys.executable, "-m", "titan_launch", "--config", "configs/llama3_8b.toml", *overrides]
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=230)
     assert result.returncode == 0, result.stderr
-    reports = [json.loads(line) for line in (tmp_path / "llama3_8b" / "metrics.jsonl").read_text().splitlines()]
+    reports = read_reports(tmp_path / "llama3_8b")
     predicted, measured = (reports[-1][f"memory/{name}_active_gib"] for name in ("predicted", "max"))
     assert 0.98 * predicted < measured < 1.1 * predicted
 

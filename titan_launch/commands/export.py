@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titan_launch.commands.parser import Parser, add_source, at_least
 from titan_launch.core.errors import UserError
+from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import OK
 from titan_launch.core.terminal import as_message, say
 
@@ -35,6 +36,8 @@ def run(arguments: Namespace) -> int:
     from titan_launch.config.huggingface.features import WeightsError
     from titan_launch.inference.export import DEFAULT_SHARD_SIZE, ExportOptions, export
 
+    if is_phantom():
+        raise UserError("error: export: this process has a phantom GPU, so there are no values to export")
     if arguments.format == "plain":
         for option in ("max_shard_size", "vocab_size"):
             if getattr(arguments, option) is not None:

@@ -9,6 +9,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -18,6 +19,8 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import refuse_weights_folder
+from titan_launch.core.patches import environment
+from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.core.torch_release import planned_release
@@ -25,7 +28,7 @@ from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.experts import active_parameters, describe_load
-from titan_launch.plan.hardware import GIB, Hardware, hardware_of
+from titan_launch.plan.hardware import GIB, Hardware, format_memory, hardware_of
 from titan_launch.plan.job import Choice, is_auto, plan_job, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.comparison import Comparison, Engine, Row, compare
@@ -84,8 +87,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="also print more columns, the FSDP2 units, memory by category"
     )
-    text = "also train two steps as rank R on this device, without other ranks, to see whether its memory suffices"
+    text = "also train three steps as rank R on this device, without other ranks, to see whether its memory suffices"
     parser.add_argument("--trial", type=at_least(0), metavar="R", help=text)
+    text = "also measure active and reserved memory: three steps of the fullest rank on a phantom GPU (see --device)"
+    parser.add_argument("--measure", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg (needs matplotlib)")
     parser.add_key_options("hardware", KEY_OPTIONS)
@@ -100,6 +105,7 @@ def run(arguments: Namespace) -> NoReturn:
         verbose=arguments.verbose,
         plot=arguments.plot,
         trial=arguments.trial,
+        measures=arguments.measure,
     )
     if options.plot is not None:
         refuse_weights_folder(Path(options.plot))
@@ -129,6 +135,9 @@ class PlanOptions:
 
     trial: int | None = None
     """The rank of a trial. None: no trial."""
+
+    measures: bool = False
+    """Measure memory on a phantom GPU."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +171,14 @@ class _Planned:
     """The best choice; for `auto`, the same as `resolution`. None if no choice fits, if no memory limit is known, or if
     not all choices are compared."""
 
+    trial: dict[str, Any] | None = None
+    """Memory of a trial on a GPU, or on a phantom GPU. None without a trial, or on a CPU."""
+
+    @property
+    def fullest_rank(self) -> int:
+        """The rank with the highest planned peak memory."""
+        return (self.resolution.row.footprint.pipeline_rank or 0) * self.layout.ranks_per_stage
+
 
 def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, options: PlanOptions) -> None:
     """Print the plan of a job on `world_size` ranks, as text or as JSON, and write a picture if `options` asks for it.
@@ -170,7 +187,9 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     """
     planned = _plan(config, world_size, options)
     if options.trial is not None:
-        _try(planned, options.trial)
+        planned = replace(planned, trial=_try(planned, options.trial))
+    elif options.measures:
+        planned = replace(planned, trial=_measure(planned))
     if options.plot is not None:
         title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
         plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
@@ -181,8 +200,9 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
         say(_format(planned, locate_key, options.verbose))
 
 
-def _try(planned: _Planned, rank: int) -> None:
-    """Train two steps with the modes of a plan. Raises RunError if the memory of this device does not suffice."""
+def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
+    """Train three steps with the modes of a plan. Return the memory that they took. Raises RunError if the memory of
+    this device does not suffice."""
     import torch
 
     from titan_launch.trace.trial import run_trial
@@ -191,8 +211,32 @@ def _try(planned: _Planned, rank: int) -> None:
         raise UserError(f"--trial {rank}: there are {planned.layout.world_size} ranks, counted from 0 (--world-size)")
     config = planned.resolution.config
     is_on_gpu = config.job.device != "cpu" and torch.cuda.is_available()
-    run_trial(config, planned.layout, rank, torch.device("cuda" if is_on_gpu else "cpu"))
-    say(f"trial: rank {rank} has trained two steps on {'the GPU' if is_on_gpu else 'the CPU'}", file=sys.stderr)
+    memory = run_trial(config, planned.layout, rank, torch.device("cuda" if is_on_gpu else "cpu"))
+    device = "the CPU" if memory is None else "the phantom GPU" if is_phantom() else "the GPU"
+    say(f"trial: rank {rank} has trained three steps on {device}", file=sys.stderr)
+    name = torch.cuda.get_device_name() + " (a phantom)" * is_phantom() if is_on_gpu else ""
+    return None if memory is None else {"rank": rank, "device": name, **asdict(memory)}
+
+
+def _measure(planned: _Planned) -> dict[str, Any]:
+    """Train three steps of the fullest rank on a phantom GPU. Return the memory that they took. Raises UserError
+    without a known device, and RunError if the memory of the device does not suffice."""
+    from titan_launch.phantom_gpu.devices import PHANTOMS
+    from titan_launch.phantom_gpu.environment import phantom_gpus
+
+    config, hardware = planned.resolution.config, planned.hardware
+    if hardware.device not in PHANTOMS:
+        raise UserError(f"error: --measure needs --device, one of {', '.join(PHANTOMS)}")
+    with phantom_gpus(hardware.device, 1, hardware.memory_gib, hides_gpu=True) as variables, ExitStack() as stack:
+        import torch
+
+        from titan_launch.train.trace_subprocess import TraceProcess
+
+        stack.enter_context(environment(**variables))
+        ranks, device = planned.layout.world_size, torch.device("cuda")
+        trial: dict[str, Any] = TraceProcess(config, ranks, hardware, stack, (planned.fullest_rank, device)).result()
+        measured: dict[str, Any] = trial["trial"]
+        return measured
 
 
 def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
@@ -294,9 +338,22 @@ def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
             describe_load(config, planned.plan, planned.layout),
         ),
     ]
+    if planned.trial is not None:
+        parts.insert(1, _format_trial(planned, planned.trial))
     if verbose:
         parts += [format_plan(config, planned.plan, planned.layout, locate_key), format_categories(comparison)]
     return "\n\n".join(parts)
+
+
+def _format_trial(planned: _Planned, trial: dict[str, Any]) -> str:
+    row, overhead = planned.resolution.row, planned.hardware.overhead_gib
+    pairs = (
+        ("active", trial["active"], row.footprint.peak_bytes),
+        ("reserved", trial["reserved"], row.reserved_bytes - overhead * GIB),
+    )
+    found = (f"{name} {format_memory(is_)} (planned {format_memory(planned_)})" for name, is_, planned_ in pairs)
+    rest = f"The overhead of the process, {overhead:.3g} GiB, is not measured."
+    return f"Measured on rank {trial['rank']}, {trial['device']}: {', '.join(found)}. {rest}"
 
 
 def _best(planned: _Planned) -> tuple[Row | None, str | None]:
@@ -364,6 +421,7 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
             "reason": planned.resolution.reason,
         },
         "recommended": None if best is None else {**_modes(best.config), "reason": best.reason},
+        "trial": planned.trial,
         "accuracy": accuracy(planned.subject.flops, config),
     }
 

@@ -28,6 +28,7 @@ from titan_launch.checkpoint.retention import best_steps
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import MIB, open_regular, read_regular
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, parse_json, reason_of
+from titan_launch.core.phantom import is_marked
 from titan_launch.core.terminal import one_line
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, numbered_lines
 from titan_launch.metrics.tags import WITHOUT_IMPROVEMENT
@@ -345,6 +346,8 @@ def load_run(folder: Path) -> RecordedRun:
     """Read a run folder. Raises UserError if it is none, or if a file is damaged."""
     if not _is_run(folder):
         raise UserError(_no_run(folder))
+    if is_marked(folder):
+        raise UserError(f"error: {folder}: the run had a phantom GPU, and its reports have no values")
     path = folder / CONFIG_FILE
     try:
         content = read_regular(path, MOST_BYTES)

@@ -1,7 +1,8 @@
-"""A trial: two training steps of one rank with real tensors on its device, without other ranks.
+"""A trial: three training steps of one rank with real tensors on its device, without other ranks.
 
 Collectives return at once, so the values are meaningless, but every allocation is that of a run. So a trial shows
-whether a rank has enough memory, and running out of it leaves no other rank waiting.
+whether a rank has enough memory, and running out of it leaves no other rank waiting. On a phantom GPU (`phantom_gpu`) a
+trial measures what the allocator of a GPU would reserve.
 """
 
 from __future__ import annotations
@@ -9,18 +10,24 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
+from titan_launch.core.patches import replaced
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import build_optimizer
+from titan_launch.parallel import expert_parallel
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.pipeline import pipeline_of
+from titan_launch.plan.experts import equal_parts, received_rows
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import MICROBATCHES
 from titan_launch.trace.fake_group import fake_process_group, silence
@@ -34,18 +41,31 @@ from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward
 from titan_launch.train.trace_subprocess import OUT_OF_MEMORY
 
-_STEPS = 2
-"""The optimizer creates its state at the end of the first step."""
+_STEPS = 3
+"""The optimizer creates its state at the end of the first step, and the second is the first that meets it. The third
+shows whether the allocator needs more for the same tensors."""
 
 
 _SHARE = 0.95
 """Share of this process's limits on the host (`ulimit`) that a trial may use. A run holds a little more."""
 
 
-def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device) -> None:
-    """Train two steps as `rank` of `layout.world_size` on `device`, with parameters that are 0.
+@dataclass(frozen=True)
+class TrialMemory:
+    """Peak memory of a trial in bytes, as PyTorch's allocator for CUDA counts it."""
 
-    The job's modes must not be `auto`. Raises RunError if the memory does not suffice, and ConfigError as a run does.
+    active: int
+    """Memory of tensors."""
+
+    reserved: int
+    """Memory that the allocator has taken from the device."""
+
+
+def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device) -> TrialMemory | None:
+    """Train three steps as `rank` of `layout.world_size` on `device`, with parameters that are 0.
+
+    Return the memory that they took; None on a CPU. The job's modes must not be `auto`. Raises RunError if the memory
+    does not suffice, and ConfigError as a run does.
     """
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA) if device.type == "cpu" else ():
         soft, hard = resource.getrlimit(limit)
@@ -54,6 +74,8 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
     with ExitStack() as stack, _out_of_memory_named():
         stack.enter_context(silence())
         stack.enter_context(fake_process_group(layout.world_size, rank))
+        counts = partial(_equal_counts, config.planner.expert_load)
+        stack.enter_context(replaced(expert_parallel, "exchanged_counts", counts))
         mesh = build_mesh(layout, device.type)
         batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
         built = build_job_model(config)
@@ -83,8 +105,18 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
             clip_grad_norm(list(model.module.parameters()), config.training.max_norm, mesh.pipeline_group)
             optimizer.step()
             optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cuda":
+            return None
+        torch.cuda.synchronize(device)
+        memory = torch.cuda.memory_stats(device)
+        return TrialMemory(memory["active_bytes.all.peak"], memory["reserved_bytes.all.peak"])
+
+
+def _equal_counts(load: float, counts: Tensor, ranks: int, group: str) -> Tensor:
+    """Replace `expert_parallel.exchanged_counts`: no other rank says how many rows it sends, so the rows that this rank
+    is planned to receive are divided equally."""
+    rows = received_rows(int(counts.sum()), ranks, load)
+    return torch.tensor(equal_parts(rows, counts.numel()), device=counts.device).view(ranks, -1)
 
 
 @contextmanager

@@ -119,10 +119,10 @@ def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> J
     for tried in reversed([other for other in possible_batch_sizes(config, ranks.world_size) if other <= size]):
         resized = with_local_batch_size(config, tried)
         if all(on_all_ranks(lambda resized=resized: _is_enough(resized, hardware, ranks))):  # type: ignore[misc]
-            _log.info("auto: microbatches of %d samples, with which two steps were tried", tried)
+            _log.info("auto: microbatches of %d samples, with which three steps were tried", tried)
             return resized
         _log.warning("auto: microbatches of %d samples were planned to fit, but ran out of memory in a trial", tried)
-    reason = "no microbatch passed its trial: every rank trains two steps, and one ran out of memory"
+    reason = "no microbatch passed its trial: every rank trains three steps, and one ran out of memory"
     raise config_error(("training", "local_batch_size"), reason, "auto")
 
 

@@ -32,7 +32,7 @@ class TrainingConfig(Section):
     local_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
     """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number that divides
     the samples of a rank and is planned to fit into memory, in the modes that the job sets or that `auto` may choose.
-    It requires `global_batch_size`, so the training does not change. A run logs the number, and first tries two steps
+    It requires `global_batch_size`, so the training does not change. A run logs the number, and first tries three steps
     with it in a process of its own; if they run out of memory, it takes the next smaller number."""
 
     global_batch_size: Annotated[int, Field(ge=1)] | None = None

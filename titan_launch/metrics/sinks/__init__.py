@@ -7,7 +7,8 @@ from titan_launch.config.sections.run import MetricsConfig
 from titan_launch.core.errors import config_error
 from titan_launch.core.import_string import import_factory, user_traceback
 from titan_launch.core.packages import install
-from titan_launch.metrics.sinks.base import GuardedSink, RunDescription, Sink, SinkContext
+from titan_launch.core.phantom import is_phantom
+from titan_launch.metrics.sinks.base import GuardedSink, MarkedSink, RunDescription, Sink, SinkContext
 from titan_launch.metrics.sinks.console import ConsoleSink
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, JsonlSink
 from titan_launch.metrics.sinks.tensorboard import TensorBoardSink
@@ -61,7 +62,7 @@ def open_sinks(config: MetricsConfig, run: SinkContext) -> Iterator[tuple[str, S
     """Yield the sinks of a job by name. Raises ConfigError if one of `metrics.sinks` cannot be opened."""
     for name, build in SINKS.items():
         if (sink := build(config, run)) is not None:
-            yield name, sink
+            yield name, MarkedSink(sink) if is_phantom() else sink
     for index, (name, factory) in enumerate(import_sinks(config).items()):
         key = ("metrics", "sinks", index)
         try:
@@ -72,4 +73,4 @@ def open_sinks(config: MetricsConfig, run: SinkContext) -> Iterator[tuple[str, S
         if not isinstance(opened, Sink):
             reason = f"must return a titan_launch.metrics.sinks.Sink, but returns a {type(opened).__name__}"
             raise config_error(key, reason, name)
-        yield name, opened
+        yield name, MarkedSink(opened) if is_phantom() else opened

@@ -8,9 +8,11 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from titan_launch.core.phantom import TAG_PREFIX
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,27 @@ class SinkContext:
 
     config: Mapping[str, Any]
     """The resolved job, as nested tables: the content of `config.json`."""
+
+
+class MarkedSink(Sink):
+    """A sink of a run without values: all its tags say so."""
+
+    def __init__(self, sink: Sink):
+        self._sink = sink
+        self.rewind, self.close = sink.rewind, sink.close  # type: ignore[method-assign]
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
+        self._sink.write(step, {TAG_PREFIX + tag: value for tag, value in scalars.items()})
+
+    def describe(self, description: RunDescription) -> None:
+        """Pass on what is known about the run."""
+        metrics = frozenset(TAG_PREFIX + tag for tag in description.later_metrics)
+        self._sink.describe(replace(description, later_metrics=metrics))
+
+    def text(self, tag: str, text: str) -> None:
+        """Store a text."""
+        self._sink.text(TAG_PREFIX + tag, text)
 
 
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from titan_launch.core.phantom import marked
 from titan_launch.core.terminal import say_escaped
 from titan_launch.metrics.sinks.base import Sink
 from titan_launch.metrics.tags import TAGS, Tag
@@ -45,7 +46,7 @@ class ConsoleSink(Sink):
             return
         width = len(str(self._total_steps))
         line = "  ".join([self._paint(f"step {step:>{width}}/{self._total_steps}", _BOLD), *fields])
-        say_escaped(f"{_CLEAR_LINE if self._drawn_step is not None else ''}{line}", self._stream)
+        say_escaped(f"{_CLEAR_LINE if self._drawn_step is not None else ''}{marked(line)}", self._stream)
         if self._drawn_step is not None:
             self._draw(step)
         self._stream.flush()

@@ -23,7 +23,9 @@ from titan_launch.config.resume_compatibility import Difference, differences
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, KeyPath, RunError, config_error
-from titan_launch.core.files import free_name, sync_folder
+from titan_launch.core.files import free_name, replace_text, sync_folder
+from titan_launch.core.phantom import FILE as WITHOUT_VALUES_FILE
+from titan_launch.core.phantom import TEXT, is_marked, is_phantom
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE
 from titan_launch.plan.job import Choice
 from titan_launch.train.run_folder.attempt import Attempt, attempt_name, next_attempt
@@ -46,7 +48,8 @@ LOCK_FILE = "lock"
 """File that is locked while a run writes to the folder. Its modification time is the start time of the run."""
 
 _FOLDERS = ("checkpoints", "logs", "tb", "wandb", "skipped_steps", "hangs", "flight_recorder", "flight_recorder_gloo")
-_FILES = (CONFIG_FILE, LAUNCH_FILE, LOCK_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE)
+_RECORDS = (CONFIG_FILE, LAUNCH_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE)
+_FILES = (*_RECORDS, LOCK_FILE, WITHOUT_VALUES_FILE)
 """Names of all files that a run creates in its folder."""
 
 Load = int | str
@@ -66,6 +69,8 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
     """
     try:
         _prepare(folder, config, attempt, stack)
+        if is_phantom():
+            replace_text(folder / WITHOUT_VALUES_FILE, TEXT)
     except OSError as error:
         reason = f"the run folder {folder} cannot be written: {error.strerror}"
         raise config_error(("job", "dump_folder"), reason, config.job.dump_folder) from error
@@ -82,6 +87,10 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     _check_kinds(folder, config)
     if not _has_begun(folder):
         return
+    if is_marked(folder) != is_phantom():
+        kinds = ("with", "without") if is_phantom() else ("without", "with")
+        reason = f"{folder} holds a run {kinds[0]} values, and this run is {kinds[1]} values; choose another name"
+        raise config_error(("job", "name"), reason, config.job.name)
     checkpoints = checkpoint_folder(folder)
     if config.checkpoint.enable and load != "none" and checkpoint_steps(checkpoints):
         before = recorded_table(folder, config)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titan_launch.core.errors import RunError, UserError
+from titan_launch.core.phantom import marked
 from titan_launch.core.terminal import as_message, printable
 
 _PACKAGE = logging.getLogger("titan_launch")
@@ -21,10 +22,10 @@ class _Lines(logging.Formatter):
     after its first. Tracebacks are not indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return as_message(super().formatMessage(record))
+        return marked(as_message(super().formatMessage(record)))
 
     def formatException(self, *args: Any) -> str:  # noqa: N802
-        return printable(super().formatException(*args))
+        return marked(printable(super().formatException(*args)))
 
 
 class LogFile(logging.Handler):

@@ -1,0 +1,43 @@
+"""Planned memory is what PyTorch's allocator takes on a phantom GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.phantom_gpu.conftest import Phantom
+
+WORKSPACE = 33 << 20
+"""Bytes of cuBLAS's workspace during a matrix product on Hopper. A plan does not count them."""
+
+JOBS = {
+    "8B, 8 ranks": ("configs/llama3_8b.toml", 8, ()),
+    "8B, 8 ranks, z-loss": ("configs/llama3_8b.toml", 8, ("--loss.z_loss=1e-4",)),
+    "70B, 64 ranks": ("configs/llama3_70b.toml", 64, ()),
+    "experts, 64 ranks": ("configs/qwen3_30b_a3b.toml", 64, ()),
+}
+
+
+@pytest.mark.phantom
+@pytest.mark.parametrize(
+    "name", [*list(JOBS)[:1], *(pytest.param(job, marks=pytest.mark.slow) for job in list(JOBS)[1:])]
+)
+def test_planned_memory_is_measured_memory(phantom: Phantom, name: str) -> None:
+    config, ranks, options = JOBS[name]
+    command = ["-m", "titan_launch", "plan", "--config", config, f"--world-size={ranks}", "--rows=own", *options]
+    ended = phantom.run(*command, "--device=h100-80gb", "--measure", "--json")
+    assert ended.returncode == 0, ended.stderr
+    plan = json.loads(ended.stdout)
+    planned, trial = plan["rows"][0]["active_bytes"], plan["trial"]
+    assert abs(trial["active"] - planned) < 0.003 * planned + WORKSPACE
+    assert trial["active"] < trial["reserved"] < 1.4 * trial["active"]
+
+
+@pytest.mark.phantom
+def test_a_job_that_does_not_fit_runs_out_of_memory(phantom: Phantom) -> None:
+    command = ["-m", "titan_launch", "plan", "--config", "configs/llama3_8b.toml", "--world-size=8", "--measure"]
+    ended = phantom.run(*command, "--device=h100-80gb", "--memory-gib=30")
+    assert ended.returncode == 1 and "out of memory" in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+    ended = phantom.run("-m", "titan_launch", "plan", "--config", "configs/llama_debug.toml", "--measure")
+    assert ended.returncode == 2 and "needs --device, one of a100-40gb" in ended.stderr

@@ -1,0 +1,35 @@
+"""Whether this process has a phantom GPU (`phantom_gpu`), which computes no values, and how its output says so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLE = "PHANTOM_DEVICE"
+"""Environment variable that describes the device. Processes with a phantom GPU have it from their start."""
+
+MARK = "phantom: "
+"""Beginning of each line that a run without values prints or logs."""
+
+TAG_PREFIX = "phantom/"
+"""Beginning of the tags of its metrics."""
+
+FILE = "WITHOUT_VALUES"
+"""File that marks its run folder."""
+
+TEXT = "This run had a phantom GPU, which computes no values. Its losses, weights and times mean nothing.\n"
+
+
+def is_phantom() -> bool:
+    """Return True if the GPUs of this process are phantoms."""
+    return VARIABLE in os.environ
+
+
+def is_marked(folder: Path) -> bool:
+    """Return True if a run folder is of a run without values."""
+    return os.path.lexists(folder / FILE)
+
+
+def marked(text: str) -> str:
+    """Return a text for the terminal or a log, whose lines are marked if they are of a run without values."""
+    return MARK + text.replace("\n", f"\n{MARK}") if is_phantom() else text

@@ -1,0 +1,44 @@
+"""`python -m titan_launch.phantom_gpu --device h100-80gb --gpus 8 COMMAND ...`: run a command on phantom GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+
+from titan_launch.core.errors import UserError
+from titan_launch.core.process import BAD_INPUT, announce_once
+from titan_launch.phantom_gpu.devices import PHANTOMS
+from titan_launch.phantom_gpu.environment import phantom_gpus
+
+
+def main() -> int:
+    """Run the command. Return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m titan_launch.phantom_gpu", description=__doc__)
+    parser.add_argument("--device", default="h100-80gb", metavar="NAME", help=f"one of {', '.join(PHANTOMS)}")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs that the command sees (default: 1)")
+    parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory of each GPU (default: the device's)")
+    parser.add_argument("--hide-gpu", action="store_true", help="run also on a host with a GPU, which is then hidden")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="command and its arguments")
+    arguments = parser.parse_args()
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        parser.error("the command is missing")
+    try:
+        with phantom_gpus(arguments.device, arguments.gpus, arguments.memory_gib, arguments.hide_gpu) as environment:
+            return _run(command, environment)
+    except UserError as error:
+        announce_once(str(error))
+        return BAD_INPUT
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    with subprocess.Popen(command, env=environment) as process:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, lambda number, _: process.send_signal(number))
+        status = process.wait()
+    return status if status >= 0 else 128 - status
+
+
+sys.exit(main())

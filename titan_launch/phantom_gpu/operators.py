@@ -1,0 +1,313 @@
+"""Operators of the phantom GPU: small ones are computed on the host, and what is not computed is zero or one.
+
+Memory of the phantom GPU is memory of this process, so a CPU tensor can have the storage of a CUDA tensor. The kernels
+that PyTorch registers for CUDA are replaced by functions that do one of two things:
+
+- Operators on few elements, and on integers and truth values, run on such CPU tensors. Control flow depends on them:
+  counts of targets and of rows per expert, norms, flags, learning rates.
+- All other operators run PyTorch's own code for CUDA. It allocates what it allocates on a GPU, and launches kernels
+  that do nothing. Then large results are set to zero, without taking memory for them, and small ones to one.
+
+The functions are registered below autograd, so they also serve backward and compiled graphs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+_MOST_NUMBERS = 1 << 16
+"""The largest number of elements of an argument with which an operator on floating-point numbers is computed. (A limit
+of their sum would compute one operator on a tensor and not the next.)"""
+
+_MOST_INTEGERS = 1 << 24
+"""The same if all arguments are integers or truth values."""
+
+_MOST_IN_LISTS = 1 << 22
+"""The largest number of elements over all arguments: lists of tensors may be long."""
+
+_ALLOCATIONS = ("empty.memory_format", "empty_strided")
+
+_COMPOSITE = ("copy_", "convolution", "convolution_overrideable")
+"""Operators that PyTorch registers for all devices together, and that must be replaced too."""
+
+_UNIFORM = frozenset(
+    {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not", "logical_and", "logical_or"}
+    | {"bitwise_and", "bitwise_or", "bitwise_not", "any", "all", "mul"}
+)
+"""Operators whose results are truth values. Large tensors are uniform, so the first elements decide."""
+
+_BY_SHAPE = frozenset(
+    {
+        "cudnn_batch_norm",
+        "cudnn_batch_norm_backward",
+        "cudnn_convolution",
+        "convolution",
+        "convolution_backward",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
+    }
+)
+"""Operators of cuDNN, which does not run without a GPU. Their results have the shapes that PyTorch computes for
+tensors without values, and cuDNN's workspaces are missing."""
+
+
+def replace_operators() -> list[torch.library.Library]:
+    """Replace PyTorch's kernels for CUDA. The replacements last as long as the returned objects."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in _replaceable():
+        operator = _operator(name)
+        kernel = torch.library.get_kernel(operator, "CUDA")
+        function = _allocate if name in _ALLOCATIONS else partial(_run, operator, _Kind(operator))
+        library.impl(name, partial(function, kernel), "CUDA", with_keyset=True, allow_override=True)
+    guards: Any = torch._C._dynamo.guards
+    empty_strided = guards._empty_strided_cuda  # compiled code calls it directly
+    guards._empty_strided_cuda = lambda *args: _zeroed(empty_strided(*args))
+    return [library]
+
+
+def _replaceable() -> Iterator[str]:
+    """Yield the names of the operators to replace. Operators that return views, or that PyTorch has for the properties
+    of tensors, keep their kernels."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")} | {*_COMPOSITE}
+    for name in sorted(names):
+        if name.partition(".")[0] in _KEPT:
+            continue
+        schema = _operator(name)._schema
+        if not any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns):
+            yield name
+
+
+_KEPT = frozenset(
+    {"_local_scalar_dense", "_pin_memory", "is_pinned", "record_stream", "resize_", "set_", "_empty_affine_quantized"}
+)
+
+
+def _operator(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+class _Kind:
+    """What the schema of an operator says."""
+
+    def __init__(self, operator: Any):
+        schema = operator._schema
+        self.base: str = operator._opname
+        self.is_by_shape = self.base in _BY_SHAPE
+        self.is_uniform = self.base in _UNIFORM
+        self.out_names = [argument.name for argument in schema.arguments if argument.is_out]
+        """Names of the arguments that only receive results."""
+
+        self.tensor_positions = [
+            position
+            for position, argument in enumerate(schema.arguments)
+            if str(argument.type) in ("Tensor", "Optional[Tensor]") and not argument.kwarg_only
+        ]
+        self.returned = _returned_arguments(schema)
+        """For each result, the position and name of the argument that is returned; None for a new tensor."""
+
+        has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, operator.name())
+        self.runs_on_host = not self.is_by_shape and any(map(has, ("CPU", "CompositeExplicitAutograd")))
+
+
+def _returned_arguments(schema: Any) -> list[tuple[int, str] | None]:
+    written = {
+        alias: (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for alias in argument.alias_info.before_set
+    }
+    return [
+        None if result.alias_info is None else written.get(next(iter(result.alias_info.before_set), ""))
+        for result in schema.returns
+    ]
+
+
+def _allocate(kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return _zeroed(kernel.call_boxed(keys, *args, **kwargs))
+
+
+def _run(operator: Any, kind: _Kind, kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    if kind.runs_on_host and _is_small(args, kwargs):
+        try:
+            return _on_host(operator, kind, args, kwargs)
+        except (NotImplementedError, RuntimeError):  # not for this dtype; or wrong arguments, which CUDA's code refuses
+            pass
+    if kind.is_by_shape:
+        return _by_shape(operator, args, kwargs)
+    results = kernel.call_boxed(keys, *_numbers_as_tensors(kind, args), **kwargs)
+    if kind.is_uniform and results.dtype == torch.bool:
+        return _uniform(operator, args, results)
+    if (answer := _ANSWERS.get(kind.base)) is not None:
+        answer(args, kwargs, results)
+        return results
+    outputs = results if isinstance(results, tuple) else (results,)
+    for output, argument in zip(outputs, kind.returned, strict=False):
+        if argument is None or argument[1] in kind.out_names:
+            for tensor in output if isinstance(output, list) else (output,):
+                if isinstance(tensor, Tensor):
+                    _answered(tensor)
+    return results
+
+
+def _answered(tensor: Tensor) -> None:
+    """Write the result of an operator that is not computed: ones if they are few numbers, such as sums and norms, whose
+    logarithm or reciprocal may follow; otherwise zeros."""
+    if tensor.is_floating_point() and 0 < tensor.numel() <= _MOST_NUMBERS and tensor.device.type == "cuda":
+        _host_view(tensor).fill_(1)
+    else:
+        _zeroed(tensor)
+
+
+def _numbers_as_tensors(kind: _Kind, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with tensors in place of numbers, where the schema has a tensor: PyTorch hands a number of
+    Python over as such, and takes it back as a tensor only."""
+    wrong = [i for i in kind.tensor_positions if i < len(args) and isinstance(args[i], bool | int | float | complex)]
+    if not wrong:
+        return args
+    dtypes = [value.dtype for value in args if isinstance(value, Tensor)]
+    made = list(args)
+    for i in wrong:
+        is_whole = isinstance(args[i], int) or (dtypes and dtypes[0].is_floating_point)
+        made[i] = torch.tensor(args[i], dtype=dtypes[0] if dtypes and is_whole else None)
+    return tuple(made)
+
+
+def _is_small(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if the arguments have few elements, or are integers of which there are not too many."""
+    largest, count, are_integers = 0, 0, True
+    for value in (*args, *kwargs.values()):
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, Tensor):
+                largest = max(largest, tensor.numel())
+                count += tensor.numel()
+                are_integers = are_integers and not (tensor.is_floating_point() or tensor.is_complex())
+                if not are_integers and (largest > _MOST_NUMBERS or count > _MOST_IN_LISTS):
+                    return False
+            elif isinstance(tensor, torch.device) and tensor.type == "cuda":
+                return False  # a new tensor on the device
+    return largest <= _MOST_INTEGERS
+
+
+def _on_host(operator: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    on_host = {
+        name: _result_on_host(value) if name in kind.out_names else tree_map(_host_view, value)
+        for name, value in kwargs.items()
+    }
+    results = operator(*tree_map(_host_view, args), **on_host)
+    if not isinstance(results, tuple):
+        return _on_device(kind, 0, results, args, kwargs)
+    return tuple(_on_device(kind, index, result, args, kwargs) for index, result in enumerate(results))
+
+
+def _on_device(kind: _Kind, index: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    argument = kind.returned[index] if index < len(kind.returned) else None
+    if argument is not None:  # written in place, in the memory of the device
+        position, name = argument
+        given = kwargs[name] if name in kwargs else args[position]
+        if isinstance(given, Tensor) and isinstance(result, Tensor) and not given.numel() and result.numel():
+            given.resize_(result.shape)
+            _host_view(given).copy_(result)
+        return given
+    return tree_map(_device_copy, result)
+
+
+def _result_on_host(value: Any) -> Any:
+    """Return a tensor for a result: an empty one, which the operator resizes, cannot have the memory of the device."""
+    if isinstance(value, Tensor) and not value.numel():
+        return torch.empty(0, dtype=value.dtype)
+    return tree_map(_host_view, value)
+
+
+def _host_view(value: Any) -> Any:
+    """Return a CPU tensor with the memory of a CUDA tensor. Other values are returned as they are; a generator of the
+    device becomes one of the host."""
+    if isinstance(value, torch.Generator):
+        return None
+    if not isinstance(value, Tensor) or value.device.type != "cuda":
+        return value
+    storage = value.untyped_storage()
+    host = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
+    view = torch.empty(0, dtype=value.dtype).set_(host, value.storage_offset(), value.shape, value.stride())
+    return view.conj() if value.is_conj() else view
+
+
+def _device_copy(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+    host = _host_view(copy)
+    host.copy_(value)
+    return copy
+
+
+def _by_shape(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def shape_of(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+    return tree_map(made, operator(*tree_map(shape_of, args), **tree_map(shape_of, kwargs)))
+
+
+def _uniform(operator: Any, args: tuple[Any, ...], result: Tensor) -> Tensor:
+    firsts = [_host_view(value).as_strided((1,), (1,)) if isinstance(value, Tensor) else value for value in args]
+    count = 1 if len(operator._schema.arguments) == 1 or operator._opname in ("any", "all") else 2
+    value = bool(getattr(torch.ops.aten, operator._opname)(*firsts[:count]))
+    if value:
+        _host_view(result).fill_(True)
+        return result
+    return _zeroed(result)
+
+
+def _rotate(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Tensor, Tensor]) -> None:
+    """Give row `r` of `topk` the indices `r*k`, `r*k + 1`, ... (modulo the number of elements), so that experts get
+    equal numbers of tokens."""
+    values, indices = results
+    _zeroed(values)
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    numbers = torch.arange(indices.numel()) % args[0].shape[dim]
+    _host_view(indices).copy_(numbers.view(indices.shape))
+
+
+_ANSWERS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], None]] = {"topk": _rotate}
+"""Functions that write results which are better than zero."""
+
+
+def _zeroed(tensor: Tensor) -> Tensor:
+    """Set the memory of a tensor to zero, and return the tensor. Whole pages are given back to the host."""
+    count = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    if tensor.numel() == 0 or count <= 0 or tensor.device.type != "cuda":
+        return tensor
+    start = tensor.data_ptr()
+    end = start + int(min(count, _extent(tensor)))
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if end - start <= _MEMSET or last <= first:
+        ctypes.memset(start, 0, int(end - start))
+        return tensor
+    ctypes.memset(start, 0, first - start)
+    ctypes.memset(last, 0, end - last)
+    _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    return tensor
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of bytes from the first element of a tensor to the end of its last."""
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+_MEMSET = 1 << 16
+_libc = ctypes.CDLL(None)
