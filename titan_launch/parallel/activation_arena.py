@@ -34,7 +34,7 @@ class ActivationArena:
         self._dropped = deque[tuple[int, int]]()
         """Start and end of the places whose tensors were dropped, in any thread."""
         self._locks = ExitStack()
-        weakref.finalize(self, self._locks.close)
+        weakref.finalize(self, self._locks.close).atexit = False
         self.memory = torch.empty(0, dtype=torch.uint8)
         """One-dimensional tensor of bytes."""
         self.needed = 0
