@@ -18,9 +18,12 @@ _SOURCES = Path(__file__).parent / "sources"
 _HEADERS = "nvidia/cu13/include"
 """Folder of CUDA's headers beside torch, from the package nvidia-cuda-runtime, which torch requires."""
 
-_UNANSWERED = {"cuda": 801, "cu": 801, "nccl": 3, "cusolver": 16, "cusparse": 10, "cufft": 16}
+_UNANSWERED = {"cuda": 801, "cu": 801, "cupti": 27, "nccl": 3, "cusolver": 16, "cusparse": 10, "cufft": 16}
 """Errors of the functions that the phantom does not answer, by the first letters of their names: the status "not
 supported" of each library ("internal error" of NCCL)."""
+
+_NAME = rf"(?:__cuda|cublas|{'|'.join(_UNANSWERED)})[A-Z]\w*"
+"""Pattern of the names of functions of CUDA's libraries."""
 
 _LIBRARIES = ("libtorch", "libc10", "libcaffe2")
 """Beginnings of the names of PyTorch's own libraries."""
@@ -84,12 +87,12 @@ def _imported_names(libraries: Path) -> set[str]:
     """Return the functions of CUDA's libraries that PyTorch's libraries import."""
     files = [str(path) for name in _LIBRARIES for path in sorted(libraries.glob(f"{name}*.so"))]
     output = subprocess.run(["nm", "-D", "--undefined-only", *files], capture_output=True, text=True, check=True).stdout
-    return set(re.findall(rf" U ((?:__cuda|cublas|{'|'.join(_UNANSWERED)})[A-Z]\w*)", output))
+    return set(re.findall(rf" U ({_NAME})", output))
 
 
 def _generated(imported: set[str], sources: str) -> Iterator[str]:
     """Yield the lines of a C file with the functions that the sources lack."""
-    answered = set(re.findall(r"\b((?:__cuda|cublas|nccl|cuda|cu)[A-Z]\w*)\s*[()]", sources))
+    answered = set(re.findall(rf"\b({_NAME})\s*[()]", sources))
     yield "int phantom_unanswered(const char *name, int status);"
     for name in sorted((imported | {*_ASKED_AT_RUN_TIME}) - answered):
         if name.startswith("cublas"):

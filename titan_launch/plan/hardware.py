@@ -35,6 +35,10 @@ def format_memory(num_bytes: float) -> str:
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
 """Defaults on a GPU. The first is a guess. The second was fitted to TorchTitan's published figures for Llama 3 8B."""
 
+CUBLAS_WORKSPACE_BYTES = 33 * 2**20
+"""Memory of PyTorch's allocator that a matrix product takes for its duration: 32 MiB on Hopper, 8 MiB before it, and
+the parts of a split sum. A plan does not count it."""
+
 _PROCESS_GIB = 0.5
 """Default overhead on a CPU, where ranks share the machine's memory: the interpreter, torch and its threads."""
 
