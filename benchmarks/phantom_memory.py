@@ -29,8 +29,13 @@ from titan_launch.plan.hardware import CUBLAS_WORKSPACE_BYTES
 _CHECKOUT = Path(__file__).parent.parent
 _CONFIGS = _CHECKOUT / "configs"
 _RANKS = {
-    "deferred_all_reduce": 4, "llama3_8b": 8, "llama3_8b_float8": 8, "context": 8,
-    "llama3_70b": 64, "qwen3_30b_a3b": 64, "llama3_405b": 512,
+    "deferred_all_reduce": 4,
+    "llama3_8b": 8,
+    "llama3_8b_float8": 8,
+    "context": 8,
+    "llama3_70b": 64,
+    "qwen3_30b_a3b": 64,
+    "llama3_405b": 512,
 }
 """Ranks of the shipped configurations; 2 for the others."""
 

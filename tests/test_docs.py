@@ -46,6 +46,7 @@ from titan_launch.inference.saved_model import open_saved_model
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.metrics.tags import markdown_table
 from titan_launch.models.weights.folder import WeightsFolder
+from titan_launch.phantom_gpu.__main__ import build_parser as build_phantom_parser
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -352,9 +353,14 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
                 parsed = parse_arguments(arguments)
                 check(["--config", parsed.config, *parsed.overrides], capsys)
             elif arguments[0] == "plan":
+                arguments = [arg for arg in arguments if torch.version.cuda is not None or arg != "--measure"]
                 plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
             else:
                 check(arguments, capsys)
+        case ["python", "-m", "titan_launch.phantom_gpu", *arguments]:
+            inner = build_phantom_parser().parse_args(arguments).command
+            assert inner[0] == "titan-launch"
+            check(inner[1:], capsys)
         case ["torchrun", "--nproc-per-node", ranks, "-m", "titan_launch", *arguments]:
             check([*arguments, "--world-size", ranks], capsys)
         case ["torchrun", "--nproc-per-node", _, script, *arguments] if script.startswith("benchmarks/"):
@@ -514,6 +520,7 @@ def test_options_in_the_docs_exist(page: Path) -> None:
     """An option in backticks is one of the command before it, as in `plan --verbose` and "a run with `--quiet`"."""
     text = re.sub(r"\brun with `--", "run with `train --", " ".join(prose(page).split()))
     of_any = {option for command in COMMANDS for option in options_of(command)} | OPTIONS_OF_OTHERS
+    of_any |= {*re.findall(OPTION, build_phantom_parser().format_help())}
     wrong = []
     for code in re.findall(r"`([^`]+)`", text):
         command = code.removeprefix("titan-launch ").partition(" ")[0]

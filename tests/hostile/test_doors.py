@@ -121,7 +121,7 @@ ALLOWED = {
     ("program", "core/commit.py"): "git, in the working directory",
     ("program", "launch/options.py"): "nvidia-smi",
     ("code", "phantom_gpu/operators.py"): "the C library",
-    ("code", "phantom_gpu/site/sitecustomize.py"): "a module of the package",
+    ("code", "phantom_gpu/startup/sitecustomize.py"): "a module of the package",
     ("program", "phantom_gpu/__main__.py"): "the command that the command line names",
     ("program", "phantom_gpu/build.py"): "gcc and nm, on files of the package and of torch",
     ("program", "train/trace_subprocess.py"): "this program",

@@ -66,3 +66,10 @@ def test_a_collective_that_never_ends_is_named(phantom: Phantom, tmp_path: Path)
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, ended.stderr
     assert "comm.timeout_seconds" in ended.stderr and "nccl" in ended.stderr, ended.stderr
+
+
+@pytest.mark.phantom
+def test_a_process_without_the_replaced_operators_is_refused(phantom: Phantom, tmp_path: Path) -> None:
+    options = ["--config=configs/llama_debug.toml", f"--job.dump_folder={tmp_path}", "--training.steps=1"]
+    ended = phantom.run("-m", "titan_launch", *options, PYTHONPATH=str(REPO))
+    assert ended.returncode == 1 and "the phantom GPU is not complete" in ended.stderr, ended.stderr

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType
+
+from titan_launch.core.errors import RunError
 
 VARIABLE = "PHANTOM_DEVICE"
 """Environment variable that describes the device. Processes with a phantom GPU have it from their start."""
@@ -33,3 +36,10 @@ def is_marked(folder: Path) -> bool:
 def marked(text: str) -> str:
     """Return a text for the terminal or a log, whose lines are marked if they are of a run without values."""
     return MARK + text.replace("\n", f"\n{MARK}") if is_phantom() else text
+
+
+def check_operators(torch: ModuleType) -> None:
+    """Raise RunError in a process with a phantom GPU whose operators were not replaced when torch was imported."""
+    if is_phantom() and not hasattr(torch, "_phantom_gpu"):
+        reason = "the first folder of PYTHONPATH, which python -m titan_launch.phantom_gpu sets, was not read"
+        raise RunError(f"the phantom GPU is not complete in this process: {reason}")

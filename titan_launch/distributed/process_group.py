@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from titan_launch.config.sections.run import UNWATCHED_GROUPS
 from titan_launch.core.errors import RunError, config_error
+from titan_launch.core.phantom import check_operators
 from titan_launch.core.signals import agent_keeps_store, store_is_gone
 from titan_launch.distributed.rendezvous import wait_for_ranks
 from titan_launch.distributed.torch_private import process_groups, set_timeout
@@ -62,6 +63,7 @@ def process_group(
     """
     device = choose_device(device_choice, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
+        check_operators(torch)
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)

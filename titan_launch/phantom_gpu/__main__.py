@@ -13,14 +13,20 @@ from titan_launch.phantom_gpu.devices import PHANTOMS
 from titan_launch.phantom_gpu.environment import phantom_gpus
 
 
-def main() -> int:
-    """Run the command. Return its exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m titan_launch.phantom_gpu", description=__doc__)
     parser.add_argument("--device", default="h100-80gb", metavar="NAME", help=f"one of {', '.join(PHANTOMS)}")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs that the command sees (default: 1)")
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory of each GPU (default: the device's)")
     parser.add_argument("--hide-gpu", action="store_true", help="run also on a host with a GPU, which is then hidden")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="command and its arguments")
+    return parser
+
+
+def main() -> int:
+    """Run the command. Return its exit status."""
+    parser = build_parser()
     arguments = parser.parse_args()
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
@@ -41,4 +47,5 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -52,7 +52,7 @@ def phantom_gpus(
             "LD_PRELOAD": _joined(libraries / "libcuda.so.1", environment.get("LD_PRELOAD")),
             "LD_LIBRARY_PATH": _joined(libraries, environment.get("LD_LIBRARY_PATH")),
             "PATH": _joined(libraries, environment.get("PATH")),
-            "PYTHONPATH": _joined(Path(__file__).parent / "site", environment.get("PYTHONPATH")),
+            "PYTHONPATH": _joined(Path(__file__).parent / "startup", environment.get("PYTHONPATH")),
         }
 
 
