@@ -50,6 +50,8 @@ NAMES: dict[str, set[str]] = {
     "torch._C": {"_clear_DTensor_sharding_propagator_cache", "_SetExcludeDispatchKeyGuard"},
     "torch.cuda.memory": {"_record_memory_history", "_dump_snapshot"},
     "torch.distributed": {"_apply_to_tensors"},
+    "torch.library": {"_scoped_library"},
+    "ProcessGroup": {"_get_backend"},
     "ShardingPropagator": {"_propagate_tensor_meta_non_cached"},
 }
 """Private names that `torch_private` uses on every release, by owner."""
@@ -105,6 +107,8 @@ def missing_names() -> list[str]:
         "DTensor": (DTensor,),
         "torch._C": (torch._C,),
         "torch.cuda.memory": (torch.cuda.memory,),
+        "torch.library": (torch.library,),
+        "ProcessGroup": (dist.ProcessGroup,),
         "torch.distributed": (torch.distributed.utils,),
         "ShardingPropagator": (ShardingPropagator,),
     }

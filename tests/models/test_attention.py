@@ -142,6 +142,12 @@ def test_values_may_have_another_width(name: str, width: int) -> None:
     torch.testing.assert_close(*gradients)
 
 
+def test_values_that_are_not_padded_give_the_same_attention() -> None:
+    """The kernel that stores all scores takes values of any width on a CPU."""
+    inputs = _inputs(2, width_of_values=12)
+    torch.testing.assert_close(causal_attention(*inputs, pads_values=False), causal_attention(*inputs))
+
+
 def test_values_of_another_width_have_a_fused_kernel() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

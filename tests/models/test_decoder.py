@@ -197,9 +197,7 @@ def test_a_sliding_window_limits_the_flops_of_attention() -> None:
     assert checkpointed_flops_per_token(whole, 16, False) - checkpointed_flops_per_token(cut, 16, False) == (
         4 * cut.dim * saved_keys // 3
     )
-    assert checkpointed_flops_per_token(cut, 16, True) - checkpointed_flops_per_token(whole, 16, True) == (
-        4 * cut.dim * 2 * 4 // 3  # attention with a window runs a second time
-    )
+    assert checkpointed_flops_per_token(whole, 16, True) == checkpointed_flops_per_token(cut, 16, True)
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, full_state, full_tensor
+from tests.tensors import Operations, assert_equal, full_state, full_tensor
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.errors import UserError
-from titan_launch.optim.eight_bit import decode, encode, initial_codes
+from titan_launch.optim.eight_bit import Codes, decode, encode, initial_codes
 from titan_launch.optim.registry import build_optimizer, step_unless
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
 
-def coded(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    codes, scales = initial_codes(nn.Parameter(values), name).values()
-    encode(codes, scales, name, values.clone())
-    return codes, scales
+def coded(values: Tensor, name: str) -> Codes:
+    codes = Codes(*initial_codes(nn.Parameter(values), name).values())
+    encode([codes], name, [values.clone()])
+    return codes
 
 
 @pytest.mark.parametrize("shape", [(5, 256), (3, 700), (2, 3, 512), (0, 300)])
@@ -34,20 +34,76 @@ def test_values_are_close_and_stored_again_without_a_change(name: str, shape: tu
     torch.manual_seed(0)
     values = torch.randn(shape) * 10.0 ** torch.randint(-5, 1, shape)
     values = values**2 if name == "exp_avg_sq" else values
-    codes, scales = coded(values, name)
-    found = decode(codes, scales, name)
+    codes = coded(values, name)
+    (found,) = decode([codes], name)
     largest = values.abs().amax() if values.numel() else 0
     assert (found - values).abs().le(0.04 * values.abs() + 0.01 * largest).all()
     if name == "exp_avg_sq":
         assert (found > 0).eq(values > 0).all(), "a second moment is rounded to 0"
-    assert_equal(dict(enumerate(coded(found, name))), {0: codes, 1: scales})  # type: ignore[arg-type]
+    assert_equal(dict(enumerate(coded(found, name))), dict(enumerate(codes)))  # type: ignore[arg-type]
 
 
 def test_zeros_and_tiny_values_are_zeros() -> None:
     for values in (torch.zeros(2, 256), torch.full((2, 256), 1e-30)):
         for name in ("exp_avg", "exp_avg_sq"):
-            codes, scales = coded(values.clone(), name)
-            assert not decode(codes, scales, name).any()
+            assert not decode([coded(values.clone(), name)], name)[0].any()
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_tensors_that_are_stored_together_are_stored_as_alone(name: str) -> None:
+    values = [torch.rand(shape) for shape in [(5, 256), (3, 700), (2, 512), (2, 3, 700), (0, 256), (4, 7), (1, 256)]]
+    alone = [coded(value, name) for value in values]
+    together = [Codes(*initial_codes(nn.Parameter(value), name).values()) for value in values]
+    encode(together, name, [value.clone() for value in values])
+    decoded = decode(together, name)
+    for one, other, found in zip(alone, together, decoded, strict=True):
+        assert_equal(dict(enumerate(one)), dict(enumerate(other)))  # type: ignore[arg-type]
+        assert torch.equal(found, decode([one], name)[0])
+    encode(together, name, decoded)  # they follow one another in memory, and are not copied
+    for one, other in zip(alone, together, strict=True):
+        assert_equal(dict(enumerate(one)), dict(enumerate(other)))  # type: ignore[arg-type]
+
+
+def wide_model() -> nn.Module:
+    """Return a model with 300 parameters, whose shapes have the proportions of Llama 8B."""
+    shapes = {
+        "q": (48, 48),
+        "k": (12, 48),
+        "v": (12, 48),
+        "o": (48, 48),
+        "1": (168, 48),
+        "3": (168, 48),
+        "2": (48, 168),
+    }
+    shapes |= {"n": (48,), "m": (48,)}
+    blocks = ({name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()} for _ in range(33))
+    ends = {"embedding": nn.Embedding(1503, 48), "norm": nn.RMSNorm(48), "output": nn.Linear(48, 1503, bias=False)}
+    return nn.ModuleDict({**ends, "layers": nn.ModuleList([nn.ParameterDict(block) for block in blocks])})
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "most"),
+    [
+        ({"state_dtype": "int8"}, torch.float32, 10),
+        ({"rounding": "stochastic"}, torch.bfloat16, 30),
+        ({"name": "SGD", "state_dtype": "int8"}, torch.float32, 5),
+    ],
+    ids=str,
+)
+def test_a_step_calls_few_operations_for_a_parameter(settings: dict[str, Any], dtype: torch.dtype, most: int) -> None:
+    """Views do not count: they launch no kernel."""
+    torch.manual_seed(0)
+    model = wide_model().to(dtype)
+    optimizer = build_optimizer(model, OptimizerConfig.model_validate(settings))
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        with Operations() as operations:
+            optimizer.step()
+    views = ("view", "as_strided", "detach", "split", "slice", "unsqueeze", "select")
+    calls = sum(count for name, count in operations.counts.items() if not name.startswith(views))
+    assert len([*model.parameters()]) == 300
+    assert calls < most * 300, operations.counts.most_common()
 
 
 @pytest.mark.parametrize("settings", [{}, {"name": "SGD"}, {"name": "Muon"}])

@@ -5,13 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titan_launch.optim.shards import Draw, _mix, round_to
+from titan_launch.optim.flat import alike
+from titan_launch.optim.shards import Draw, _mix, random_bits, round_stochastically
 
 
 def rounded(values: Tensor, name: str = "w", step: int = 1, seed: int = 0, offsets: tuple[int, ...] = (0, 0)) -> Tensor:
     target = torch.empty_like(values, dtype=torch.bfloat16)
-    round_to(target, values.clone(), Draw(seed, name, torch.tensor(float(step)), offsets))
+    round_stochastically(
+        [Draw(seed, name, torch.tensor(float(step)), values.shape, offsets)], [target], [values.clone()]
+    )
     return target.float()
+
+
+def bits(shape: tuple[int, ...], name: str = "w", step: float = 1.0, seed: int = 0) -> Tensor:
+    size = torch.Size(shape)
+    return random_bits([Draw(seed, name, torch.tensor(step), size, (0,) * len(size))]).view(size)
 
 
 def test_stochastic_rounding_is_unbiased_between_the_two_nearest_bfloat16_values() -> None:
@@ -34,17 +42,17 @@ def test_stochastic_rounding_does_not_change_bfloat16_values() -> None:
 def test_every_name_step_seed_and_element_has_its_own_random_number() -> None:
     shape = (64, 64)
     draws = [
-        Draw(seed, name, torch.tensor(step), (0, 0)).bits(shape).flatten()
+        bits(shape, name, step, seed).flatten()
         for seed in (0, 1)
         for name in ("layers.0.weight/parameter", "layers.1.weight/parameter")
         for step in (1.0, 2.0)
     ]
-    bits = torch.stack(draws).double()
-    assert bits.min() >= 0 and bits.max() < 2**16
-    assert torch.corrcoef(bits).fill_diagonal_(0).abs().max() < 0.06  # 4096 draws each
-    neighbours = torch.stack([bits[0].view(shape)[:-1].flatten(), bits[0].view(shape)[1:].flatten()])
+    drawn = torch.stack(draws).double()
+    assert drawn.min() >= 0 and drawn.max() < 2**16
+    assert torch.corrcoef(drawn).fill_diagonal_(0).abs().max() < 0.06  # 4096 draws each
+    neighbours = torch.stack([drawn[0].view(shape)[:-1].flatten(), drawn[0].view(shape)[1:].flatten()])
     assert torch.corrcoef(neighbours)[0, 1].abs() < 0.06
-    assert abs(bits.mean() / 2**16 - 0.5) < 0.005
+    assert abs(drawn.mean() / 2**16 - 0.5) < 0.005
 
 
 def test_the_hash_is_the_published_one() -> None:
@@ -61,14 +69,14 @@ def test_the_hash_is_the_published_one() -> None:
 
 def test_every_bit_of_step_and_index_changes_every_bit() -> None:
     """Each output bit changes in half of the cases."""
-    draws = torch.stack([Draw(0, "w", torch.tensor(step), (0, 0)).bits((32, 32)) for step in range(64)])
-    bits = torch.stack([draws >> bit & 1 for bit in range(16)]).bool()
+    draws = torch.stack([bits((32, 32), step=float(step)) for step in range(64)])
+    drawn = torch.stack([draws >> bit & 1 for bit in range(16)]).bool()
     for axis, size in enumerate(draws.shape, start=1):
         for flipped in (1 << bit for bit in range(size.bit_length() - 1)):
-            changed = bits ^ bits.index_select(axis, torch.arange(size) ^ flipped)
+            changed = drawn ^ drawn.index_select(axis, torch.arange(size) ^ flipped)
             shares = changed.sum((1, 2, 3)) / draws.numel()
             assert (shares - 0.5).abs().max() < 0.02, (axis, flipped, shares)
-    assert (bits[:, 1:, :-1] ^ bits[:, :-1, 1:]).double().mean() > 0.49  # the next step does not shift the index
+    assert (drawn[:, 1:, :-1] ^ drawn[:, :-1, 1:]).double().mean() > 0.49  # the next step does not shift the index
 
 
 def test_a_shard_draws_the_same_random_numbers_as_the_full_tensor() -> None:
@@ -77,3 +85,15 @@ def test_a_shard_draws_the_same_random_numbers_as_the_full_tensor() -> None:
     part = rounded(values[2:6, 1:3], offsets=(2, 1, 0))
     assert torch.equal(part, whole[2:6, 1:3])
     assert rounded(torch.tensor(1.001), offsets=()).shape == ()
+
+
+def test_tensors_that_are_rounded_together_draw_as_alone() -> None:
+    shapes = [(5, 4), (2, 4), (3,), (), (7, 4), (0, 4), (6,), (2, 3, 5), (4, 3, 5), ()]
+    draws = [
+        Draw(0, f"w{index}", torch.tensor(3.0), torch.Size(shape), (index, 1, 2)[: len(shape)])
+        for index, shape in enumerate(shapes)
+    ]
+    parts = alike(draws, lambda draw: draw.inner)
+    assert len(parts) == 4
+    for part in parts:
+        assert torch.equal(random_bits(part), torch.cat([random_bits([draw]) for draw in part]))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
+from copy import deepcopy
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.sampling import rest_is_slow
 from tests.tensors import Operations, assert_equal, cross_entropy_sum, full_state, full_tensor
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, sharded_model, this_rank, tiny_job
+from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.job import JobConfig
-from titan_launch.parallel.activation_checkpoint import SAVED_OPS
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.models import attention, mixture_of_experts
+from titan_launch.models.mixture_of_experts import MixtureOfExperts, grouped_product
+from titan_launch.parallel.activation_checkpoint import SAVED_OPS, checkpoint_activations
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -43,7 +50,7 @@ def make_job(norm: str, checkpointing: dict[str, Any], **sections: dict[str, Any
     return JobConfig.model_validate({**job, **sections})
 
 
-def train(model: torch.nn.Module, num_microbatches: int = 2) -> dict[str, Tensor]:
+def train(model: nn.Module, num_microbatches: int = 2) -> dict[str, Tensor]:
     """Return losses, full gradients and buffers of some microbatches."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     found = {}
@@ -161,10 +168,87 @@ def test_backward_repeats_the_operations_of_checkpointed_modules(
         assert op[operation] - none[operation] == in_op * blocks
 
 
+class OperationsAndGraphs(Operations):
+    """Counts compiled graphs too. (Under a mode without this method, compiled functions run eagerly.)"""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def by_operation(module: nn.Module) -> nn.Module:
+    """Return a copy whose forward saves the results of `SAVED_OPS`."""
+    wrapped = nn.Sequential(deepcopy(module))
+    checkpoint_activations(wrapped, ["0"], ActivationCheckpointConfig(mode="selective"))
+    return wrapped
+
+
+def assert_same_gradients(module: nn.Module, again: nn.Module, *inputs: Tensor) -> list[Counter[str]]:
+    """Compare results and gradients, and return the operations of each backward."""
+    results, counts = [], []
+    for each in (module, again):
+        given = [x.clone().requires_grad_() for x in inputs]
+        output = each(*given)
+        with OperationsAndGraphs() as operations:
+            output.float().square().sum().backward()
+        results.append({str(index): t for index, t in enumerate([output, *(p.grad for p in each.parameters())])})
+        results[-1] |= {f"input {index}": x.grad for index, x in enumerate(given)}
+        counts.append(operations.counts)
+    assert_equal(*results)
+    return counts
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_experts_are_chosen_and_computed_once(num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        mixture_of_experts, "expert_product", lambda rows, counts, weights: grouped_product(counts)
+    )  # as on CUDA
+    groups = {"num_groups": num_groups, "top_k_groups": 2} if num_groups > 1 else {}
+    args = ExpertArgs(num_experts=8, top_k=2, hidden_dim=16, expert_bias=True, **groups)
+    layer = MixtureOfExperts(16, args, F.silu).bfloat16()
+    none, op = assert_same_gradients(layer, by_operation(layer), torch.randn(2, 12, 16, dtype=torch.bfloat16))
+    assert op["_grouped_mm"] == none["_grouped_mm"] and op["topk"] == none["topk"] == 0
+
+
+class Halved(nn.Module):
+    """It changes the values of `topk` in place, as routers of `transformers` do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, indices = x.topk(3, dim=1, sorted=False)
+        values /= 2
+        return (x.gather(1, indices) * values).exp()
+
+
+def test_the_values_of_topk_may_change_in_place() -> None:
+    none, op = assert_same_gradients(Halved(), by_operation(Halved()), torch.randn(4, 9, 5))
+    assert op["topk"] == none["topk"] == 0
+
+
+class Compiled(nn.Module):
+    def __init__(self, attend: Callable[..., Tensor]):
+        super().__init__()
+        self.attend = attend
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(self.project(x).sin(), x.cos())
+
+
+@pytest.mark.slow
+def test_a_compiled_kernel_of_attention_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention has no backward on a CPU, so another function is compiled in its place."""
+    monkeypatch.setattr(attention, "flex_attention", lambda: lambda q, k: torch.tanh(q @ k.mT) @ k)
+    module = Compiled(attention._compiled_flex_attention.__wrapped__())
+    none, op = assert_same_gradients(module, by_operation(module), torch.randn(2, 6, 8))
+    assert op["inductor_compiled_code"] == none["inductor_compiled_code"] == 1
+
+
 def test_the_docs_name_the_saved_operations() -> None:
     page = (Path(__file__).parents[2] / "docs/explanation/activation_checkpointing.md").read_text()
     section = page.partition("## Operations that `op` keeps")[2].partition("A result that is kept")[0]
     patterns = re.findall(r"`([^`]*\.[^`]*)`", section)
-    names = [str(op).removesuffix(".default") for op in SAVED_OPS]
+    names = [f"{op.namespace}.{op.name().rpartition('::')[2]}" for op in SAVED_OPS]
     assert [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)] == []
     assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in names)] == []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.train.jobs import run_job, tiny_job
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import unit_steps_wrapped, unsharded_parameter
 from titan_launch.parallel import activation_offload
+from titan_launch.parallel.activation_arena import ActivationArena
 from titan_launch.parallel.activation_offload import HostCopies, offload_activations
 from titan_launch.train import kernel_choice
 
@@ -151,6 +154,56 @@ def test_views_share_one_copy_and_parameters_stay(monkeypatch: pytest.MonkeyPatc
     assert_equal(gradients(model), expected)
     saved = 3  # of a block: its input, `hidden`, and the repeated part of `hidden`; the first input needs no gradient
     assert (copied.to_host, copied.to_device) == (3 * saved, 2 * saved)
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_the_arena_is_one_piece_of_the_bytes_that_are_live_at_once(
+    in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`in_flight`: microbatches whose forwards run before the backward of the first one, as in a pipeline."""
+    arena, live, places = ActivationArena(torch.device("cpu")), [0, 0], set()
+
+    def freed(num_bytes: int) -> None:
+        live[0] -= num_bytes
+
+    def to_host(copies: HostCopies, flat: Tensor) -> Tensor:
+        place = arena.place(flat.nbytes)
+        places.add(place.untyped_storage().data_ptr())
+        live[0] += flat.nbytes
+        live[1] = max(live)
+        weakref.finalize(place, freed, flat.nbytes)
+        return place.copy_(flat)
+
+    monkeypatch.setattr(HostCopies, "to_host", to_host)
+    monkeypatch.setattr(HostCopies, "begin_forward", lambda copies: arena.fit())
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", 1)
+    model = nn.Sequential(Block(), Block(), Block(), Block())
+    expected = deepcopy(model)
+    offload_activations(model, ["0", "1", "2", "3"], "cpu")
+    for step in range(3):
+        places.clear()
+        for each in (model, expected):
+            waiting: list[Tensor] = []
+            for _ in range(7):
+                waiting.append(each(torch.full((8, 8), 0.1 * step)).sum())
+                if len(waiting) == in_flight:
+                    waiting.pop(0).backward()
+            while waiting:
+                waiting.pop(0).backward()
+        assert_equal(gradients(model), gradients(expected))
+        assert len(arena.memory) in (0, live[1]) and arena.needed == live[1]
+    assert places == {arena.memory.untyped_storage().data_ptr()}
+
+
+def test_addresses_of_freed_parameters_are_forgotten() -> None:
+    model = nn.Sequential(Block(), Block())
+    offloader = activation_offload._Offloader(model, HostCopies())
+    forwards = [offloader.offloaded(index, block, block.forward) for index, block in enumerate(model)]
+    for _ in range(3):
+        gathered = nn.Parameter(torch.randn(8, 8))  # FSDP2 may gather into another storage in each forward
+        model[0].register_parameter("weight", gathered)
+        forwards[1](forwards[0](torch.randn(8, 8, requires_grad=True)))
+        assert len(offloader._resident) == len([*model.parameters(), *model.buffers()])
 
 
 class Overwriting(Block):

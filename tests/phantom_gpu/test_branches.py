@@ -35,6 +35,13 @@ SLOW_BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "tensor parallelism": (2, (DEBUG, "--parallelism.tensor_parallel_degree=2")),
     "context parallelism": (2, (DEBUG, "--parallelism.context_parallel_degree=2")),
     "pipeline": (2, ("--config=configs/parallel/pipeline.toml",)),
+    "sliding window, selective checkpointing": (
+        1,
+        (
+            *(DEBUG, "--model.name=mistral", "--model.flavor=debug", "--model.args.sliding_window=64"),
+            *("--training.seq_len=256", "--activation_checkpoint.mode=selective"),
+        ),
+    ),
     "offload of parameters": (2, ("--config=configs/parallel/offload.toml",)),
     "offload of activations": (
         2,

@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.mesh import build_mesh
-from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
@@ -25,7 +24,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.trace.fake_group import fake_process_group
 from titan_launch.trace.step import make_microbatch, sample_format
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.model import build_loss, shard_model
+from titan_launch.train.model import build_job_model, build_loss, shard_model
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward
 
@@ -34,12 +33,16 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
     """Return the peak bytes of the second step of a run: in forward and backward, and in clipping and the optimizer's
     update. The rank is in a fake group, whose collectives copy nothing."""
     with fake_process_group(layout.world_size, rank):
-        built = build_model(config.model, config.training.seq_len)
+        built = build_job_model(config)
         plan = plan_precision(config, built)
         device = torch.device("cpu")
         model = shard_model(config, built, plan, build_mesh(layout, device.type))
         model.to_empty(device=device)
-        initialize(model, built.initializer, 0, device)
+        if config.model.name == "huggingface":  # built without values
+            for buffer in model.buffers():
+                nn.init.zeros_(buffer)
+        else:
+            initialize(model, built.initializer, 0, device)
         for parameter in model.parameters():
             nn.init.constant_(parameter, 0.01)
         loss = build_loss(model, plan, config, 1)

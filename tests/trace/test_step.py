@@ -11,11 +11,11 @@ import torch.distributed as dist
 from tests.sampling import rest_is_slow
 from tests.trace.allocator import allocated_peaks
 from tests.trace.traces import FP32_NORMS, a_job
-from titan_launch.models.build import build_model
 from titan_launch.plan.memory.ledger import Category, Footprint, StepPoint
 from titan_launch.trace.fake_group import fake_process_group
 from titan_launch.trace.step import trace_step
 from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.model import build_job_model
 
 BF16 = {"param_dtype": "bfloat16"}
 DEFERRED = {"mode": "deferred"}
@@ -24,6 +24,9 @@ RESNET = {
     "data": {"kind": "images"},
     "training": {"local_batch_size": 2, "global_batch_size": 16},
 }
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "vocab_size": 61}
+MIXTRAL |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+OF_TRANSFORMERS: dict[str, Any] = {"model": {"name": "huggingface", "args": {**MIXTRAL, "num_key_value_heads": 2}}}
 JOBS: dict[str, dict[str, Any]] = {
     "immediate": {},
     "one microbatch, bf16": {"training": {"global_batch_size": 4}, "precision": BF16},
@@ -67,6 +70,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "model": {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 32}},
         "optimizer": {"implementation": "for-loop"},
     },
+    "experts of transformers in fp32": OF_TRANSFORMERS,
+    "experts of transformers in fp32, selective": {
+        **OF_TRANSFORMERS,
+        "activation_checkpoint": {"mode": "selective"},
+    },
     "ResNet": RESNET,
     "ViT, TP": {
         "model": {"name": "vit"},
@@ -81,7 +89,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 def trace(ranks: int, sections: dict[str, Any], kernels: Any = "cpu", rank: int = 0) -> Footprint:
     config, layout, _ = a_job(ranks, **sections)
-    built = build_model(config.model, config.training.seq_len)
+    built = build_job_model(config)
     return trace_step(config, built, plan_precision(config, built), layout, kernels, rank).footprint
 
 
@@ -102,7 +110,7 @@ def test_a_traced_step_has_the_memory_that_the_allocator_reports(name: str, rank
 
 def test_categories_of_tensors_that_live_for_the_whole_step() -> None:
     config, _, _ = a_job(4)
-    built = build_model(config.model, config.training.seq_len)
+    built = build_job_model(config)
     # The first of 4 ranks has 16 of the 61 rows of each of two tables.
     local = sum(p.numel() for p in built.module.parameters()) * 4 // 4 + 3 * 32
     local += 3 * 32
@@ -113,7 +121,7 @@ def test_categories_of_tensors_that_live_for_the_whole_step() -> None:
 
 def test_deferred_accumulation_holds_whole_gradients_between_microbatches() -> None:
     config, _, _ = a_job(4)
-    whole = sum(p.numel() for p in build_model(config.model, config.training.seq_len).module.parameters()) * 4
+    whole = sum(p.numel() for p in build_job_model(config).module.parameters()) * 4
     for mode, held in (("immediate", 0), ("deferred", whole)):
         peak = trace(4, {"gradient_accumulation": {"mode": mode}}).peaks[StepPoint(1, "forward", "")]
         assert peak.by_category[Category.UNSHARDED_GRADIENTS] == held

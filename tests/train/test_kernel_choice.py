@@ -17,6 +17,7 @@ from tests.train.jobs import run_job, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
+from titan_launch.models.layers import LatentAttention
 from titan_launch.plan.layout import Layout
 from titan_launch.train import kernel_choice as kernels
 from titan_launch.train.auto_mode import plan_precision
@@ -102,6 +103,41 @@ def test_a_backend_that_fails_at_the_start_is_not_tried_again() -> None:
 def test_a_model_that_may_pass_masks_does_not_use_cudnn() -> None:
     enabled = run_ranks(enabled_on_hopper, 1, 92000, (), False)[0]
     assert enabled == {"cudnn_sdp_enabled": False, "flash_sdp_enabled": True, "math_sdp_enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("takes_two_widths", "refused", "chosen", "pads"),
+    [
+        ({"cudnn"}, {"cudnn"}, "cudnn", False),  # cuDNN on Hopper takes 192 and 128, and not 192 and 192
+        (set(), {"cudnn"}, "flash", True),
+        ({"efficient"}, {"cudnn"}, "flash", True),
+        ({"efficient"}, {"cudnn", "flash"}, "efficient", False),
+    ],
+)
+def test_values_are_padded_only_for_a_kernel_that_needs_it(
+    takes_two_widths: set[str],
+    refused: set[str],
+    chosen: str,
+    pads: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = JobConfig.model_validate({"model": {"name": "deepseek_v3"}})
+    built = build_model(config.model, 16)
+    assert built.attention is not None and built.attention.value_width < built.attention.width
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    obstacles = {
+        True: lambda name: "an error" if name in refused else None,
+        False: lambda name: None if name in takes_two_widths else "two widths",
+    }
+    monkeypatch.setattr(kernels, "_check_on", lambda *given: obstacles[given[-1]])
+    monkeypatch.setattr(kernels, "set_precision", lambda _: None)  # it would last for the process
+    with ExitStack() as stack, caplog.at_level("INFO"):
+        use_kernels(config, built, plan_precision(config, built), WHOLE, torch.device("cuda"), stack)
+    assert any(message.startswith(f"attention (bfloat16): {chosen}") for message in caplog.messages)
+    layers = [module for module in built.module.modules() if isinstance(module, LatentAttention)]
+    assert layers and {layer.options.pads_values for layer in layers} == {pads}
 
 
 def test_attention_has_the_compute_dtype_of_its_precision_rule() -> None:

@@ -5,7 +5,7 @@ An algorithm is a row of `ALGORITHMS` and a file in `titan_launch/optim/` with i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -81,11 +81,11 @@ class ShardSize(NamedTuple):
         return 4 * self._padded if self.state_dtype(config) == "int8" else 0
 
     def encoding(self, config: OptimizerConfig) -> int:
-        """Return the bytes that are allocated to store float32 values in a state tensor: int32 indices of codes, and a
-        copy of the values if the rows have no whole blocks; or those of `draw`."""
+        """Return the bytes that are allocated to store float32 values in a state tensor: indices of codes, as int32 and
+        then as int8, and a copy of the values if the rows have no whole blocks; or those of `draw`."""
         if self.state_dtype(config) != "int8":
             return self.draw(config) if self.state_copy(config) else 0
-        return (4 if self._padded == self.num_elements else 8) * self._padded
+        return (5 if self._padded == self.num_elements else 8) * self._padded
 
     def parameter_copy(self, config: OptimizerConfig) -> int:
         """Return the bytes of a float32 copy of the parameter; 0 if the parameter is float32 or has a master weight."""
@@ -191,6 +191,43 @@ def _in_batches(groups: Sequence[GroupSizes]) -> Iterator[list[ShardSize]]:
         yield from ([group.shards[i] for i in batch] for batch in batches([s.num_elements for s in group.shards]))
 
 
+def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
+    """Return the peak memory in bytes while the state tensors of a batch are copied to float32, with the copies."""
+    copies, peak = 0, 0
+    for part in _alike(shards, _row_width):
+        copies += sum(shard.state_copy(config) for shard in part)
+        peak = max(peak, copies + sum(shard.decoding(config) for shard in part))
+    return peak
+
+
+def _encoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
+    """Return the bytes that are allocated to store the state tensors of a batch."""
+    key = _row_width if config.state_dtype == "int8" else _inner_axes
+    return max(sum(shard.encoding(config) for shard in part) for part in _alike(shards, key))
+
+
+def _draw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
+    """Return the bytes that stochastic rounding allocates for a batch."""
+    return max(sum(shard.draw(config) for shard in part) for part in _alike(shards, _inner_axes))
+
+
+def _row_width(shard: ShardSize) -> int:
+    """Return the length of the rows that are decoded together; 0 for rows with whole blocks."""
+    return shard.shape[-1] if shard.shape[-1] % BLOCK else 0
+
+
+def _inner_axes(shard: ShardSize) -> tuple[int, ...]:
+    return shard.shape[1:]
+
+
+def _alike(shards: Sequence[ShardSize], key: Callable[[ShardSize], Hashable]) -> list[list[ShardSize]]:
+    """Return lists of the shards that the same operations compute: those with equal keys."""
+    found: dict[Hashable, list[ShardSize]] = {}
+    for shard in shards:
+        found.setdefault(key(shard), []).append(shard)
+    return list(found.values())
+
+
 def _adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
     return max((_adamw_batch(batch, config) for batch in _in_batches(groups)), default=0)
 
@@ -202,10 +239,9 @@ def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
     moments = sum(shard.state_copy(config) for shard in shards)
     roots = 4 * sum(shard.num_elements for shard in shards)
     parameters = sum(shard.parameter_copy(config) for shard in shards)
-    draw = max(shard.draw(config) for shard in shards)
-    encoding = max(shard.encoding(config) for shard in shards)
+    draw, encoding = _draw(shards, config), _encoding(shards, config)
     return max(
-        gradients + 2 * moments + max(shard.decoding(config) for shard in shards),
+        gradients + moments + max(moments, _decoding(shards, config)),
         roots + 2 * moments + encoding,
         roots + moments + parameters,
         parameters + moments + encoding,
@@ -238,14 +274,11 @@ def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
     updates = 4 * sum(shard.num_elements for shard in shards)
     momenta = sum(shard.state_copy(config) for shard in shards) if config.sgd.momentum else 0
     parameters = sum(shard.parameter_copy(config) for shard in shards)
-    draw = max(shard.draw(config) for shard in shards)
+    stored = max(_decoding(shards, config), momenta + _encoding(shards, config)) if momenta else 0
     return max(
         parameters + updates + gradients,
-        parameters
-        + updates
-        + momenta
-        + max(max(s.encoding(config), s.decoding(config)) for s in shards) * bool(momenta),
-        parameters + (draw if parameters else 0),
+        parameters + updates + stored,
+        parameters + (_draw(shards, config) if parameters else 0),
     )
 
 

@@ -455,18 +455,40 @@ def default_store() -> dist.Store:
 def flight_record(backend: str) -> bytes:
     """Return this rank's flight record of the backend `gloo` or `nccl`: pickled bytes, with stack traces."""
     native: Any = torch._C._distributed_c10d
-    return bytes(native._dump_nccl_trace() if backend == "nccl" else native._dump_fr_trace(True, True, False))
+    name = _implementation(backend)
+    if name == "nccl":
+        return bytes(native._dump_nccl_trace())
+    return bytes(native._dump_fr_trace(True, True, False, *_recorder_of(name)))
 
 
 def flight_record_entries(backend: str) -> list[dict[str, Any]]:
     """Return the collectives in this rank's flight record of the backend `gloo` or `nccl`, oldest first."""
     native: Any = torch._C._distributed_c10d
+    name = _implementation(backend)
     try:
-        dump = native._dump_nccl_trace_json if backend == "nccl" else native._dump_fr_trace_json
+        dump = native._dump_nccl_trace_json if name == "nccl" else native._dump_fr_trace_json
     except AttributeError:  # an untested release
         return []
-    entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
+    recorder = () if name == "nccl" else _recorder_of(name)
+    entries: list[dict[str, Any]] = json.loads(dump(True, False, *recorder)).get("entries", [])
     return entries
+
+
+def _implementation(backend: str) -> str:
+    """Return the name of the class that a backend stands for. From torch 2.15 on, `nccl` is `nccl2` unless
+    `TORCH_DIST_USE_NCCL2=0`, and its flight record is another one."""
+    if backend == "gloo" or dist.group.WORLD is None:
+        return backend
+    try:
+        name = str(dist.group.WORLD._get_backend(torch.device("cuda")).name())
+    except (AttributeError, RuntimeError):  # an untested release, or a group without the backend
+        return backend
+    return name if name.startswith("nccl") else backend
+
+
+def _recorder_of(name: str) -> tuple[str, ...]:
+    """Return the last argument of PyTorch's dump functions, which have it from torch 2.15 on."""
+    return () if name == "gloo" else (name,)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -476,6 +498,14 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """
     set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_group_timeout(timeout, group)
+
+
+@contextmanager
+def shapes_computed_by(operation: str, compute: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `compute` make the result of an operation of `aten` on tensors without values, until the end of the block."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(operation, compute, "Meta", allow_override=True)
+        yield
 
 
 # Autograd

@@ -217,7 +217,7 @@ def _abort_cause(run_folder: Path, since: float) -> str:
     from titan_launch.train.health.flight_recorder import unfinished_collectives
 
     unfinished = list(unfinished_collectives(run_folder, since))
-    if any(collective.startswith("nccl:") for collective in unfinished):
+    if any(collective.startswith("nccl") for collective in unfinished):  # `nccl:` or, from torch 2.15 on, `nccl2:`
         cause = (
             ": NCCL's watchdog thread aborts the process when CUDA fails, or when a collective takes longer than "
             "comm.timeout_seconds (comm.init_timeout_seconds until the end of the first step); PyTorch's lines above "

@@ -43,6 +43,10 @@ class ScoreOptions:
     soft_cap: float | None = None
     """Scores become `soft_cap * tanh(score / soft_cap)`; None for no cap."""
 
+    pads_values: bool = True
+    """Plain attention pads queries, keys and values with zeros to one width. False if the chosen kernel takes values of
+    another width."""
+
     has_many_lengths: bool = False
     """Sequences have many lengths, as in generation and evaluation. FlexAttention is compiled for each length, so it is
     not used."""
@@ -85,7 +89,7 @@ def attend(
     is_cut = options.window is not None and options.window < q.shape[2]
     if is_cut or options.soft_cap is not None or documents is not None:
         return masked_attention(q, k, v, options, documents)
-    return causal_attention(q, k, v, options.scale)
+    return causal_attention(q, k, v, options.scale, options.pads_values)
 
 
 class Attended(NamedTuple):
@@ -107,10 +111,12 @@ def attend_with_logsumexp(
     return _explicit_attention(q, k, v, options, documents)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Return plain causal attention, by a fused kernel if PyTorch has one for the device."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, pads_values: bool = True) -> Tensor:
+    """Return plain causal attention, by a fused kernel if PyTorch has one for the device. `pads_values`: as in
+    `ScoreOptions`."""
     width, scale = v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = _of_equal_width(q, k, v)
+    if pads_values:
+        q, k, v = _of_equal_width(q, k, v)
     num_groups = q.shape[1] // k.shape[1]
     if num_groups > 1 and takes_equal_heads_only(q):
         k, v = (t.repeat_interleave(num_groups, dim=1) for t in (k, v))
@@ -122,8 +128,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 def _of_equal_width(*tensors: Tensor) -> Iterator[Tensor]:
     """Yield queries, keys and values of one width, by zeros that change no result.
 
-    Flash attention requires equal widths on all devices. For other widths a CPU would use the kernel that stores all
-    tokens x tokens scores, and CUDA a slower one.
+    Flash attention requires equal widths on all devices (`check_head_dim_size_flash`, PyTorch 2.11 to 2.15). For other
+    widths a CPU would use the kernel that stores all tokens x tokens scores, and CUDA the efficient kernel, which is
+    slower. Of the fast kernels, only cuDNN on Hopper and later takes other widths, such as 192 and 128.
     """
     widest = max(tensor.shape[-1] for tensor in tensors)
     for tensor in tensors:
@@ -287,7 +294,9 @@ def _compiled_flex_attention() -> Callable[..., Any]:
     # grad mode is a variant.
     limits.recompile_limit = max(limits.recompile_limit, _VARIANTS)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, _VARIANTS)
-    return torch.compile(flex_attention(), fullgraph=True, dynamic=False)
+    # With this option, the graph is one operation for selective activation checkpointing, which saves its result.
+    options: dict[str, Any] = {"wrap_inductor_compiled_regions": True}
+    return torch.compile(flex_attention(), fullgraph=True, dynamic=False, options=options)
 
 
 _VARIANTS = 256

@@ -231,7 +231,10 @@ def attention_heads(args: DecoderArgs, seq_len: int) -> AttentionHeads | None:
         return None
     latent = args.latent_attention
     queries_from = "wq" if latent is None or latent.q_lora_rank is None else "wq_b"
-    return AttentionHeads(args.n_heads, args.n_kv_heads, args.head_width, f"layers.*.attention.{queries_from}")
+    value_width = args.head_width if latent is None else latent.v_head_dim
+    return AttentionHeads(
+        args.n_heads, args.n_kv_heads, args.head_width, value_width, f"layers.*.attention.{queries_from}"
+    )
 
 
 def _spec(initial_values: Callable[[DecoderArgs], InitTable]) -> ModelSpec:

@@ -64,7 +64,10 @@ class AttentionHeads:
     """Number of heads of keys and of values."""
 
     width: int
-    """Number of features of one head."""
+    """Number of features of one head of queries and of keys."""
+
+    value_width: int
+    """Number of features of one head of values."""
 
     queries_from: str
     """Glob of the modules whose output becomes the queries. Attention computes in the dtype of these modules."""

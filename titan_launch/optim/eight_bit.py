@@ -12,7 +12,9 @@ The state of vectors (norms, biases) stays in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from titan_launch.config.optimizers import BLOCK, names_in_8_bits, shape_of_scales
+from titan_launch.optim.flat import alike, divided, joined
 
 _ROOTS = frozenset({"exp_avg_sq"})
 """State tensors that are stored as square roots."""
@@ -42,34 +45,81 @@ def initial_codes(parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
     return dict(zip(names_in_8_bits(name), (codes, scales), strict=True))
 
 
-def decode(codes: Tensor, scales: Tensor, name: str) -> Tensor:
-    """Return the float32 values of the state tensor `name` on this rank: a new tensor."""
-    table, is_root = _table(name, codes.device), name in _ROOTS
-    values = table[codes.int().add_(len(table) // 2)]
-    columns = values.shape[-1]
-    if columns % BLOCK:
-        values.mul_(scales.repeat_interleave(BLOCK, -1)[..., :columns])
+class Codes(NamedTuple):
+    """A state tensor in 8 bits on this rank."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def width(self) -> int:
+        """Elements of a row if it has no whole blocks, else those of a block."""
+        columns = self.codes.shape[-1]
+        return columns if columns % BLOCK else BLOCK
+
+
+def decode(coded: Sequence[Codes], name: str) -> list[Tensor]:
+    """Return the float32 values of the state tensors `name` of several parameters: new tensors. Tensors of equal widths
+    are parts of one tensor."""
+    values: list[Tensor | None] = [None] * len(coded)
+    for part in alike(range(len(coded)), lambda index: coded[index].width):
+        own = [coded[index] for index in part]
+        flat = _decoded(own, name).flatten()
+        for index, tensor in zip(part, divided(flat, [each.codes.shape for each in own]), strict=True):
+            values[index] = tensor
+    return [value for value in values if value is not None]
+
+
+def encode(coded: Sequence[Codes], name: str, values: Sequence[Tensor]) -> None:
+    """Store float32 `values` in the state tensors `name` of several parameters. `values` may be overwritten."""
+    for part in alike(zip(coded, values, strict=True), lambda pair: pair[0].width):
+        _encode([each for each, _ in part], name, joined([value for _, value in part]))
+
+
+def _decoded(coded: Sequence[Codes], name: str) -> Tensor:
+    """Return the values of tensors of one width as rows of this width."""
+    width = coded[0].width
+    table, is_root = _table(name, coded[0].codes.device), name in _ROOTS
+    indices = joined([each.codes for each in coded]).int()
+    values = table[indices.add_(len(table) // 2)].view(-1, width)
+    del indices
+    scales = joined([each.scales for each in coded])
+    if width == BLOCK:
+        values.mul_(scales[:, None])
     else:
-        values.unflatten(-1, (-1, BLOCK)).mul_(scales[..., None])
+        values.mul_(scales.view(-1, shape_of_scales((width,))[0]).repeat_interleave(BLOCK, -1)[:, :width])
     return values.square_() if is_root else values
 
 
-def encode(codes: Tensor, scales: Tensor, name: str, values: Tensor) -> None:
-    """Store the float32 `values` of the state tensor `name` on this rank. `values` are overwritten."""
-    table, is_root, columns = _table(name, codes.device), name in _ROOTS, values.shape[-1]
+def _encode(coded: Sequence[Codes], name: str, values: Tensor) -> None:
+    """Store a flat tensor of values in tensors of one width."""
+    width, is_root = coded[0].width, name in _ROOTS
+    table, bounds = _table(name, values.device), _bounds(name, values.device)
     if is_root:
         values.sqrt_()
-    if columns % BLOCK:
-        values = pad(values, (0, -columns % BLOCK))
-    blocks = values.unflatten(-1, (-1, BLOCK))
-    torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_(), out=scales)
+    rows = values.view(-1, width)
+    rows = pad(rows, (0, -width % BLOCK)) if width % BLOCK else rows
+    blocks = rows.view(-1, BLOCK)
+    scales = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())
     scales.mul_(scales >= _SMALLEST_SCALE)
-    blocks.div_(scales.where(scales > 0, torch.inf)[..., None])
-    bounds = (table[1:] + table[:-1]) / 2
-    if is_root:
-        bounds[0] = 0  # only 0 is rounded to 0
+    blocks.div_(scales.where(scales > 0, torch.inf)[:, None])
     indices = torch.bucketize(blocks, bounds, out_int32=True)
-    codes.copy_(indices.sub_(len(table) // 2).flatten(-2)[..., :columns])
+    del blocks, rows, values
+    codes = indices.sub_(len(table) // 2).view(-1, width + -width % BLOCK)[:, :width].to(torch.int8)
+    del indices
+    for kind, flat in enumerate((codes.flatten(), scales)):
+        targets = [each[kind] for each in coded]
+        torch._foreach_copy_(targets, divided(flat, [target.shape for target in targets]))
+
+
+@cache
+def _bounds(name: str, device: torch.device) -> Tensor:
+    """Return the bounds between the values of neighbouring codes."""
+    table = _table(name, device)
+    bounds = (table[1:] + table[:-1]) / 2
+    if name in _ROOTS:
+        bounds[0] = 0  # only 0 is rounded to 0
+    return bounds
 
 
 @cache

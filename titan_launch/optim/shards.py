@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from titan_launch.config.optimizers import names_in_8_bits
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.optim.eight_bit import decode, encode
+from titan_launch.optim.eight_bit import Codes, decode, encode
+from titan_launch.optim.flat import alike, divided, joined, on_device
 from titan_launch.optim.matrix_gather import matrix_gather_of
 
 
@@ -31,20 +33,21 @@ class LocalShard:
     seed: int | None
     """Seed of stochastic rounding; None rounds to the nearest."""
 
-    def in_8_bits(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the codes and the scales of a state tensor that is stored in 8 bits."""
+    def in_8_bits(self, name: str) -> Codes:
+        """Return a state tensor that is stored in 8 bits."""
         codes, scales = names_in_8_bits(name)
-        return self.state[codes], self.state[scales]
+        return Codes(self.state[codes], self.state[scales])
 
     def draw(self, what: str) -> Draw | None:
         """Return the random numbers for stochastic rounding of `what`: `parameter` or the name of a state tensor.
 
         Return None if values are rounded to the nearest.
         """
-        if self.seed is None:
+        target = self.parameter if what == "parameter" else self.state[what]
+        if self.seed is None or target.dtype != torch.bfloat16 or (what == "parameter" and "master" in self.state):
             return None
         offsets = matrix_gather_of(self.full).offsets(self.full.shape)
-        return Draw(self.seed, f"{self.name}/{what}", self.state["step"], offsets)
+        return Draw(self.seed, f"{self.name}/{what}", self.state["step"], target.shape, tuple(offsets))
 
 
 class ShardGroup(NamedTuple):
@@ -113,7 +116,8 @@ def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
 def moments(shards: Sequence[LocalShard], name: str) -> list[Tensor]:
     """Return the state tensors `name` in float32: themselves, or copies."""
     others = iter(in_float32([shard.state[name] for shard in shards if name in shard.state]))
-    return [next(others) if name in shard.state else decode(*shard.in_8_bits(name), name) for shard in shards]
+    decoded = iter(decode([shard.in_8_bits(name) for shard in shards if name not in shard.state], name))
+    return [next(others) if name in shard.state else next(decoded) for shard in shards]
 
 
 def masters(shards: Sequence[LocalShard]) -> list[Tensor]:
@@ -127,16 +131,21 @@ def store(shards: Sequence[LocalShard], name: str, values: Sequence[Tensor]) -> 
     If a parameter has a master weight, its value is that master, which was updated in place. The parameter is then
     rounded to the nearest.
     """
+    encoded: list[tuple[Codes, Tensor]] = []
+    rounded: list[tuple[Draw, Tensor, Tensor]] = []
     nearest: list[tuple[Tensor, Tensor]] = []
     for shard, value in zip(shards, values, strict=True):
         if name != "parameter" and name not in shard.state:
-            encode(*shard.in_8_bits(name), name, value)
+            encoded.append((shard.in_8_bits(name), value))
             continue
-        target = shard.parameter if name == "parameter" else shard.state[name]
-        if shard.seed is None or (name == "parameter" and "master" in shard.state):
+        target, draw = shard.parameter if name == "parameter" else shard.state[name], shard.draw(name)
+        if draw is None:
             nearest.append((target, value))
         else:
-            round_to(target, value, shard.draw(name))
+            rounded.append((draw, target, value))
+    encode([codes for codes, _ in encoded], name, [value for _, value in encoded])
+    for part in alike(rounded, lambda each: each[0].inner):
+        round_stochastically(*zip(*part, strict=True))
     _copy([target for target, _ in nearest], [value for _, value in nearest])
 
 
@@ -172,36 +181,63 @@ class Draw:
     step: Tensor
     """Step count of the parameter, a scalar on the tensor's device."""
 
-    offsets: Sequence[int]
+    shape: torch.Size
+    """Shape of this rank's shard."""
+
+    offsets: tuple[int, ...]
     """Offsets of this rank's shard in the full tensor."""
 
-    def bits(self, shape: Sequence[int]) -> Tensor:
-        """Return random integers below 2^16, an int32 tensor of the given `shape` of this rank's shard.
+    @property
+    def inner(self) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
+        """The axes behind the first. `random_bits` draws for tensors with equal inner axes together."""
+        return bool(self.shape), tuple(self.shape[1:]), self.offsets[1:]
 
-        Each integer is a hash of seed, name, step and the element's indices. Each index is mixed into a 32-bit word by
-        multiplications and shifts without overflow checks (MurmurHash3's finalizer, with C. Wellons' constants).
-        """
+    @property
+    def digest(self) -> int:
+        """A hash of seed and name, as an int32."""
         digest = hashlib.blake2b(f"{self.seed}/{self.name}".encode(), digest_size=4).digest()
-        word = self.step.to(torch.int32) * _GOLDEN + int.from_bytes(digest, "little", signed=True)
-        word = _mix(word)
-        for length, offset in zip(shape, self.offsets, strict=True):
-            index = torch.arange(offset, offset + length, dtype=torch.int32, device=word.device)
-            word = _mix(word[..., None] + index * _GOLDEN)
-        return word.bitwise_and_((1 << _DROPPED_BITS) - 1)
+        return int.from_bytes(digest, "little", signed=True)
 
 
-def round_to(target: Tensor, value: Tensor, draw: Draw | None = None) -> None:
-    """Store float32 values in a tensor of the same shape. Round to the nearest, or stochastically with `draw`.
+def random_bits(draws: Sequence[Draw]) -> Tensor:
+    """Return random integers below 2^16 for the elements of several tensors with equal `inner` axes, one tensor after
+    another: a flat int32 tensor.
 
-    Stochastic rounding applies to a bfloat16 `target`. It chooses between the two neighbouring bfloat16 values, such
-    that the expected result equals the value. It overwrites `value`.
+    Each integer is a hash of seed, name, step and the element's indices. Each index is mixed into a 32-bit word by
+    multiplications and shifts without overflow checks (MurmurHash3's finalizer, with C. Wellons' constants).
     """
-    if target is value:
-        return
-    if draw is not None and target.dtype == torch.bfloat16:
-        bits = value.view(torch.int32)  # sign and magnitude: for both signs, a larger integer is farther from zero
-        bits.add_(draw.bits(value.shape)).bitwise_and_(-(1 << _DROPPED_BITS))
-    target.copy_(value)
+    device = draws[0].step.device
+    steps = torch.stack([draw.step for draw in draws]).to(torch.int32)
+    word = _mix(steps * _GOLDEN + on_device(tuple(draw.digest for draw in draws), device))
+    if draws[0].shape:
+        lengths = [draw.shape[0] for draw in draws]
+        starts = [0, *accumulate(lengths)]
+        shifts = [draw.offsets[0] - start for draw, start in zip(draws, starts, strict=False)]
+        tensors = on_device(tuple(lengths), device), starts[-1]
+        first = torch.arange(starts[-1], dtype=torch.int32, device=device)
+        first += _repeated(on_device(tuple(shifts), device), *tensors)
+        word = _mix(_repeated(word, *tensors) + first * _GOLDEN)
+    for length, offset in zip(draws[0].shape[1:], draws[0].offsets[1:], strict=True):
+        index = torch.arange(offset, offset + length, dtype=torch.int32, device=device)
+        word = _mix(word[..., None] + index * _GOLDEN)
+    return word.bitwise_and_((1 << _DROPPED_BITS) - 1).flatten()
+
+
+def _repeated(numbers: Tensor, lengths: Tensor, total: int) -> Tensor:
+    return numbers.repeat_interleave(lengths, output_size=total)
+
+
+def round_stochastically(draws: Sequence[Draw], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Store float32 values in bfloat16 tensors of the same shapes, with equal `inner` axes. `values` may be
+    overwritten.
+
+    Each result is one of the two neighbouring bfloat16 values, such that the expected result equals the value.
+    """
+    added = random_bits(draws)
+    flat = joined(values)
+    flat.view(torch.int32).add_(added).bitwise_and_(-(1 << _DROPPED_BITS))  # a larger integer is farther from zero
+    del added
+    torch._foreach_copy_(list(targets), divided(flat.bfloat16(), [target.shape for target in targets]))
 
 
 def _mix(word: Tensor) -> Tensor:

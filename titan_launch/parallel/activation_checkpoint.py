@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -38,10 +37,12 @@ from titan_launch.plan.types import ModelPlan, is_within
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts of the first and of the second forward."""
 
-_aten, _communication = torch.ops.aten, torch.ops._c10d_functional
+_aten, _communication, _higher_order = torch.ops.aten, torch.ops._c10d_functional, torch.ops.higher_order
 _MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default})
 SAVED_OPS = _MATRIX_PRODUCTS | {
+    _aten._grouped_mm.default,
     _aten.convolution.default,
+    _aten.topk.default,
     _aten._scaled_dot_product_attention_math.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -52,9 +53,13 @@ SAVED_OPS = _MATRIX_PRODUCTS | {
     _communication.all_reduce.default,
     _communication.all_to_all_single.default,
     _communication.reduce_scatter_tensor.default,
+    _higher_order.flex_attention,
+    _higher_order.inductor_compiled_code,
 }
-"""Operations whose results the option `op` saves: costly operations and collectives. Exception: of the matrix
-products, only every second one is saved, beginning with the first."""
+"""Operations whose results the option `op` saves: costly operations, collectives, and the choice of experts. Exception:
+of the matrix products, only every second one is saved, beginning with the first. In a compiled block, FlexAttention is
+`flex_attention`; elsewhere it is a compiled graph of its own, `inductor_compiled_code`
+(`models.attention._compiled_flex_attention`)."""
 
 
 def checkpoint_activations(model: nn.Module, modules: Sequence[str], config: ActivationCheckpointConfig) -> None:
@@ -76,7 +81,7 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
     counting = [module for module in block.modules() if isinstance(module, _Counting)]
 
     def contexts() -> _Contexts:
-        call, results = object(), deque[Any]()
+        call, results = object(), deque[_Recall]()
         first, second = (
             _SelectiveMode(results, is_first) if selects_ops else nullcontext() for is_first in (True, False)
         )
@@ -145,7 +150,9 @@ class _SelectiveMode(TorchDispatchMode):
     the results.
     """
 
-    def __init__(self, results: deque[Any], is_first: bool):
+    supports_higher_order_operators = True
+
+    def __init__(self, results: deque[_Recall], is_first: bool):
         """`results`: the saved results, which both modes share."""
         super().__init__()
         self._results = results
@@ -154,21 +161,57 @@ class _SelectiveMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: a compiled graph inside of the block counts as one operation, which is run a second time."""
+        """Return True: a compiled graph inside of the block counts as one operation. Only `inductor_compiled_code` runs
+        once, and other graphs run a second time."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_saved = self._policy.saves(func)
-        if is_saved and not self._is_first:
-            return tree_map(lambda recall: recall(), self._results.popleft())
-        result = func(*args, **(kwargs or {}))
-        if is_saved:
-            is_complete = func.namespace != "_c10d_functional"
-            self._results.append(tree_map(partial(_saved, is_complete=is_complete), result))
+        kwargs = kwargs or {}
+        if not self._policy.saves(func):
+            return func(*args, **kwargs)
+        if not self._is_first:
+            return self._results.popleft()(args, kwargs)
+        inputs = tuple(args[1]) if func is _higher_order.inductor_compiled_code else ()  # the graph clears its list
+        result = func(*args, **kwargs)
+        self._results.append(_saved_result(func, inputs, result))
         return result
 
 
-def _saved(value: Any, is_complete: bool) -> Callable[[], Any]:
+_Recall = Callable[[Any, Any], Any]
+"""A function of the arguments of an operation in the second forward, positional and by name. It returns the saved
+result of the operation."""
+
+
+def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
+    """Return a function that returns the result of an operation in the second forward.
+
+    `inputs`: those of a compiled graph. Its result contains what it saves for backward, also inputs, which the second
+    forward has computed again by then.
+    """
+    if func is _aten.topk.default:  # models may change the values in place, and they follow from the indices
+        indices = _saved(result[1])
+        return lambda args, kwargs: _largest(indices(), *args, **kwargs)
+    is_complete = func.namespace != "_c10d_functional"
+    places = {t.untyped_storage()._cdata: index for index, t in enumerate(inputs) if isinstance(t, Tensor)}
+
+    def save(value: Any) -> Callable[[Any], Any]:
+        place = places.get(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
+        if place is not None:
+            view = value.size(), value.stride(), value.storage_offset()
+            return lambda args: args[1][place].detach().as_strided(*view)
+        recall = _saved(value, is_complete)
+        return lambda args: recall()
+
+    recalls = tree_map(save, result)
+    return lambda args, kwargs: tree_map(lambda recall: recall(args), recalls)
+
+
+def _largest(indices: Tensor, x: Tensor, k: int, dim: int = -1, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
+    """Return the result of `topk` with known indices."""
+    return x.gather(dim, indices), indices
+
+
+def _saved(value: Any, is_complete: bool = True) -> Callable[[], Any]:
     """Return a function that returns a result of an operation: a tensor, or a number.
 
     `is_complete`: False for the result of a collective, which cannot be offloaded before somebody waits for it.

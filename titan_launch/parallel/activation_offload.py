@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.parallel.activation_arena import ActivationArena
 from titan_launch.plan.memory.ledger import SMALLEST_OFFLOADED
 
 
@@ -47,6 +48,9 @@ class HostCopies:
 
     device_type = "cpu"
 
+    def begin_forward(self) -> None:
+        """Prepare for a forward of the model."""
+
     def to_host(self, flat: Tensor) -> Tensor:
         """Return a copy of a flat tensor."""
         return flat.clone()
@@ -64,20 +68,25 @@ class HostCopies:
 
 
 class CudaCopies(HostCopies):
-    """Copies between the device and pinned host memory, in a stream of their own.
+    """Copies between the device and page-locked host memory, in a stream of their own.
 
     Every copy follows the work that the compute stream has been given so far: the kernels that write its source, and
-    those that used the memory of its target before. PyTorch reuses pinned memory only after the copies that use it.
+    those that used the memory of its target before. Memory of the arena is used again by later copies of this stream.
     """
 
     device_type = "cuda"
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
+        self._arena = ActivationArena(torch.device("cuda", torch.cuda.current_device()))
+
+    def begin_forward(self) -> None:
+        """Enlarge the host memory if an earlier forward needed more."""
+        self._arena.fit()
 
     def to_host(self, flat: Tensor) -> Tensor:
-        """Start a copy to pinned memory. The source must live until the compute stream has waited for the copy."""
-        return self._copy(torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True), flat)
+        """Start a copy to the host. The source must live until the compute stream has waited for the copy."""
+        return self._copy(self._arena.place(flat.nbytes), flat)
 
     def to_device(self, flat: Tensor) -> Tensor:
         """Start a copy to device memory, which must live until the compute stream has waited for the copy."""
@@ -167,6 +176,8 @@ class _Offloader:
     def _saving(self, index: int, block: nn.Module) -> Iterator[None]:
         before = None if self._last is None or self._last[0] >= index else self._last[1]
         if before is None:  # another forward of the model begins
+            self._copies.begin_forward()
+            self._resident.clear()  # the address of a freed storage may be that of an activation later
             self._add_resident(self._model)
         group = _Group(before if before is None or before.storages else before.before)
         pack = partial(self._pack, group, block)

@@ -15,7 +15,8 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
 - Products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). Other dtypes and a CPU run one
   product for each expert. Both save rows and stacked matrices. A trace has no counts of rows, so it divides the rows of
   a rank equally among its experts. With expert parallelism, the rank receives `planner.expert_load` times as many rows
-  as the mean rank.
+  as the mean rank. Classes of `transformers` call the grouped product in any dtype, which a CPU computes too. PyTorch's
+  function of its shapes rejects fp32 before 2.15, and is replaced.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
@@ -39,7 +40,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_launch.core.patches import replaced
-from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wrapped
+from titan_launch.distributed.torch_private import shapes_computed_by, shard_to_send, unit_steps_wrapped
 from titan_launch.models import attention, layers, mixture_of_experts
 from titan_launch.models.mixture_of_experts import ExpertProduct, grouped_product, looped_product
 from titan_launch.parallel import expert_parallel
@@ -58,6 +59,7 @@ def kernels_replaced(kernels: Kernels, backend: str = "auto", expert_load: float
     `backend`: value of `kernels.attention` in the job. `expert_load`: value of `planner.expert_load`.
     """
     with ExitStack() as stack:
+        stack.enter_context(shapes_computed_by("_grouped_mm", _grouped_mm))
         if kernels == "cuda":
             for owner in (F, torch):
                 stack.enter_context(replaced(owner, "rms_norm", _rms_norm))
@@ -178,7 +180,7 @@ def _attention_of_all_scores(
 class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        output, logsumexp = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        output, logsumexp, *_ = _aten._scaled_dot_product_flash_attention(q, k, v)
         ctx.save_for_backward(q, k, v, output, logsumexp)
         ctx.set_materialize_grads(False)
         return output, logsumexp
@@ -196,6 +198,18 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
 
 def _flex_attention_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> attention.Attended:
     return attention.Attended(*_FlexAttention.apply(q, k, v))
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return a tensor with the shape and strides of the result. Rows begin at multiples of 16 bytes."""
+    rows, columns, dtype = a.shape[-2], b.shape[-1], out_dtype or a.dtype
+    per_row = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+    if a.dim() != b.dim():  # the offsets divide the rows, or the columns
+        return a.new_empty_strided((rows, columns), (per_row, 1), dtype=dtype)
+    number = a.shape[0] if a.dim() == 3 or offs is None else offs.shape[0]
+    return a.new_empty_strided((number, rows, columns), (rows * per_row, per_row, 1), dtype=dtype)
 
 
 def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:

@@ -9,11 +9,12 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_launch.config.job import JobConfig
@@ -25,6 +26,7 @@ from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_location
 from titan_launch.models.attention import takes_equal_heads_only
 from titan_launch.models.build import BuiltModel
+from titan_launch.models.layers import LatentAttention
 from titan_launch.parallel.float8 import check_tensor_cores
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
@@ -78,11 +80,18 @@ def use_kernels(
     if unsafe is not None:
         order = without_cudnn(kernels.attention, order, unsafe)
     chosen: list[str] = []
+    takes_unpadded: list[bool] = []
     for dtype in attention_dtypes(config.data, built, plan):
-        check = _check_on(device, built, layout, dtype, config.training.seq_len)
-        name, *reasons = choose(kernels.attention, order, check)
+        padded, unpadded = (
+            _check_on(device, built, layout, dtype, config.training.seq_len, pads_values)
+            for pads_values in (True, False)
+        )
+        name, *reasons = choose(kernels.attention, order, _either(unpadded, padded))
         _log.info("attention (%s): %s", dtype, "; ".join([name, *reasons]))
         chosen.append(name)
+        takes_unpadded.append(unpadded(name) is None)
+    if chosen and all(takes_unpadded) and layout.context == 1:  # ring attention has not been tried with other widths
+        _leave_values_unpadded(built.module)
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
     else:  # PyTorch follows the order in every call, also for models whose attention is not known
@@ -190,24 +199,38 @@ def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | No
     raise AssertionError("math can always be used")
 
 
+def _either(first: Callable[[str], str | None], second: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """Return a function that returns the second obstacle, or None if one of the functions returns None."""
+    return lambda name: None if first(name) is None else second(name)
+
+
+def _leave_values_unpadded(model: nn.Module) -> None:
+    """Let plain attention pass values of their own width to the chosen kernel."""
+    for module in model.modules():
+        if isinstance(module, LatentAttention):
+            module.options = replace(module.options, pads_values=False)
+
+
 def _check_on(
-    device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int
+    device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int, pads_values: bool
 ) -> Callable[[str], str | None]:
     """Return a function that takes the name of a backend, and returns why the backend refuses the model's attention, or
-    None. The function makes one call of attention with the shapes of a rank."""
+    None. The function makes one call of attention with the shapes of a rank. `pads_values`: as in `ScoreOptions`."""
     heads = built.attention
     assert heads is not None
-    tokens = seq_len // layout.context
+    tokens, widest = seq_len // layout.context, max(heads.width, heads.value_width)
+    width, value_width = (widest, widest) if pads_values else (heads.width, heads.value_width)
 
-    def made(num_heads: int) -> Tensor:
-        shape = (layout.local_batch_size, tokens, num_heads // layout.tensor, heads.width)
+    def made(num_heads: int, width: int) -> Tensor:
+        shape = (layout.local_batch_size, tokens, num_heads // layout.tensor, width)
         return torch.empty(shape, dtype=torch_dtype(dtype), device=device, requires_grad=True).transpose(1, 2)
 
     def call() -> Tensor:
-        query = made(heads.queries)
-        key = made(heads.queries if takes_equal_heads_only(query) else heads.keys)
+        query = made(heads.queries, width)
+        num_heads = heads.queries if takes_equal_heads_only(query) else heads.keys
+        key, value = made(num_heads, width), made(num_heads, value_width)
         has_groups = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=has_groups)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=has_groups)
 
     return lambda name: (
         None if name == "math" else refusal(BACKENDS[name], call)

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
+from titan_launch.core.torch_release import torch_release
+from titan_launch.distributed import torch_private
 from titan_launch.launch.torchrun import _abort_cause
 from titan_launch.train.health import flight_recorder
 from titan_launch.train.health.flight_recorder import (
@@ -67,13 +69,13 @@ def test_unfinished_collectives_are_named_with_the_ranks_that_did_not_start_them
     assert _abort_cause(tmp_path, since=0).startswith(": native code aborted the process; the lines above")
 
 
-def entry(number: int, state: str, description: str = "dp_shard") -> dict[str, Any]:
+def entry(number: int, state: str, description: str = "dp_shard", backend: str = "nccl") -> dict[str, Any]:
     return {
         "process_group": ("5", description),
         "collective_seq_id": number,
         "p2p_seq_id": 0,
         "is_p2p": False,
-        "profiling_name": "nccl:all_gather",
+        "profiling_name": f"{backend}:all_gather",
         "state": state,
         "retired": state == "completed",
     }
@@ -86,18 +88,47 @@ def write_record(folder: Path, rank: int, *entries: dict[str, Any]) -> None:
     path.write_bytes(pickle.dumps({"entries": entries, "pg_config": groups}))
 
 
-def test_the_end_of_a_run_that_nccl_aborted_names_the_collective_and_the_ranks(tmp_path: Path) -> None:
-    write_record(tmp_path, 0, entry(7, "completed"), entry(8, "started"), entry(9, "scheduled"))
-    write_record(tmp_path, 1, entry(7, "completed"), entry(8, "started", "checkpoint"))
+@pytest.mark.parametrize("backend", ["nccl", "nccl2"])
+def test_the_end_of_a_run_that_nccl_aborted_names_the_collective_and_the_ranks(backend: str, tmp_path: Path) -> None:
+    started = entry(8, "scheduled" if backend == "nccl2" else "started", backend=backend)
+    write_record(tmp_path, 0, entry(7, "completed", backend=backend), started, entry(9, "scheduled", backend=backend))
+    write_record(tmp_path, 1, entry(7, "completed", backend=backend), entry(8, "started", "checkpoint"))
     record_path(tmp_path, FOLDER, 2).write_bytes(b"half of a rec")
     assert _abort_cause(tmp_path, since=0).splitlines() == [
         ": NCCL's watchdog thread aborts the process when CUDA fails, or when a collective takes longer than "
         "comm.timeout_seconds (comm.init_timeout_seconds until the end of the first step); PyTorch's lines above name "
         "the cause",
-        "not finished: nccl:all_gather number 8 of group dp_shard: started by rank 0, not by ranks 1, 2 (last started "
-        "on rank 1: nccl:all_gather number 7 of group dp_shard, on rank 2: no record); see the flight records and "
-        f"stacks in {tmp_path}",
+        f"not finished: {backend}:all_gather number 8 of group dp_shard: started by rank 0, not by ranks 1, 2 (last "
+        f"started on rank 1: {backend}:all_gather number 7 of group dp_shard, on rank 2: no record); see the flight "
+        f"records and stacks in {tmp_path}",
     ]
+
+
+def recorded_by_a_hook(folder: Path) -> list[str]:
+    """Start collectives on a backend that PyTorch's hook records, as it records `nccl2`. Return their names."""
+    from torch.distributed.distributed_c10d import FlightRecorderHook
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    assert dist.group.WORLD is not None
+    hook = FlightRecorderHook.attach(dist.group.WORLD, [0, 1])
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_private, "_implementation", lambda backend: backend if backend == "gloo" else "fake")
+        patch.setattr(flight_recorder, "_has_nccl", lambda: True)
+        assert collectives_started() == 2
+        dump_flight_recorder(folder)
+    hook.remove()
+    record = _load(record_path(folder, FOLDER, 1).read_bytes())
+    assert [group["ranks"] for group in record["pg_config"].values()] == ["[0, 1]"]
+    return [entry["profiling_name"] for entry in record["entries"]]
+
+
+@pytest.mark.skipif(torch_release() < (2, 15), reason="needs torch 2.15, which records other backends by a hook")
+def test_a_record_of_pytorchs_hook_is_read(tmp_path: Path) -> None:
+    assert run_ranks(recorded_by_a_hook, 1, tmp_path) == [["fake:all_reduce"] * 2]
 
 
 def test_a_record_cannot_run_code(tmp_path: Path) -> None:

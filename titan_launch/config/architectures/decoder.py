@@ -519,22 +519,17 @@ def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_o
     tensor that backward needs: the input of `w2` of a layer that computes every token, its output with `post_norms`, or
     the outputs of the experts. It repeats all other products: 2 (N_block - D F) + 2 (Q + V) T.
 
-    `selective_ac_option = "op"` saves plain causal attention, and every second matrix product. Of wq, wk, wv, wo, w1,
-    w3, w2, in this order, the second forward then repeats wk, wo and w3. Without a gate there is no w3, and w2 is
-    repeated if `post_norms` needs its output. Of latent attention's wq_a, wq_b, wkv_a, wkv_b, wo, w1, w3, w2 it repeats
-    wq_b, wkv_b and w1. With experts, the router and the shared experts follow wo in this order, and the grouped
-    products of the experts, which are not saved, are all repeated.
+    `selective_ac_option = "op"` saves attention, every second matrix product, and on CUDA the grouped products of
+    experts. Of wq, wk, wv, wo, w1, w3, w2, in this order, the second forward then repeats wk, wo and w3. Without a gate
+    there is no w3, and w2 is repeated if `post_norms` needs its output. Of latent attention's wq_a, wq_b, wkv_a, wkv_b,
+    wo, w1, w3, w2 it repeats wq_b, wkv_b and w1. With experts, the router and the shared experts follow wo in this
+    order.
     """
+    if saves_costly_ops:
+        return 2 * sum(_unsaved_weights(args, layer) for layer in range(args.n_layers)) // args.n_layers
     attention = 2 * (args.query_width + args.attended_width)
-    if not saves_costly_ops:
-        products = sum(_repeated_weights(args, layer) for layer in range(args.n_layers)) // args.n_layers
-        return 2 * products + attention * sum(_keys_by_layer(args, seq_len)) // args.n_layers
-    is_explicit = args.attention_soft_cap is not None or args.attention_sinks
-    repeated = [
-        keys for layer, keys in enumerate(_keys_by_layer(args, seq_len)) if is_explicit or args.is_cut(layer, seq_len)
-    ]
-    products = sum(_unsaved_weights(args, layer) for layer in range(args.n_layers)) // args.n_layers
-    return 2 * products + attention * sum(repeated) // args.n_layers
+    products = sum(_repeated_weights(args, layer) for layer in range(args.n_layers)) // args.n_layers
+    return 2 * products + attention * sum(_keys_by_layer(args, seq_len)) // args.n_layers
 
 
 def _keys_by_layer(args: DecoderArgs, seq_len: int) -> list[int]:
@@ -578,8 +573,7 @@ def _unsaved_weights(args: DecoderArgs, layer: int) -> int:
     in_order = [*_attention_products(args), *routed]
     if width := _dense_width(args, layer):
         in_order += num_fed * [args.dim * width]
-    grouped = 0 if experts is None else experts.num_chosen_weights(args.dim)
-    return sum(in_order[1::2]) + grouped
+    return sum(in_order[1::2])
 
 
 def _dense_width(args: DecoderArgs, layer: int) -> int:

@@ -98,8 +98,8 @@ class ActivationCheckpointConfig(Section):
 
     selective_ac_option: Literal["op"] | Annotated[int, Field(ge=1)] = "op"
     """For `mode = "selective"`. `"op"`: each block saves its inputs and the results of costly operations (attention,
-    convolutions, every second matrix product); backward repeats the cheap operations. A number k: activation
-    checkpointing of every k-th block; all other blocks save everything."""
+    convolutions, grouped products of experts, every second matrix product); backward repeats the cheap operations. A
+    number k: activation checkpointing of every k-th block; all other blocks save everything."""
 
     modules: Array[str] = ()
     """Globs of the modules with activation checkpointing, such as `["layers.*.feed_forward"]`. If one matching module

@@ -48,7 +48,8 @@ class _Collective:
 
     description: str
     name: str
-    """Backend and operation, such as `nccl:all_reduce`."""
+    """Backend and operation, such as `gloo:all_reduce`; for NCCL `nccl:all_reduce`, and from torch 2.15 on
+    `nccl2:all_reduce`."""
 
     number: int
     """Sequence number within the group, from 1."""

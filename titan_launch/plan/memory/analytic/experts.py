@@ -65,11 +65,12 @@ class AnalyticExperts:
         ranked = new(scores.numel if args.selection_bias_rate is not None else 0, "float32")
         if args.num_groups > 1:
             groups = num_tokens * args.num_groups
+            self._largest(2 * groups)
+            self._largest(num_tokens * args.top_k_groups)
             is_open = [new(groups, "bool"), new(groups, "bool")]
             masked = new(scores.numel, "float32")
             del is_open[1:]
-        best, experts = new(num_tokens * args.top_k, "float32"), new(num_tokens * args.top_k, "int64")
-        del best
+        experts = self._largest(num_tokens * args.top_k)
         weights = _gather(autograd, scores, experts)
         if args.normalize:
             weights = _divide_by_sum(autograd, weights, num_tokens)
@@ -78,6 +79,13 @@ class AnalyticExperts:
             del masked, is_open
         del ranked
         return _Choice(experts, weights, scores)
+
+    def _largest(self, number: int) -> Tensor:
+        """Return the indices of `topk`, which selective activation checkpointing saves."""
+        values = self.autograd.new(number, "float32")
+        indices = self.autograd.run_costly("topk", lambda: self.autograd.new(number, "int64"))
+        del values
+        return indices
 
     def _count(self, experts: Tensor) -> Tensor:
         counts = self.autograd.new(self.args.num_experts, "int64")
@@ -261,7 +269,12 @@ def _product(
 
     inputs = (rows, weight) if own_bias is None else (rows, weight, own_bias)
     saved = autograd.save(*((rows,) if needs_weight else ()))
-    result = autograd.record(autograd.new(num_rows * width_out, dtype), inputs, backward, saved)
+
+    def compute() -> Tensor:
+        return autograd.new(num_rows * width_out, dtype)
+
+    output = autograd.run_costly("grouped_mm", compute).detached() if is_grouped else compute()
+    result = autograd.record(output, inputs, backward, saved)
     return _add_bias(autograd, result, bias, num_rows) if is_grouped and bias is not None else result
 
 

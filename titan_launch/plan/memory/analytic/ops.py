@@ -177,12 +177,11 @@ def masked_attention(
     """Compute attention with a sliding window or documents, or on CUDA with a soft cap or sinks:
     `models.attention.masked_attention`.
 
-    On CUDA, FlexAttention saves the tensors of flash attention. Selective activation checkpointing does not save its
-    results. A CPU runs flash attention with a mask of `num_pairs` elements, which is made from a table of allowed
-    pairs. With documents each sequence has a mask of its own.
+    On CUDA, FlexAttention saves the tensors of flash attention. A CPU runs flash attention with a mask of `num_pairs`
+    elements, which is made from a table of allowed pairs. With documents each sequence has a mask of its own.
     """
     if kernels == "cuda":
-        return _fused_attention(autograd, q, k, v, num_rows, is_costly=False)
+        return _fused_attention(autograd, q, k, v, num_rows)
     allowed = autograd.new(num_pairs, "bool")
     output = _fused_attention(autograd, q, k, v, num_rows, (autograd.new(num_pairs, q.dtype),))
     del allowed
@@ -196,7 +195,6 @@ def _fused_attention(
     v: Tensor,
     num_rows: int,
     mask: tuple[Tensor, ...] = (),
-    is_costly: bool = True,
 ) -> Tensor:
     saved = autograd.save(q, k, v, *mask)
     shapes = [(x.numel, x.dtype) for x in (q, k, v)]
@@ -207,7 +205,7 @@ def _fused_attention(
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return [autograd.new(numel, dtype, _BACKWARD) for numel, dtype in shapes]
 
-    output, logarithms = autograd.run_costly("attention", compute) if is_costly else compute()
+    output, logarithms = autograd.run_costly("attention", compute)
     results = autograd.save(output, logarithms)
     return autograd.record(output.detached(), (q, k, v), backward, saved, results)
 

@@ -1,0 +1,45 @@
+"""Lists of tensors as one flat tensor, so that one operation computes many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """Return lists of the items with equal keys, in the order of the items."""
+    found: dict[Hashable, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return list(found.values())
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all tensors in one flat tensor: a view if they follow one another in one storage, as after
+    `divided`, else a copy."""
+    first = tensors[0]
+    start = end = first.storage_offset()
+    for tensor in tensors:
+        is_next = tensor.storage_offset() == end and tensor.is_contiguous()
+        if not is_next or tensor.untyped_storage()._cdata != first.untyped_storage()._cdata:
+            return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        end += tensor.numel()
+    return first.as_strided((end - start,), (1,), start)
+
+
+def divided(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return views of the parts of a flat tensor, which have these shapes."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return whole numbers as an int32 tensor. It is copied to the device once: each copy lets the host wait."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
