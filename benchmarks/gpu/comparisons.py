@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_launch.core.phantom import unmarked
+
 
 class CheckError(Exception):
     """A step ran to its end, but its result is not the expected one."""
@@ -32,7 +34,7 @@ _TAGS = {"losses": ("train/loss", "loss"), "gradient norms": ("train/grad_norm",
 def reports(run_folder: Path) -> list[dict[str, Any]]:
     """Return the reports of a run. Raise CheckError if there are none."""
     try:
-        found = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+        found = [unmarked(json.loads(line)) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise CheckError(f"no reports: {error}") from None
     if not found:

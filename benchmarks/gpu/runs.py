@@ -14,6 +14,7 @@ from typing import Any, Literal
 from benchmarks.gpu.cases import Case, Shape
 from benchmarks.gpu.processes import log_name, run_process
 from titan_launch.config.loading.load import load_job
+from titan_launch.core.phantom import unmarked
 from titan_launch.plan.hardware import GIB
 from titan_launch.plan.job import configured_choice, with_unsharded_parameters
 from titan_launch.plan.layout import plan_layout
@@ -126,7 +127,7 @@ def read_reports(case: Case, path: Path, output: str) -> Result:
 
     Raise OSError, ValueError, LookupError or TypeError if the reports are not those of the case.
     """
-    reports = [json.loads(line) for line in path.read_text().splitlines()]
+    reports = [unmarked(json.loads(line)) for line in path.read_text().splitlines()]
     steps, expected = [report["step"] for report in reports], [case.shape.steps, 2 * case.shape.steps]
     if steps[-2:] != expected:
         raise ValueError(f"the reports are of steps {steps}; the last two must be of steps {expected}")

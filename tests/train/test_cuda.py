@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_launch.core.phantom import TAG_PREFIX, is_phantom
+from titan_launch.core.phantom import is_phantom, unmarked
 from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 
@@ -20,7 +20,7 @@ CUDA_TAGS = {"memory/max_active_gib", "memory/max_reserved_gib", "memory/alloc_r
 
 def read_reports(folder: Path) -> list[dict[str, float]]:
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{tag.removeprefix(TAG_PREFIX): value for tag, value in line.items()} for line in lines]
+    return [unmarked(line) for line in lines]
 
 
 @pytest.mark.gpu

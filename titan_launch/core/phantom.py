@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from titan_launch.core.errors import RunError
 
@@ -36,6 +38,11 @@ def is_marked(folder: Path) -> bool:
 def marked(text: str) -> str:
     """Return a text for the terminal or a log, whose lines are marked if they are of a run without values."""
     return MARK + text.replace("\n", f"\n{MARK}") if is_phantom() else text
+
+
+def unmarked(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report with the tags of a run with values."""
+    return {tag.removeprefix(TAG_PREFIX): value for tag, value in report.items()}
 
 
 def check_operators(torch: ModuleType) -> None:
