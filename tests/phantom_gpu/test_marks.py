@@ -65,6 +65,7 @@ def test_a_collective_that_never_ends_is_named(phantom: Phantom, tmp_path: Path)
     assert ended.returncode not in (0, 2), ended.stdout
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, ended.stderr
+    assert "is deprecated" not in ended.stderr, ended.stderr
     assert "comm.timeout_seconds" in ended.stderr and "nccl" in ended.stderr, ended.stderr
 
 

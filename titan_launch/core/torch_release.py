@@ -62,3 +62,6 @@ FREES_WITHOUT_GRADIENTS = torch_release() >= (2, 12)
 SKIPS_DIVISION_BY_ONE = torch_release() >= (2, 15)
 """True if FSDP2 skips the division of gradients by 1 if there is one shard. Earlier releases divide, which costs a
 copy."""
+
+DUMPS_FLIGHT_RECORDS_BY = "TORCH_FR_DUMP_ON_TIMEOUT" if torch_release() >= (2, 15) else "TORCH_NCCL_DUMP_ON_TIMEOUT"
+"""Environment variable that lets NCCL's watchdog write the flight records. Torch 2.15 warns of the older name."""

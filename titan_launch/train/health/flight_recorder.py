@@ -19,6 +19,7 @@ from titan_launch.core.errors import listed
 from titan_launch.core.files import MIB, read_regular
 from titan_launch.core.json_files import parse_json
 from titan_launch.core.terminal import one_line
+from titan_launch.core.torch_release import DUMPS_FLIGHT_RECORDS_BY
 from titan_launch.distributed.torch_private import flight_record, flight_record_entries, process_groups
 
 FOLDER = "flight_recorder"
@@ -164,7 +165,7 @@ def configure_flight_recorder(run_folder: Path, size: int) -> None:
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(size)
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(record_path(run_folder, FOLDER, "").absolute())
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if size else "0"
+    os.environ[DUMPS_FLIGHT_RECORDS_BY] = "1" if size else "0"
 
 
 def create_nccl_folder(run_folder: Path) -> None:
