@@ -319,7 +319,7 @@ OPTIONS = {
     "train": ("config", "quiet", "log-level", "fake-world-size", "fake-rank"),
     "check": ("config", "world-size"),
     "plan": (
-        *("config", "world-size", "engine", "rows", "max-batch", "verbose", "trial", "json", "plot"),
+        *("config", "world-size", "engine", "rows", "max-batch", "verbose", "trial", "measure", "json", "plot"),
         *("device", "memory-gib", "intra-bandwidth", "inter-bandwidth", "gpus-per-node", "expert-load", "mfu"),
     ),
     "launch": ("config", *LAUNCH_OPTIONS, "quiet", "log-level", "fake-world-size", "fake-rank"),
