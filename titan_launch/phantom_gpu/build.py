@@ -79,7 +79,7 @@ def _compile(folder: Path, torch: Path) -> None:
     if ended.returncode:
         raise UserError(f"error: the phantom GPU cannot be compiled:\n{ended.stderr.strip()[-2000:]}")
     (folder / "libnvidia-ml.so.1").symlink_to(library.name)
-    shutil.copy(_SOURCES / "nvidia-smi", folder)
+    Path(shutil.copy(_SOURCES / "nvidia-smi", folder)).chmod(0o755)
     generated.unlink()
 
 
