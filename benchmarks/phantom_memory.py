@@ -24,7 +24,7 @@ from published_memory import REPORTS, Report, job_of
 from publishing import publish
 
 from titan_launch.config.loading.load import dump_job
-from titan_launch.plan.hardware import CUBLAS_WORKSPACE_BYTES
+from titan_launch.plan.hardware import CUBLAS_WORKSPACE_BYTES, GIB
 
 _CHECKOUT = Path(__file__).parent.parent
 _CONFIGS = _CHECKOUT / "configs"
@@ -40,7 +40,6 @@ _RANKS = {
 """Ranks of the shipped configurations; 2 for the others."""
 
 _TOLERANCE = 0.003
-_GIB = 2**30
 
 
 def measure(config: Path, ranks: int, options: list[str]) -> dict[str, Any] | str:
@@ -104,13 +103,13 @@ def main() -> int:
                 is_right = False
             else:
                 row = next(row for row in plan["rows"] if row["is_chosen"])
-                active, reserved = (plan["trial"][kind] / _GIB for kind in ("active", "reserved"))
+                active, reserved = (plan["trial"][kind] / GIB for kind in ("active", "reserved"))
                 planned = (
-                    row["active_bytes"] / _GIB,
-                    row["reserved_bytes_estimated"] / _GIB - plan["assumptions"]["overhead_gib"],
+                    row["active_bytes"] / GIB,
+                    row["reserved_bytes_estimated"] / GIB - plan["assumptions"]["overhead_gib"],
                 )
                 is_right &= (
-                    report is not None or abs(active - planned[0]) < _TOLERANCE * active + CUBLAS_WORKSPACE_BYTES / _GIB
+                    report is not None or abs(active - planned[0]) < _TOLERANCE * active + CUBLAS_WORKSPACE_BYTES / GIB
                 )
                 figures = [f"{planned[0]:.3f}", f"{active:.3f}", f"{planned[1]:.2f}", f"{reserved:.2f}"]
                 table.append([name, str(ranks), *figures, known])

@@ -74,17 +74,8 @@ SLOW_BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.mark.phantom
-@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("name", [*BRANCHES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_BRANCHES)])
 def test_a_branch_for_cuda_runs(phantom: Phantom, tmp_path: Path, name: str) -> None:
-    ranks, options = BRANCHES[name]
-    lines = phantom.train(ranks, tmp_path, *options, *SHORT)
-    assert any(line.startswith("phantom: done: 2 steps") for line in lines), lines
-
-
-@pytest.mark.phantom
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW_BRANCHES)
-def test_a_further_branch_for_cuda_runs(phantom: Phantom, tmp_path: Path, name: str) -> None:
-    ranks, options = SLOW_BRANCHES[name]
+    ranks, options = (BRANCHES | SLOW_BRANCHES)[name]
     lines = phantom.train(ranks, tmp_path, *options, *SHORT)
     assert any(line.startswith("phantom: done: 2 steps") for line in lines), lines

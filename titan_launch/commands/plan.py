@@ -107,6 +107,8 @@ def run(arguments: Namespace) -> NoReturn:
         trial=arguments.trial,
         measures=arguments.measure,
     )
+    if options.measures and options.trial is not None:
+        raise UserError("error: --measure and --trial: give one of them; both train three steps, on different devices")
     if options.plot is not None:
         refuse_weights_folder(Path(options.plot))
         check_plot(options.plot)

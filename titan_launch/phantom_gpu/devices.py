@@ -12,7 +12,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class PhantomDevice:
-    """What PyTorch, Triton and CUTLASS ask a GPU for."""
+    """The properties of a GPU that PyTorch, Triton and CUTLASS read."""
 
     driver_name: str
     """Name that the driver reports."""

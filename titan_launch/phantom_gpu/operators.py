@@ -232,8 +232,8 @@ def _result_on_host(value: Any) -> Any:
 
 
 def _host_view(value: Any) -> Any:
-    """Return a CPU tensor with the memory of a CUDA tensor. Other values are returned as they are; a generator of the
-    device becomes one of the host."""
+    """Return a CPU tensor with the memory of a CUDA tensor, and None, the default generator, for a generator. Other
+    values are returned as they are."""
     if isinstance(value, torch.Generator):
         return None
     if not isinstance(value, Tensor) or value.device.type != "cuda":
