@@ -63,5 +63,9 @@ SKIPS_DIVISION_BY_ONE = torch_release() >= (2, 15)
 """True if FSDP2 skips the division of gradients by 1 if there is one shard. Earlier releases divide, which costs a
 copy."""
 
+KEEPS_WORKSPACES = torch_release() < (2, 15)
+"""True if PyTorch keeps a workspace of cuBLAS for each thread and stream that has run a matrix product. From torch 2.15
+on, each product allocates its workspace and frees it (tried on 2.11 and 2.15)."""
+
 DUMPS_FLIGHT_RECORDS_BY = "TORCH_FR_DUMP_ON_TIMEOUT" if torch_release() >= (2, 15) else "TORCH_NCCL_DUMP_ON_TIMEOUT"
 """Environment variable that lets NCCL's watchdog write the flight records. Torch 2.15 warns of the older name."""

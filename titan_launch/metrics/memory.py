@@ -40,6 +40,10 @@ class _TrackedStorage(weakref.ref[UntypedStorage]):
     category: Category
 
 
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
+"""The products for which CUDA calls cuBLAS. (`addmm` calls cuBLASLt.)"""
+
+
 class LiveMemory(TorchDispatchMode):
     """A dispatch mode that records the storages of all results in a ledger. `track` enters it."""
 
@@ -111,6 +115,8 @@ class LiveMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not self.is_paused:
             self._record_results(result)
+            if func in _PRODUCTS:
+                self._ledger.product()
         return result
 
     def _record_results(self, result: Any) -> None:

@@ -60,6 +60,10 @@ _BY_SHAPE = frozenset(
 tensors without values, and cuDNN's workspaces are missing."""
 
 
+_PRODUCTS = frozenset({"mm", "bmm", "baddbmm", "mv", "dot"})
+"""Products for which PyTorch calls cuBLAS, which needs a workspace."""
+
+
 def replace_operators() -> list[torch.library.Library]:
     """Replace PyTorch's kernels for CUDA. The replacements last as long as the returned objects."""
     library = torch.library.Library("aten", "IMPL")
@@ -141,6 +145,8 @@ def _allocate(kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 def _run(operator: Any, kind: _Kind, kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     if kind.runs_on_host and _is_small(args, kwargs):
+        if kind.base in _PRODUCTS:
+            kernel.call_boxed(keys, *_numbers_as_tensors(kind, args), **kwargs)  # takes cuBLAS's workspace
         try:
             return _on_host(operator, kind, args, kwargs)
         except (NotImplementedError, RuntimeError):  # not for this dtype; or wrong arguments, which CUDA's code refuses

@@ -35,9 +35,8 @@ def format_memory(num_bytes: float) -> str:
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
 """Defaults on a GPU. The first is a guess. The second was fitted to TorchTitan's published figures for Llama 3 8B."""
 
-CUBLAS_WORKSPACE_BYTES = 33 * 2**20
-"""Memory of PyTorch's allocator that a matrix product takes for its duration: 32 MiB on Hopper, 8 MiB before it, and
-the parts of a split sum. A plan does not count it."""
+_WORKSPACE_MIB, _SMALL_WORKSPACE_MIB = 32.0, 8.125
+"""Workspace of cuBLAS in a matrix product: from Hopper on, and before (PyTorch's CublasHandlePool.cpp)."""
 
 _PROCESS_GIB = 0.5
 """Default overhead on a CPU, where ranks share the machine's memory: the interpreter, torch and its threads."""
@@ -65,6 +64,9 @@ class Hardware:
 
     fragmentation: float
     """Memory that the allocator reserves beyond the memory in use, as a fraction of the memory in use."""
+
+    workspace_bytes: int
+    """Workspace of cuBLAS in a matrix product."""
 
     margin_gib: float
     """Memory in GiB that a choice must leave free below the limit for the verdict `fits`."""
@@ -108,6 +110,7 @@ def hardware_of(
         memory_source=source,
         overhead_gib=_first(planner.overhead_gib, overhead),
         fragmentation=_first(planner.fragmentation, _FRAGMENTATION if is_gpu else 0.0),
+        workspace_bytes=round((known.workspace_mib if known else _WORKSPACE_MIB) * 2**20) if is_gpu else 0,
         margin_gib=_first(planner.margin_gib, max(_MARGIN * (memory or 0.0), _MARGIN_GIB if is_gpu else 0.0)),
         peak_tflops=config.metrics.peak_tflops_per_device or (known.peak_bf16_tflops if known else None),
         mfu=planner.mfu,
@@ -237,6 +240,8 @@ class Device:
     """Bandwidth to other nodes in GB/s, in one direction: one device's share of the network adapters of a usual
     server."""
 
+    workspace_mib: float = _WORKSPACE_MIB
+
 
 # Peaks are from the vendors' data sheets. NVIDIA prints most peaks with 2:4 sparsity, which is twice the dense peak.
 # Devices without bfloat16 matrix units (V100, T4) are omitted on purpose.
@@ -254,8 +259,8 @@ class Device:
 # planner.inter_node_gb_per_s overrides it.
 DEVICES = (
     # NVIDIA A100 data sheet: 312, the same for PCIe and SXM. The links are those of SXM.
-    Device("a100-40gb", ("a100", "40gb"), 39.3, 312, 300, 25),
-    Device("a100-80gb", ("a100", "80gb"), 79.1, 312, 300, 25),
+    Device("a100-40gb", ("a100", "40gb"), 39.3, 312, 300, 25, _SMALL_WORKSPACE_MIB),
+    Device("a100-80gb", ("a100", "80gb"), 79.1, 312, 300, 25, _SMALL_WORKSPACE_MIB),
     # NVIDIA H100 data sheet, with sparsity: SXM 1,979, PCIe 1,513, NVL 1,671.
     Device("h100-80gb", ("h100", "80gb", "hbm3"), 79.1, 989, 450, 50),
     Device("h100-pcie", ("h100", "pcie"), 79.1, 756, 64, 12.5),
@@ -267,12 +272,12 @@ DEVICES = (
     # NVIDIA HGX B200 data sheet, with sparsity: 36 PFLOP/s for 8.
     Device("b200", ("b200",), 178.3, 2250, 900, 50),
     # NVIDIA L40S (733 with sparsity), A10 (250), L4 (242) data sheets. PCIe of generation 4.
-    Device("l40s", ("l40s",), 44.3, 362, 32, 12.5),
-    Device("a10", ("a10",), 21.9, 125, 32, 12.5),
-    Device("l4", ("l4",), 21.9, 121, 32, 12.5),
+    Device("l40s", ("l40s",), 44.3, 362, 32, 12.5, _SMALL_WORKSPACE_MIB),
+    Device("a10", ("a10",), 21.9, 125, 32, 12.5, _SMALL_WORKSPACE_MIB),
+    Device("l4", ("l4",), 21.9, 121, 32, 12.5, _SMALL_WORKSPACE_MIB),
     # NVIDIA Ada and Ampere GA102 architecture white papers: bf16 with fp32 accumulation, dense. PCIe of generation 4.
-    Device("rtx-4090", ("rtx", "4090"), 23.5, 165, 32, 12.5),
-    Device("rtx-3090", ("rtx", "3090"), 23.5, 71, 32, 12.5),
+    Device("rtx-4090", ("rtx", "4090"), 23.5, 165, 32, 12.5, _SMALL_WORKSPACE_MIB),
+    Device("rtx-3090", ("rtx", "3090"), 23.5, 71, 32, 12.5, _SMALL_WORKSPACE_MIB),
     # AMD Instinct data sheets. An MI250X is two devices (GCDs): 383 for both.
     Device("mi250x", ("mi250x",), 63.9, 191.5, 50, 12.5),
     Device("mi300x", ("mi300x",), 191.9, 1307, 448, 50),

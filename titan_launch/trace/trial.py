@@ -54,8 +54,11 @@ _SHARE = 0.95
 class TrialMemory:
     """Peak memory of a trial in bytes, as PyTorch's allocator for CUDA counts it."""
 
+    requested: int
+    """Memory that tensors have asked for."""
+
     active: int
-    """Memory of tensors."""
+    """Memory that they were given: at most 1 MiB more for each, which the allocator does not split off."""
 
     reserved: int
     """Memory that the allocator has taken from the device."""
@@ -109,7 +112,8 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
             return None
         torch.cuda.synchronize(device)
         memory = torch.cuda.memory_stats(device)
-        return TrialMemory(memory["active_bytes.all.peak"], memory["reserved_bytes.all.peak"])
+        kinds = ("requested", "active", "reserved")
+        return TrialMemory(*(memory[f"{kind}_bytes.all.peak"] for kind in kinds))
 
 
 def _equal_counts(load: float, counts: Tensor, ranks: int, group: str) -> Tensor:

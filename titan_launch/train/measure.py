@@ -21,7 +21,7 @@ from titan_launch.metrics.traffic import TrafficCount, count_collectives, profil
 from titan_launch.models.loss import Loss
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.parallel.compile import compile_time
-from titan_launch.plan.hardware import CUBLAS_WORKSPACE_BYTES, GIB, Hardware, format_memory
+from titan_launch.plan.hardware import GIB, Hardware, format_memory
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
@@ -58,7 +58,6 @@ class MemoryCheck:
         self._trace: TraceProcess | None = None
         self._measured_gib: float | None = None
         self._is_compared = False
-        self._workspace_gib = CUBLAS_WORKSPACE_BYTES / GIB if hardware.kernels == "cuda" else 0.0
         self._advice = "do not rely on the plan of this job"
         if layout.expert > 1:
             self._advice += ", or plan for another load of the experts (planner.expert_load)"
@@ -77,7 +76,8 @@ class MemoryCheck:
             )
             return
         if unknown_part(config, hardware.kernels) is None:
-            footprint = analytic_engine(config, layout, hardware.kernels)(configured_choice(config))
+            engine = analytic_engine(config, layout, hardware.kernels)
+            footprint = engine(configured_choice(config)).with_workspace(hardware.workspace_bytes)
             self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.peak_point))
             return
         if layout.pipeline > 1 or (layout.model_parallel > 1 and hardware.kernels == "cpu"):
@@ -118,7 +118,7 @@ class MemoryCheck:
             return
         self._is_compared = True
         predicted, measured = self._prediction, self._measured_gib
-        if abs(predicted.gib - measured) > TOLERANCE * measured + self._workspace_gib:
+        if abs(predicted.gib - measured) > TOLERANCE * measured:
             _log.warning(
                 "memory: the measured peak is %s, but the planner predicted a peak of %s (%s); %s",
                 format_memory(measured * GIB),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
 from titan_launch.config.optimizers import ALGORITHMS, GroupSizes, has_master
 from titan_launch.config.sections.training import EMAConfig, OptimizerConfig, TrainingConfig
+from titan_launch.core.torch_release import KEEPS_WORKSPACES
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.param_groups import is_mixed
 
@@ -58,6 +59,9 @@ class Category(IntEnum):
 
     OFFLOADED = 13
     """Saved tensors in host memory (activation offloading)."""
+
+    WORKSPACE = 14
+    """Workspaces of cuBLAS (`Footprint.with_workspace`)."""
 
     @property
     def label(self) -> str:
@@ -111,6 +115,9 @@ class Peak(NamedTuple):
     by_stream: tuple[float, ...]
     """Peak bytes of each stream. The streams may have their peaks at different times before the maximum, or, for the
     highest maximum, within the point."""
+
+    in_product: bool = False
+    """True if this is the memory in a matrix product."""
 
 
 class Ledger:
@@ -181,6 +188,10 @@ class Ledger:
         self._stream_peaks = list(self._streams)
         self._is_rising = True
 
+    def product(self) -> None:
+        """Note the memory in a matrix product, whose result has just been allocated."""
+        self._maxima_here.append(Peak(self.total, tuple(self.live), tuple(self._stream_peaks), in_product=True))
+
     def footprint(self) -> Footprint:
         """Return the maxima of all points so far."""
         self._end_rise()
@@ -207,6 +218,21 @@ class Footprint:
 
     host_bytes: int = 0
     """Peak of the tensors that a job on GPUs keeps in host memory, for CPU offload or activation offloading."""
+
+    def with_workspace(self, num_bytes: int) -> Footprint:
+        """Return the footprint with the memory that PyTorch's allocator gives to cuBLAS, `num_bytes` at a time.
+
+        From torch 2.15 on, a matrix product has the workspace for its duration. Earlier releases keep one for each
+        thread that runs products, which are those of forward and backward.
+        """
+
+        def grown(peak: Peak) -> Peak:
+            if KEEPS_WORKSPACES:
+                return _grown(peak, 2 * num_bytes, Category.WORKSPACE)
+            return _grown(peak, num_bytes, Category.WORKSPACE) if peak.in_product else peak
+
+        maxima = {point: [grown(peak) for peak in maxima] for point, maxima in self.maxima.items()}
+        return replace(self, maxima=maxima)
 
     @cached_property
     def peaks(self) -> Mapping[StepPoint, Peak]:
@@ -273,17 +299,20 @@ def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footp
     before, after = footprint.by_phase(), longer.by_phase()
     growth = {phase: factor * (after[phase] - peak) for phase, peak in before.items()}
     return Footprint(
-        {point: [_grown(x, growth[point.phase]) for x in maxima] for point, maxima in footprint.maxima.items()},
+        {
+            point: [_grown(x, growth[point.phase], Category.ACTIVATIONS) for x in maxima]
+            for point, maxima in footprint.maxima.items()
+        },
         host_bytes=round(_line(footprint.host_bytes, longer.host_bytes, factor)),
     )
 
 
-def _grown(peak: Peak, num_bytes: float) -> Peak:
-    """Return a peak with `num_bytes` more activations."""
+def _grown(peak: Peak, num_bytes: float, category: Category) -> Peak:
+    """Return a peak with `num_bytes` more of a category."""
     held, streams = list(peak.by_category), list(peak.by_stream)
-    held[Category.ACTIVATIONS] += num_bytes
-    streams[_STREAM_OF[Category.ACTIVATIONS]] += num_bytes
-    return Peak(peak.total + num_bytes, tuple(held), tuple(streams))
+    held[category] += num_bytes
+    streams[_STREAM_OF[category]] += num_bytes
+    return Peak(peak.total + num_bytes, tuple(held), tuple(streams), peak.in_product)
 
 
 def _highest(maxima: Sequence[Peak]) -> Peak:
@@ -297,6 +326,7 @@ def _along(a: Peak, b: Peak, factor: float) -> Peak:
         _line(a.total, b.total, factor),
         tuple([x + factor * (y - x) for x, y in zip(a.by_category, b.by_category, strict=True)]),
         tuple([x + factor * (y - x) for x, y in zip(a.by_stream, b.by_stream, strict=True)]),
+        a.in_product,
     )
 
 

@@ -98,7 +98,7 @@ def compare(
         is_own = is_configured_choice(config, choice)
         if only_own and not is_own:
             continue
-        footprint = engine(choice)
+        footprint = engine(choice).with_workspace(hardware.workspace_bytes)
         traffic = counted(choice) if counted is not None else None
         if traffic is None or not layout.divides_model:
             keep_params_unsharded = bool(choice.accumulation.keep_params_unsharded)

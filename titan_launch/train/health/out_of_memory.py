@@ -113,7 +113,7 @@ def _footprint(config: JobConfig, run: Run, layout: Layout | None = None) -> Foo
     if unknown_part(config, run.hardware.kernels) is not None:
         return None
     engine = analytic_engine(config, layout or run.layout, run.hardware.kernels)
-    return engine(configured_choice(config))
+    return engine(configured_choice(config)).with_workspace(run.hardware.workspace_bytes)
 
 
 def _planned(footprint: Footprint) -> list[str]:

@@ -73,6 +73,12 @@ class Autograd:
         """Return a new tensor of `numel` elements, whose memory counts under `category`."""
         return Tensor(Storage(self.ledger, numel * DTYPE_BYTES[dtype], category), numel, dtype)
 
+    def product(self, numel: int, dtype: str, category: Category = Category.ACTIVATIONS) -> Tensor:
+        """Return the new result of a matrix product."""
+        result = self.new(numel, dtype, category)
+        self.ledger.product()
+        return result
+
     def record(self, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
         """Return `output` with a new node, which passes gradients to the nodes of `inputs`. `saved`: results of
         `save`. If no input takes a gradient, return `output` without a node, and free what was saved."""

@@ -254,10 +254,11 @@ def _product(
     num_rows = numel * num_experts * width_out // weight.numel
     own_bias = None if is_grouped else bias
     needs_rows, needs_weight = rows.node is not None, weight.node is not None
+    new = autograd.new if is_grouped else autograd.product
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        for_rows = autograd.new(numel, dtype, _BACKWARD) if needs_rows else None
-        for_weight = autograd.new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
+        for_rows = new(numel, dtype, _BACKWARD) if needs_rows else None
+        for_weight = new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
         if own_bias is None:
             return for_rows, for_weight
         if own_bias.node is None:
@@ -271,7 +272,7 @@ def _product(
     saved = autograd.save(*((rows,) if needs_weight else ()))
 
     def compute() -> Tensor:
-        return autograd.new(num_rows * width_out, dtype)
+        return new(num_rows * width_out, dtype)
 
     output = autograd.run_costly("grouped_mm", compute).detached() if is_grouped else compute()
     result = autograd.record(output, inputs, backward, saved)

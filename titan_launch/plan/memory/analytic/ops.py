@@ -52,14 +52,15 @@ def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, bias: T
     saved = autograd.save(x) if needs_weight else autograd.save()
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        for_weight = autograd.new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
-        for_x = autograd.new(numel, dtype, _BACKWARD) if needs_input else None
+        for_weight = autograd.product(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
+        for_x = autograd.product(numel, dtype, _BACKWARD) if needs_input else None
         if bias is None:
             return for_x, for_weight
         return for_x, for_weight, autograd.new(bias.numel, bias.dtype, _GRADIENT) if bias.node is not None else None
 
     num_results = numel // width_in * (weight.numel // width_in)
-    output = autograd.run_costly("mm", lambda: autograd.new(num_results, dtype)).detached()
+    new = autograd.product if bias is None else autograd.new  # cuBLASLt adds the bias, with 1 MiB
+    output = autograd.run_costly("mm", lambda: new(num_results, dtype)).detached()
     return autograd.record(output, (x, weight) if bias is None else (x, weight, bias), backward, saved)
 
 
@@ -419,7 +420,7 @@ def chunked_loss(
     sizes = [rows * min(largest, num_classes - first) for first in range(0, num_classes, largest)]
     running = new(3 * rows, "float32")
     for size in sizes:
-        logits = new(size, dtype)
+        logits = autograd.product(size, dtype)
         if is_capped:
             quotient = new(size, dtype)
             tangent = new(size, dtype)
@@ -438,7 +439,7 @@ def chunked_loss(
         summed = new(rows * width_in, "float32", _BACKWARD) if needs_input else None
         for_weight = new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
         for size in sizes:
-            logits = new(size, dtype, _BACKWARD)
+            logits = autograd.product(size, dtype, _BACKWARD)
             capped = [new(size, dtype, _BACKWARD) for _ in range(3)] if is_capped else []  # quotient, tanh, logits
             del capped[:1]
             wide = new(size, "float32", _BACKWARD)
@@ -451,7 +452,9 @@ def chunked_loss(
                 of_logits = new(size, dtype, _BACKWARD)
                 del of_tanh, capped[:]
             del logits
-            product = new(rows * width_in, dtype, _BACKWARD) if needs_input else None
+            if needs_weight:
+                autograd.ledger.product()
+            product = autograd.product(rows * width_in, dtype, _BACKWARD) if needs_input else None
             del product, of_logits
         del factors
         if summed is None or dtype == "float32":
