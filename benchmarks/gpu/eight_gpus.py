@@ -10,7 +10,17 @@ from collections.abc import Iterator, Mapping
 
 from benchmarks.gpu.cases import FLOAT8
 from benchmarks.gpu.comparisons import ROUNDING
-from benchmarks.gpu.jobs import ACTIVATION_OFFLOAD, COMPILED, CPU_OFFLOAD, EXPERTS, FULL, Options, Setting, obstacle
+from benchmarks.gpu.jobs import (
+    ACTIVATION_OFFLOAD,
+    COMPILED,
+    CPU_OFFLOAD,
+    EXPERTS,
+    FULL,
+    SMALL,
+    Options,
+    Setting,
+    obstacle,
+)
 from benchmarks.gpu.processes import SLOWNESS
 from benchmarks.gpu.runs import BASE, overrides
 from benchmarks.gpu.steps import Step, agreement_of, last_output_line, last_report, memory_of
@@ -86,6 +96,7 @@ def killed_and_resumed(setting: Setting) -> Step:
     name, limit = "rank killed, run resumed", 180
     options = {
         **_COMM,
+        **SMALL,  # two runs keep two checkpoints each
         "checkpoint.enable": True,
         "checkpoint.async_mode": "process",
         "checkpoint.interval": setting.sized(20, 2),

@@ -29,6 +29,9 @@ ACTIVATION_OFFLOAD: Options = {"activation_checkpoint.offload": True}
 CPU_OFFLOAD: Options = {"training.enable_cpu_offload": True}
 
 _SMALL_VOCABULARY: Options = {"model.args.vocab_size": 8192}
+SMALL: Options = {**_SMALL_VOCABULARY, "model.args.n_layers": 2}
+"""A model whose checkpoint takes 2 GB."""
+
 WINDOW: Options = {
     **_SMALL_VOCABULARY,
     "model.name": "mistral",
