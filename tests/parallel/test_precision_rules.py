@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal, cross_entropy_sum, full_tensor
-from tests.train.jobs import TINY_ARGS, sharded_model
+from tests.train.jobs import TINY_ARGS, planned_and_sharded, sharded_model
 from titan_launch.config.job import JobConfig
+from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
 from titan_launch.parallel.accumulation import build_strategy
 
 UNITS = ("model", "block", "module")
@@ -79,6 +80,62 @@ def tokens_of_this_rank() -> list[Tensor]:
 )
 def test_rules_with_the_models_dtypes_change_no_bit(ranks: int, replicate: int, norm: str, param_dtype: str) -> None:
     run_ranks(with_and_without_rules, ranks, norm, replicate, param_dtype)
+
+
+IN_BF16: dict[str, list[dict[str, Any]]] = {
+    "norms": [{"type": "CLASS", "param_dtype": "float32"}],
+    "norms, uncast": [{"type": "CLASS", "param_dtype": "float32", "cast_forward_inputs": False}],
+    "norms, unset": [{"type": "CLASS"}],
+    "attention around norms in bf16": [
+        {"type": "CLASS", "param_dtype": "bfloat16"},
+        {"match": "layers.*.attention", "param_dtype": "float32"},
+    ],
+    "head": [{"match": "output", "param_dtype": "float32", "output_dtype": "float32"}],
+    "head and the norm before it": [
+        {"match": "norm", "param_dtype": "float32", "output_dtype": "float32"},
+        {"match": "output", "param_dtype": "float32", "output_dtype": "float32"},
+    ],
+    "embedding": [{"match": "tok_embeddings", "param_dtype": "float32"}],
+}
+
+
+def placements_agree(norm: str, names: list[str], parallelism: dict[str, Any], training: dict[str, Any]) -> None:
+    """Compare rules in place with rules in units of their own."""
+    tokens = tokens_of_this_rank()
+    for name in names:
+        rules = [{**rule, **({"type": CLASSES[norm]} if "type" in rule else {})} for rule in IN_BF16[name]]
+        for mode, checkpointing in (("immediate", {"mode": "none"}), *(("deferred", c) for c in CHECKPOINTING)):
+            found = []
+            for placement in ("own_unit", "in_place"):
+                job = {
+                    "model": MODELS[norm],
+                    "training": {"seq_len": 16, **training},
+                    "precision": {"placement": placement, "rules": rules},
+                    "parallelism": parallelism,
+                    "activation_checkpoint": checkpointing,
+                }
+                model, plan, _ = planned_and_sharded(JobConfig.model_validate(job), 16)
+                assert bool(plan.in_place) == (placement == "in_place")
+                found.append(gradients(model, mode, tokens, tokens))
+            assert_equal(*found)
+
+
+@pytest.mark.skipif(not MIXES_DTYPES_IN_UNIT, reason="before torch 2.15 every rule has units of its own")
+@pytest.mark.parametrize(
+    ("ranks", "norm", "names", "parallelism", "training"),
+    [
+        (2, "rmsnorm", [*IN_BF16], {}, {}),
+        (2, "layernorm", ["norms"], {}, {"enable_cpu_offload": True}),
+        (2, "batchnorm", ["norms", "norms, unset"], {}, {}),
+        (2, "batchnorm2d", ["norms, uncast", "norms, unset"], {}, {}),
+        (1, "rmsnorm", ["norms", "head"], {}, {}),
+        (4, "rmsnorm", ["norms"], {"data_parallel_replicate_degree": 2}, {}),
+    ],
+)
+def test_rules_in_place_and_in_units_of_their_own_give_the_same_bits(
+    ranks: int, norm: str, names: list[str], parallelism: dict[str, Any], training: dict[str, Any]
+) -> None:
+    run_ranks(placements_agree, ranks, norm, names, parallelism, training)
 
 
 class Unusual(nn.Module):

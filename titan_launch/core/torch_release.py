@@ -40,6 +40,9 @@ CAN_SHARE_UNITS = torch_release() >= (2, 13)
 the inputs of the first module that ran, and the outputs of the last. If one module did not run, FSDP2 miscounted the
 modules that had run."""
 
+MIXES_DTYPES_IN_UNIT = torch_release() >= (2, 15)
+"""True if the parameters of one FSDP2 unit may have several compute dtypes (`param_dtype_override_fn`)."""
+
 SPLITS_BACKWARD_OF_EXPERTS = torch_release() >= (2, 13)
 """True if pipeline schedules can split the backward of a mixture of experts.
 

@@ -37,25 +37,32 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
     `offloads`: sharded parameters and gradients stay in host memory, which is pinned if the mesh is on GPUs. Parameters
     of units that FSDP2 ignores (`Layout.is_ignored`) stay as they are; FSDP2 only casts inputs and outputs there.
     """
-    policy = CPUOffloadPolicy(pin_memory=mesh.ranks.device_type == "cuda") if offloads else OffloadPolicy()
+    offloading = CPUOffloadPolicy(pin_memory=mesh.ranks.device_type == "cuda") if offloads else OffloadPolicy()
     ignored = {
         parameter
         for module in plan.inventory.modules
         if mesh.layout.is_ignored(plan.unit_of[module.path], offloads)
         for parameter in model.get_submodule(module.path).parameters(recurse=False)
     }
+    in_place = _own_dtypes(model, plan)
     for unit in plan.units:
         ranks = mesh.expert_fsdp if unit.expert_parallel > 1 else mesh.fsdp
         assert ranks is not None, "the mesh is that of the plan"
         modules = [model.get_submodule(path) for path in unit.modules]
         is_shared = len(modules) > 1
-        casts_outputs = not is_shared and not plan.returns_loss(unit.modules[0])
+        policy = unit.policy
+        if is_shared or plan.returns_loss(unit.modules[0]):
+            policy = replace(policy, output_dtype=None)
+        if any(
+            plan.unit_of[path] is not unit for path in unit.modules
+        ):  # a rule in place, whose inputs FSDP2 must not cast
+            policy = replace(policy, cast_forward_inputs=False)
         fully_shard(
             modules if is_shared else modules[0],
             mesh=ranks,
-            mp_policy=mixed_precision_policy(unit.policy if casts_outputs else replace(unit.policy, output_dtype=None)),
+            mp_policy=mixed_precision_policy(policy, in_place),
             reshard_after_forward=unit.reshard_after_forward,
-            offload_policy=policy,
+            offload_policy=offloading,
             shard_placement_fn=_placement_of_experts(modules, mesh.layout.shards_of(unit)),
             ignored_params=ignored or None,
         )
@@ -65,14 +72,37 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
             _fsdp_module(model, unit.modules[0]).set_unshard_in_backward(False)
         # FSDP2's own cast of outputs is wrong for a unit of several modules, if one of them does not run. FSDP2 then
         # casts the outputs of the whole model, or of the unit that activation checkpointing repeats.
-        if is_shared and unit.policy.output_dtype is not None:
-            for path, module in zip(unit.modules, modules, strict=True):
-                if not plan.returns_loss(path):
-                    _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
+        left = replace(
+            unit.policy,
+            cast_forward_inputs=unit.policy.cast_forward_inputs and not policy.cast_forward_inputs,
+            output_dtype=unit.policy.output_dtype if is_shared else None,
+        )
+        for path in unit.modules:
+            if plan.unit_of[path] is unit:
+                _cast_at_boundary(model, plan, path, left)
+    for rule in plan.in_place:
+        for path in rule.modules:
+            _cast_at_boundary(model, plan, path, rule.policy)
     for path, ahead in plan_backward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
     for path, ahead in plan_forward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_forward_prefetch([_fsdp_module(model, name) for name in ahead])
+
+
+def _own_dtypes(model: nn.Module, plan: ModelPlan) -> dict[nn.Parameter, torch.dtype]:
+    """Return the compute dtype of each parameter under a rule in place."""
+    return {
+        parameter: torch_dtype(plan.unit_of[module.path].compute_dtype)
+        for module in plan.inventory.modules
+        if plan.unit_of[module.path] is not plan.sharded_by[module.path]
+        for parameter in model.get_submodule(module.path).parameters(recurse=False)
+    }
+
+
+def _cast_at_boundary(model: nn.Module, plan: ModelPlan, path: str, policy: Policy) -> None:
+    if plan.returns_loss(path):
+        policy = replace(policy, output_dtype=None)
+    cast_at_boundaries(model.get_submodule(path), policy)
 
 
 def cast_at_boundaries(module: nn.Module, policy: Policy) -> None:

@@ -224,9 +224,9 @@ def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:
             if buffer is not None and buffer.is_floating_point():
                 dtype = plan.buffer_dtypes.get(f"{path}.{name}" if path else name)
                 module._buffers[name] = buffer if dtype is None else buffer.to(torch_dtype(dtype))
-    for unit in plan.units[:-1]:
-        for path in unit.modules:
-            cast_at_boundaries(model.get_submodule(path), unit.policy)
+    for path, policy in plan.policies.items():
+        if path:
+            cast_at_boundaries(model.get_submodule(path), policy)
 
 
 def run_forward(

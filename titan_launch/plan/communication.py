@@ -19,7 +19,7 @@ from typing import Any
 from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.types import ModelPlan, TensorInfo, Unit, parameters_by_unit, sharded_dim
+from titan_launch.plan.types import ModelPlan, ModuleInfo, TensorInfo, Unit, sharded_dim
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def traffic_of_step(plan: ModelPlan, layout: Layout, accumulation: GradientAccum
     reshard."""
     return sum(
         (
-            _traffic_of_unit(unit, parameters, layout, accumulation)
-            for unit, parameters in zip(plan.units, parameters_by_unit(plan.inventory, plan.units), strict=True)
+            _traffic_of_unit(unit, plan, modules, layout, accumulation)
+            for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True)
         ),
         start=Traffic(),
     )
@@ -181,13 +181,19 @@ def padded_numel(parameter: TensorInfo, shard: int, expert_parallel: int = 1) ->
 
 
 def _traffic_of_unit(
-    unit: Unit, parameters: Sequence[TensorInfo], layout: Layout, accumulation: GradientAccumulationConfig
+    unit: Unit, plan: ModelPlan, modules: Sequence[ModuleInfo], layout: Layout, accumulation: GradientAccumulationConfig
 ) -> Traffic:
+    """Return the traffic of a unit. `modules`: the modules whose own parameters the unit shards."""
     calls, shards = _times(collectives_of_unit(unit, layout), layout, accumulation), layout.shards_of(unit)
-    padded = sum(padded_numel(p, shards, unit.expert_parallel) for p in parameters)
-    trained = sum(padded_numel(p, shards, unit.expert_parallel) for p in parameters if p.requires_grad)
+    gathered = trained = 0
+    for module in modules:
+        size = DTYPE_BYTES[plan.unit_of[module.path].compute_dtype]
+        for parameter in module.parameters:
+            if parameter.tied_to is None:
+                padded = padded_numel(parameter, shards, unit.expert_parallel)
+                gathered += calls.all_gathers * padded * size
+                trained += padded * parameter.requires_grad
     gradients = trained * DTYPE_BYTES[unit.reduce_dtype]
-    gathered = calls.all_gathers * padded * DTYPE_BYTES[unit.compute_dtype]
     scattered, is_divided = calls.reduce_scatters * gradients, unit.expert_parallel > 1
     return Traffic(
         calls,

@@ -229,6 +229,9 @@ class Unit:
     """Number of ranks over which expert parallelism has divided the parameters, before FSDP2 shards each part over
     `Layout.shards_of` ranks. Above 1, the unit is the `Experts` of one layer, or has only adapters of experts."""
 
+    own_because: str = ""
+    """Reason why the rule that made the unit is not carried out in place, in words (`precision.placement`)."""
+
     @property
     def num_gathers(self) -> int:
         """Number of all-gathers of its parameters in one forward and backward, if they are sharded."""
@@ -278,6 +281,10 @@ class ModelPlan:
     buffer_dtypes: Mapping[str, str]
     """Dtypes of all floating buffers by full name: from the model, or from `[precision]`."""
 
+    in_place: tuple[Unit, ...] = ()
+    """Precision rules that are carried out inside of the units around their modules (`precision.placement`). They are
+    no FSDP2 units: the units around them all-gather and reduce their parameters, each in its own compute dtype."""
+
     checkpointed: tuple[str, ...] = ()
     """Paths of the modules with activation checkpointing."""
 
@@ -307,10 +314,38 @@ class ModelPlan:
         around = sorted(filter(self.returns_loss, casts), key=len, reverse=True)
         return tuple(dtype for path in around if (dtype := casts[path]) is not None)
 
+    @property
+    def boundaries(self) -> tuple[Unit, ...]:
+        """The units and the rules in place: inputs and outputs of their modules are cast."""
+        return (*self.units, *self.in_place)
+
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
+        """The unit, or the rule in place, whose policy holds for a module's own parameters, by the path of the
+        module."""
+        return _by_module(self.inventory, self.boundaries)
+
+    @cached_property
+    def sharded_by(self) -> dict[str, Unit]:
         """The unit that shards a module's own parameters, by the path of the module."""
-        return {path: self.units[index] for path, index in unit_by_module(self.inventory, self.units).items()}
+        return _by_module(self.inventory, self.units)
+
+    @cached_property
+    def policies(self) -> dict[str, Policy]:
+        """The casts at the border of each module of a unit or of a rule in place, by path."""
+        return {path: boundary.policy for boundary in self.boundaries for path in boundary.modules}
+
+    def modules_by_unit(self) -> list[list[ModuleInfo]]:
+        """Return the modules whose own parameters each unit shards, in the order of the units."""
+        index_of = unit_by_module(self.inventory, self.units)
+        modules: list[list[ModuleInfo]] = [[] for _ in self.units]
+        for module in self.inventory.modules:
+            modules[index_of[module.path]].append(module)
+        return modules
+
+
+def _by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, Unit]:
+    return {path: units[index] for path, index in unit_by_module(inventory, units).items()}
 
 
 def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int]:

@@ -97,7 +97,10 @@ def compare(plan: ModelPlan, layout: Layout, observed: Observations) -> Audit:
     modules = [info for info in plan.inventory.modules if info.same_as is None]
     return Audit(
         modules=tuple(_audit_module(plan, info, observed.modules[info.path]) for info in modules),
-        units=tuple(_audit_unit(plan, u, layout, s) for u, s in zip(plan.units, observed.units, strict=True)),
+        units=tuple(
+            _audit_unit(plan, unit, modules, layout, seen)
+            for unit, modules, seen in zip(plan.units, plan.modules_by_unit(), observed.units, strict=True)
+        ),
     )
 
 
@@ -162,9 +165,14 @@ def _one(dtype: str | None) -> tuple[str, ...]:
     return () if dtype is None else (dtype,)
 
 
-def _audit_unit(plan: ModelPlan, unit: Unit, layout: Layout, seen: Seen) -> Audited:
+def _audit_unit(plan: ModelPlan, unit: Unit, modules: Sequence[ModuleInfo], layout: Layout, seen: Seen) -> Audited:
+    """Audit the collectives of a unit. `modules`: the modules whose own parameters the unit shards."""
     classes = dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)
-    planned: dict[str, tuple[str, ...]] = {ALL_GATHER: (unit.compute_dtype,), REDUCE_SCATTER: (unit.reduce_dtype,)}
+    computed = {plan.unit_of[module.path].compute_dtype for module in modules if module.parameters}
+    gathered = (
+        "uint8" if len(computed) > 1 else next(iter(computed), unit.compute_dtype)
+    )  # FSDP2 gathers mixtures as bytes
+    planned: dict[str, tuple[str, ...]] = {ALL_GATHER: (gathered,), REDUCE_SCATTER: (unit.reduce_dtype,)}
     if layout.replicate > 1:
         planned[ALL_REDUCE] = (unit.reduce_dtype,)
     remark = "" if any(seen.dtypes.values()) else "not communicated"

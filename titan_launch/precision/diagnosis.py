@@ -146,7 +146,7 @@ def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
     computes_in = failure.plan.unit_of[consumer].compute_dtype
     sources = [
         (path, unit, rule.output_dtype)
-        for unit in failure.plan.units
+        for unit in failure.plan.boundaries
         if (rule := failure.rule(unit)) is not None and rule.output_dtype not in (None, computes_in)
         for path in unit.modules
         if path not in failure.plan.inventory.head[-1:] and not is_within(consumer, path)
@@ -243,7 +243,7 @@ def used_without_a_call(failure: Failure) -> Problem | None:
     if user is None:
         return None
     own = (user, failure.plan.unit_of[user])
-    inside = [(p, unit) for unit in failure.plan.units for p in unit.modules if p != user and is_within(p, user)]
+    inside = [(p, unit) for unit in failure.plan.boundaries for p in unit.modules if p != user and is_within(p, user)]
     used, unit = next((pair for pair in inside if pair[1].key is not None), inside[0] if inside else own)
     parameters = f"the parameters of {failure.describe(used)}" if used != user else "its own parameters"
     reason = (

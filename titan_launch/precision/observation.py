@@ -29,7 +29,7 @@ def buffer(name: str) -> str:
 
 @dataclass
 class Seen:
-    """The observed floating dtypes of one module or FSDP2 unit."""
+    """The observed floating dtypes of one module, or the dtypes of the collectives of one FSDP2 unit."""
 
     dtypes: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Observed dtypes by kind of tensor: `inputs`, `all-gather`, ..."""
@@ -114,9 +114,13 @@ def _note_buffers(module: nn.Module, seen: Seen) -> None:
 
 def _watch_unit(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
     """Record the collectives of the unit that `module` belongs to. The modules of a unit share them."""
+
+    def note(kind: str, output: Tensor, sent: Tensor) -> None:
+        seen.dtypes[kind].update((dtype_of(sent), dtype_of(output)))
+
     group = parameter_group(module)
     if group is not None:
-        hooks.enter_context(collectives_watched(group, lambda kind, output, sent: seen.note(kind, (sent, output))))
+        hooks.enter_context(collectives_watched(group, note))
 
 
 def autocast_dtypes(value: Any) -> Iterator[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -16,14 +19,21 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def mixed_precision_policy(policy: Policy) -> MixedPrecisionPolicy:
+def mixed_precision_policy(
+    policy: Policy, in_place: Mapping[nn.Parameter, torch.dtype] | None = None
+) -> MixedPrecisionPolicy:
     """Return a planned policy as FSDP2's `MixedPrecisionPolicy`. `param_dtype=None` is not the same as float32: with
-    None, FSDP2 casts neither parameters nor inputs."""
+    None, FSDP2 casts neither parameters nor inputs.
+
+    `in_place`: compute dtypes of parameters under rules in place. Only torch 2.15 and newer support them.
+    """
+    own_dtypes: dict[str, Any] = {"param_dtype_override_fn": in_place.get} if in_place else {}
     return MixedPrecisionPolicy(
         param_dtype=_optional(policy.param_dtype),
         reduce_dtype=_optional(policy.reduce_dtype),
         output_dtype=_optional(policy.output_dtype),
         cast_forward_inputs=policy.cast_forward_inputs,
+        **own_dtypes,
     )
 
 

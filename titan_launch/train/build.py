@@ -238,7 +238,7 @@ def build_learned(
         return None
     paths = matched_modules(plan.inventory, config.metrics.modules, ("metrics", "modules"))
     groups: dict[str, list[str]] = {}
-    for unit in plan.units:
+    for unit in plan.boundaries:
         if unit.key is not None:
             groups.setdefault(format_key(unit.key), []).extend(unit.modules)
     outputs = {} if config.compile.enable else groups

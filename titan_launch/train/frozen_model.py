@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -21,6 +21,7 @@ from titan_launch.models.init import load_weights
 from titan_launch.models.loss import Loss
 from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights
 from titan_launch.parallel.fsdp import without_backward
+from titan_launch.plan.types import Unit
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.forward import select_outputs
 from titan_launch.train.model import AssembledModel, SampleFormat, allocate_model, assemble_model
@@ -91,9 +92,13 @@ def assemble_frozen_model(config: JobConfig, mesh: Mesh, samples: SampleFormat) 
     with _errors_on(second.key):
         built = build_model(own.model, own.training.seq_len)
         plan = plan_precision(own, built)
-        plan = replace(plan, units=tuple(replace(unit, is_trained=False) for unit in plan.units))
+        plan = replace(plan, units=_untrained(plan.units), in_place=_untrained(plan.in_place))
         built.module.requires_grad_(False).eval()
         return FrozenModel(own, assemble_model(own, built, plan, mesh, samples), second.key)
+
+
+def _untrained(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    return tuple(replace(unit, is_trained=False) for unit in units)
 
 
 @contextmanager

@@ -51,7 +51,17 @@ class OneOf:
 
 FloatDtype = Literal["float32", "bfloat16"]
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float64": 8,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 """Bytes per element, by dtype."""
 
 Table = dict[str, Any]

@@ -77,6 +77,13 @@ class PrecisionConfig(Section):
     """Dtype of floating-point buffers, except for the running statistics of BatchNorm, and the selection biases and
     loads of experts. Unset: the dtype that the model gave them (FSDP2 casts no buffers)."""
 
+    placement: Literal["auto", "in_place", "own_unit"] = "auto"
+    """Where the rules are carried out. `in_place`: inside the FSDP2 units of the blocks around their modules, without
+    any collective of their own; parameters of one unit then have several compute dtypes, which needs torch 2.15.
+    `own_unit`: in FSDP2 units of their own. `auto`: in place where FSDP2 supports it. It does not for a rule that sets
+    `unit_per` or `reshard_after_forward`, or whose storage dtype, reduce dtype or training differs from those around
+    it."""
+
     rules: Array[PrecisionRule] = ()
     """Exceptions for modules that match by class or by path. The first rule that matches a module applies. A rule that
     matches no module is an error."""

@@ -6,7 +6,7 @@ of one block, and some decisions depend on the size of the model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
@@ -99,7 +99,11 @@ def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
     shared = {m.same_as for m in modules} | {p.tied_to for m in modules for p in m.parameters}
     if not all(stays(path) for path in shared if path is not None):
         raise ValueError("a removed block shares a module or a parameter with the remaining model")
-    units = (replace(unit, modules=tuple(filter(stays, unit.modules))) for unit in plan.units)
+
+    def remaining(units: Iterable[Unit]) -> tuple[Unit, ...]:
+        left = (replace(unit, modules=tuple(filter(stays, unit.modules))) for unit in units)
+        return tuple(unit for unit in left if unit.modules)
+
     return ModelPlan(
         replace(
             inventory,
@@ -107,8 +111,9 @@ def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
             blocks=tuple(filter(stays, inventory.blocks)),
             pipeline_order=tuple(filter(stays, inventory.pipeline_order)),
         ),
-        tuple(unit for unit in units if unit.modules),
+        remaining(plan.units),
         {name: dtype for name, dtype in plan.buffer_dtypes.items() if stays(name)},
+        in_place=remaining(plan.in_place),
         checkpointed=tuple(filter(stays, plan.checkpointed)),
         compiled=tuple(filter(stays, plan.compiled)),
         float8=tuple(filter(stays, plan.float8)),

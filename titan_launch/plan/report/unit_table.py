@@ -33,13 +33,19 @@ from titan_launch.plan.report.table import aligned
 from titan_launch.plan.types import Inventory, ModelPlan, Unit, enclosing, full_name
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_batch_norm
 
+IN_PLACE = "in place"
+"""Placement of a rule whose parameters the units around its modules shard, among their own."""
+
 KeyLocator = Callable[[KeyPath], str]
 """Returns the file and line of a key of the job: `configs/job.toml:33`."""
 
 
 def describe_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> list[dict[str, Any]]:
-    """Return one row per unit in wrapping order, as plain data: the content of `units.json`."""
-    return [_describe(unit, plan, layout, locate_key) for unit in plan.units]
+    """Return one row per rule in place, and per unit in wrapping order, as plain data: the content of `units.json`."""
+    rows = [_describe(rule, plan, layout, locate_key) for rule in plan.in_place]
+    for row in rows:
+        row["placement"], row["collectives_per_microbatch"] = IN_PLACE, asdict(Collectives())
+    return rows + [_describe(unit, plan, layout, locate_key) for unit in plan.units]
 
 
 def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocator) -> dict[str, Any]:
@@ -47,6 +53,7 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocato
         "name": unit.name,
         "modules": list(unit.modules),
         "classes": list(dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)),
+        "placement": f"own unit: {unit.own_because}" if unit.own_because else "own unit",
         "parameters": unit.num_parameters,
         "expert_parallel": unit.expert_parallel,
         "shards": layout.shards_of(unit),
@@ -96,7 +103,7 @@ _COLUMNS = (
     ("output dtype", lambda row: row["output_dtype"] or "unchanged"),
     ("buffer dtype", lambda row: ", ".join(row["buffer_dtypes"]) or "no buffers"),
     ("reshard after forward", lambda row: _resharding(row)),
-    ("collectives per unit and microbatch", lambda row: str(Collectives(**row["collectives_per_microbatch"]))),
+    ("collectives per unit and microbatch", lambda row: _collectives(row)),
     ("made by", lambda row: row["reason"] + (f" ({row['location']})" if row["location"] else "")),
 )  # fmt: skip
 """Titles and cells of the unit table."""
@@ -108,7 +115,17 @@ def _parameters(row: dict[str, Any]) -> str:
     return f"{row['parameters']:,}" + (f" (over {divided} ranks x {row['shards']} shards)" if divided > 1 else "")
 
 
+def _collectives(row: dict[str, Any]) -> str:
+    return f"none, {IN_PLACE}" if _is_in_place(row) else str(Collectives(**row["collectives_per_microbatch"]))
+
+
+def _is_in_place(row: dict[str, Any]) -> bool:
+    return bool(row["placement"] == IN_PLACE)
+
+
 def _resharding(row: dict[str, Any]) -> str:
+    if _is_in_place(row):
+        return "as around"
     if not row["reshard_after_forward"]:
         return "no"  # None leaves the choice to FSDP2, which does not reshard the root
     return "yes" if row["unshard_in_backward"] else "yes, unused in backward"
@@ -152,7 +169,8 @@ def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: 
     if num_norms and config.batchnorm.statistics == "synchronized" and layout.data_parallel * layout.context > 1:
         more = Collectives(all_gathers=num_norms, all_reduces=num_norms)
         lines.append(f"synchronized BatchNorm: {more} more per microbatch, each of a few numbers per channel")
-    if any(unit.reason == BATCH_NORM_DEFAULT for unit in plan.units):
+    lines += dict.fromkeys(f"{u.reason} has units of its own: {u.own_because}" for u in plan.units if u.own_because)
+    if any(unit.reason == BATCH_NORM_DEFAULT for unit in plan.boundaries):
         lines.append(f"{BATCH_NORM_DEFAULT}: float32 parameters and running statistics, inputs in any dtype")
     return "\n".join(lines)
 

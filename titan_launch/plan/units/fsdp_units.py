@@ -1,10 +1,12 @@
 """The FSDP2 units of a model, from its precision rules. No torch: the trainer and the planner read the same table.
 
-FSDP2 applies one policy to one `fully_shard` call, and casts inputs and outputs at the boundaries of its modules. So a
-module with its own policy needs its own unit, wrapped before its parent, and so do experts that are divided over ranks
-(expert parallelism). By default all modules of a rule share **one**
-unit, which does not reshard after forward: it adds 2 collectives per microbatch. One unit per module would add 3
-collectives per module.
+A `fully_shard` call has one policy, but from torch 2.15 on, single parameters may keep their storage dtype for
+computation. So most rules are carried out **in place**: the parameters stay in the unit of their block, and hooks cast
+inputs and outputs of the modules. That costs no collective.
+
+Other rules need units of their own, wrapped before their parents, and so do experts that are divided over ranks (expert
+parallelism). By default all modules of a rule share **one** unit, which does not reshard after forward: it adds 2
+collectives per microbatch. One unit per module would add 3 collectives per module.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
-from titan_launch.config.sections.precision import PrecisionConfig
+from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
+from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT, planned_release
 from titan_launch.plan.types import (
     Inventory,
     ModelPlan,
@@ -70,9 +73,10 @@ def plan_model(
     check_rules(inventory, precision, assignments)
     assignments = with_batch_norm_default(inventory, precision, assignments)
     planner = _UnitPlanner(inventory, precision, resharding, assignments, expert_parallel, is_pipelined)
-    units = in_wrapping_order(planner.units(share_units))
-    check_tied_parameters(inventory, units, assignments)
-    return ModelPlan(inventory, units, _buffer_dtypes(inventory, assignments))
+    units, in_place = planner.units(share_units)
+    units = in_wrapping_order(units)
+    check_tied_parameters(inventory, (*units, *in_place), assignments)
+    return ModelPlan(inventory, units, _buffer_dtypes(inventory, assignments), in_place)
 
 
 def _buffer_dtypes(inventory: Inventory, assignments: RuleAssignments) -> dict[str, str]:
@@ -119,9 +123,26 @@ class _UnitPlanner:
         self.experts = [module.path for module in divided if module.has_experts and module.same_as is None]
         """Paths of the modules that expert parallelism divides. Each is a unit, because FSDP2 shards its parameters
         over other ranks than those of its block."""
+        self._own_because: dict[str, str] = {}
+        """Reasons, by rule, why rules are not carried out in place."""
 
-    def units(self, share: bool) -> list[Unit]:
-        drafts = [
+    def units(self, share: bool) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+        """Return the units, and the rules in place. Raises ConfigError if a rule cannot be in place that must be."""
+        drafts = self._drafts(share)
+        while why := self._not_in_place(drafts):
+            self._own_because |= why
+            drafts = self._drafts(share)
+        units, in_place = self._uniform(drafts, share), self._in_place_units()
+        before = self._before_gradients()
+        parameters = parameters_by_unit(self.inventory, units)
+        of_all = parameters_by_unit(self.inventory, [*units, *in_place])
+        return (
+            tuple(self._with_parameters(unit, own, before) for unit, own in zip(units, parameters, strict=True)),
+            tuple(self._with_parameters(u, own, ()) for u, own in zip(in_place, of_all[len(units) :], strict=True)),
+        )
+
+    def _drafts(self, share: bool) -> list[Unit]:
+        return [
             *self._rule_units(share),
             *self._embedding_units(),
             *self._expert_units(),
@@ -129,12 +150,88 @@ class _UnitPlanner:
             *self._head_unit(),
             self._root_unit(),
         ]
-        drafts = self._uniform(drafts, share)
-        before = self._before_gradients()
+
+    def _not_in_place(self, drafts: Sequence[Unit]) -> dict[str, str]:
+        """Return, by rule, why rules that `drafts` assume in place cannot be. Raises ConfigError if they must be."""
+        owners, parameters = unit_by_module(self.inventory, drafts), parameters_by_unit(self.inventory, drafts)
+        found: dict[str, str] = {}
+        for (reason, policy), (assignment, paths) in self._rule_groups().items():
+            if reason in self._own_because or reason in found:
+                continue
+            why = self._why_own_unit(assignment.rule)
+            for path in paths if why is None else ():
+                unit = drafts[owners[path]]
+                others = sum(p.numel for p in parameters[owners[path]]) - self._numel_within[path]
+                why = why or self._why_not_inside(
+                    path, policy, self.assignments.storage_dtype(assignment), unit, others
+                )
+            if why is not None:
+                found[reason] = why
+                if self.precision.placement == "in_place":
+                    key = ("precision", "placement")
+                    raise config_error(key, f"{reason} cannot be carried out in place: {why}", "in_place")
+        return found
+
+    def _why_own_unit(self, rule: PrecisionRule) -> str | None:
+        """Return why a rule makes units of its own, wherever its modules are; None if it need not."""
+        if self.precision.placement == "own_unit":
+            return 'precision.placement = "own_unit"'
+        if not MIXES_DTYPES_IN_UNIT:
+            return f"torch {planned_release()} has one compute dtype in a unit; torch 2.15 has several"
+        if rule.unit_per != "model":
+            return f'unit_per = "{rule.unit_per}"'
+        if rule.reshard_after_forward is not None:
+            return f"reshard_after_forward = {str(rule.reshard_after_forward).lower()}"
+        return None
+
+    def _why_not_inside(self, path: str, policy: Policy, storage: str, unit: Unit, others: int) -> str | None:
+        """Return why a module cannot be inside of `unit`; None if it can. `policy`, `storage`: those of its rule.
+        `others`: number of other parameter elements in the unit."""
+        if unit.expert_parallel > 1:
+            return f"expert parallelism divides {unit.name}"
+        if not others and unit.modules == ("",):
+            return f"there are no other parameters around {path}"
+        if storage != unit.storage_dtype:
+            return f"{path} is stored in {storage}, and {unit.name} in {unit.storage_dtype}"
+        if policy.reduce_dtype != unit.policy.reduce_dtype:
+            return f"{path} reduces in {policy.reduce_dtype}, and {unit.name} in {unit.policy.reduce_dtype}"
+        if (policy.param_dtype or storage) not in (storage, unit.compute_dtype):
+            return f"{path} computes in {policy.param_dtype}, neither its storage dtype nor the dtype of {unit.name}"
+        around = self._block_around(path)
+        phases = {
+            phase
+            for module, phase in self._phases().items()
+            if (is_within(module, around) if around else not self._block_around(module))
+        }
+        if len(phases) > 1:
+            return f"not all parameters around {path} are trained in the same steps"
+        if phases == {None} and self.precision.frozen_storage_dtype is not None:
+            return f"{path} is frozen, and frozen parameters have a storage dtype of their own"
+        return None
+
+    def _in_place_units(self) -> list[Unit]:
+        """Return the rules in place."""
         return [
-            self._with_parameters(unit, own, before)
-            for unit, own in zip(drafts, parameters_by_unit(self.inventory, drafts), strict=True)
+            replace(
+                self._ruled_unit(reason if len(paths) > 1 else paths[0], paths, assignment, policy),
+                reshard_after_forward=None,
+            )
+            for (reason, policy), (assignment, paths) in self._rule_groups().items()
+            if reason not in self._own_because
         ]
+
+    def _governing(self, path: str) -> RuleAssignment | None:
+        """Return the assignment whose policy the unit of a module has: that of the module, or of the nearest enclosing
+        module whose rule is not in place."""
+        while path:
+            assignment = self.assignments.own.get(path)
+            if assignment is not None and (assignment.reason in self._own_because or self._has_own_unit(path)):
+                return assignment
+            path = parent(path)
+        return None
+
+    def _has_own_unit(self, path: str) -> bool:
+        return path in self.inventory.blocks or path in self.experts
 
     def _with_parameters(self, unit: Unit, own: Sequence[TensorInfo], before: Sequence[str]) -> Unit:
         """Return a unit with the facts that follow from its parameters. `before`: result of `_before_gradients`."""
@@ -165,7 +262,7 @@ class _UnitPlanner:
 
     def _frozen_storage(self, unit: Unit) -> str:
         """Return the storage dtype of a unit that is never trained."""
-        assignment = self.assignments.governing(unit.modules[0])
+        assignment = self._governing(unit.modules[0])
         ruled = None if assignment is None else assignment.rule.storage_dtype
         return ruled or self.precision.frozen_storage_dtype or unit.storage_dtype
 
@@ -239,7 +336,8 @@ class _UnitPlanner:
 
     def _ruled_unit(self, name: str, modules: Sequence[str], assignment: RuleAssignment, policy: Policy) -> Unit:
         reshard, storage = self._reshard(modules, assignment), self.assignments.storage_dtype(assignment)
-        return Unit(name, tuple(modules), policy, reshard, storage, assignment.reason, assignment.key)
+        why = self._own_because.get(assignment.reason, "")
+        return Unit(name, tuple(modules), policy, reshard, storage, assignment.reason, assignment.key, own_because=why)
 
     def _rule_units(self, share: bool) -> list[Unit]:
         """Return the units that rules make, except blocks. Modules with the same rule and policy share a unit, which
@@ -248,17 +346,21 @@ class _UnitPlanner:
         A unit all-gathers all its parameters at once. So a unit that is larger than the largest block, and larger than
         `_SMALL_UNIT`, is divided into one unit per block.
         """
-        groups: dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]] = {}
-        for path, assignment in self.assignments.own.items():
-            has_own_unit = path in self.inventory.blocks or path in self.experts
-            if not has_own_unit and self._needs_unit(path, assignment):
-                policy = self._policy(path, assignment)
-                groups.setdefault((assignment.reason, policy), (assignment, []))[1].append(path)
         return [
-            self._ruled_unit(assignment.reason if len(part) > 1 else part[0], part, assignment, policy)
-            for (_, policy), (assignment, paths) in groups.items()
+            self._ruled_unit(reason if len(part) > 1 else part[0], part, assignment, policy)
+            for (reason, policy), (assignment, paths) in self._rule_groups().items()
+            if reason in self._own_because
             for part in self._parts(paths, assignment.rule.unit_per if share else "module")
         ]
+
+    def _rule_groups(self) -> dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]]:
+        """Return the modules with parameters that rules match, except blocks, by rule and policy."""
+        groups: dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]] = {}
+        for path, assignment in self.assignments.own.items():
+            if not self._has_own_unit(path) and self._needs_unit(path, assignment):
+                policy = self._policy(path, assignment)
+                groups.setdefault((assignment.reason, policy), (assignment, []))[1].append(path)
+        return groups
 
     def _parts(self, paths: list[str], unit_per: str) -> list[list[str]]:
         if unit_per == "module":
@@ -302,7 +404,7 @@ class _UnitPlanner:
         return [
             replace(self._unit(path, [path], reshard, "embedding"), unshard_in_backward=not reshard)
             for path in self.inventory.embeddings
-            if self.assignments.governing(path) is None
+            if self._governing(path) is None
             and not self._is_shared(path)
             and not enclosing(path, self.inventory.blocks)
         ]
@@ -324,7 +426,7 @@ class _UnitPlanner:
     def _own_unit(self, path: str, reason: str) -> Unit:
         """Return a unit of one module, with the policy of the rule that governs the module. `reason`: reason of the
         unit if no rule does."""
-        assignment = self.assignments.governing(path)
+        assignment = self._governing(path)
         if assignment is None:
             return self._unit(path, [path], self._reshard_near([path]), reason)
         return self._ruled_unit(path, [path], assignment, self._policy(path, assignment))
@@ -335,7 +437,7 @@ class _UnitPlanner:
         Return no unit if a rule covers the output layer, or if the output layer shares its weight with the embedding.
         (FSDP2 requires tied parameters in one unit, and the root unit then holds both modules.)
         """
-        ruled = [path for path in self.inventory.head if self.assignments.governing(path) is not None]
+        ruled = [path for path in self.inventory.head if self._governing(path) is not None]
         free = [path for path in self.inventory.head if path not in (*ruled, *self.inventory.blocks)]
         if not free or free[-1] != self.inventory.head[-1] or self._is_tied(free):
             return []

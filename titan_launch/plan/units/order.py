@@ -63,7 +63,7 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
     last = plan.inventory.head[-1] if plan.inventory.head else ""
     behind = _paths_behind_blocks(plan.inventory)
     late = [u for u in plan.units if last not in u.modules and u.reason not in _OWN_PLACE and behind & {*u.modules}]
-    _put_before(order, _stands_for(plan.unit_of[last]), late, blocks[-1:])
+    _put_before(order, _stands_for(plan.sharded_by[last]), late, blocks[-1:])
     return order
 
 

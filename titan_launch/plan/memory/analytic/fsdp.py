@@ -8,7 +8,7 @@ installed release, or of the newest tested release if torch is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -25,7 +25,17 @@ from titan_launch.plan.memory.analytic.autograd import Autograd
 from titan_launch.plan.memory.analytic.ops import cast
 from titan_launch.plan.memory.analytic.tensors import Leaf, Tensor
 from titan_launch.plan.memory.ledger import Category
-from titan_launch.plan.types import TensorInfo, Unit, sharded_dim
+from titan_launch.plan.types import Policy, TensorInfo, Unit, sharded_dim
+
+
+def cast_input(autograd: Autograd, x: Tensor, policy: Policy) -> Tensor:
+    """Return the input of a module, cast by the policy at its border."""
+    return x if policy.input_dtype is None else cast(autograd, x, policy.input_dtype)
+
+
+def cast_output(autograd: Autograd, output: Tensor, policy: Policy) -> Tensor:
+    """Return the output of a module, cast by the policy at its border."""
+    return output if policy.output_dtype is None else cast(autograd, output, policy.output_dtype)
 
 
 class State(Enum):
@@ -40,8 +50,10 @@ class State(Enum):
 class Context:
     """State that all units share: FSDP2's `FSDPCommContext` and `FSDPStateContext`."""
 
-    def __init__(self, autograd: Autograd, layout: Layout):
+    def __init__(self, autograd: Autograd, layout: Layout, policies: Mapping[str, Policy]):
+        """`policies`: `ModelPlan.policies`."""
         self.autograd = autograd
+        self.policies = policies
         self.layout = layout
         self.offloads = Category.GRADIENTS in autograd.ledger.on_host
         """True with CPU offload: shards of parameters and gradients are in host memory."""
@@ -72,7 +84,8 @@ class Parameter:
     """A parameter of a unit: sharded, and unsharded after an all-gather. With expert parallelism, this rank's part of a
     parameter of experts."""
 
-    def __init__(self, unit: ShardedUnit, info: TensorInfo, index: int):
+    def __init__(self, unit: ShardedUnit, info: TensorInfo, dtype: str, index: int):
+        """`dtype`: compute dtype."""
         parts, shape = unit.unit.expert_parallel, info.shape
         self.numel = info.numel // parts
         self.padded = padded_numel(info, unit.shards, parts)
@@ -80,10 +93,10 @@ class Parameter:
         self.is_sharded_inside = unit.shards > 1 and sharded_dim(local_shape, unit.shards, info.is_stacked) > 0
         """True if FSDP2 shards another dim than the first one. It then copies the parameter and its gradient once
         more."""
-        self.unsharded = Tensor(
-            None, self.numel, unit.unit.compute_dtype, self._leaf(unit, index) if info.requires_grad else None
-        )
+        self.unsharded = Tensor(None, self.numel, dtype, self._leaf(unit, index) if info.requires_grad else None)
         """The tensor that operations take. The unit counts its memory."""
+        self.is_cast = dtype != unit.unit.storage_dtype
+        self.padded_bytes = self.padded * DTYPE_BYTES[dtype]
 
     def _leaf(self, unit: ShardedUnit, index: int) -> Leaf:
         return Leaf(lambda gradient: unit.accumulate(index, gradient), lambda dtype: unit.grad_dtype(index, dtype))
@@ -92,15 +105,19 @@ class Parameter:
 class ShardedUnit:
     """A `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
 
-    def __init__(self, context: Context, unit: Unit, parameters: Sequence[TensorInfo], is_ignored: bool):
-        """`is_ignored`: result of `Layout.is_ignored`."""
+    def __init__(self, context: Context, unit: Unit, parameters: Sequence[tuple[TensorInfo, str, bool]]):
+        """`parameters`: each with its compute dtype, and with the result of `Layout.is_ignored`."""
         self.context = context
         self.unit = unit
         self.autograd = context.autograd
         self.shards = context.layout.shards_of(unit)
-        self.weights = [Parameter(self, info, index) for index, info in enumerate(parameters)]
-        self.parameters = [] if is_ignored else self.weights
-        """The parameters that FSDP2 manages: all or none."""
+        self.weights: list[Parameter] = []
+        self.parameters: list[Parameter] = []
+        """The parameters that FSDP2 manages."""
+        for info, dtype, is_ignored in parameters:
+            self.weights.append(Parameter(self, info, dtype, len(self.parameters)))
+            if not is_ignored:
+                self.parameters.append(self.weights[-1])
         self.padded = sum(parameter.padded for parameter in self.weights)
         self.prefetch: list[ShardedUnit] = []
         """Units to all-gather ahead in backward, instead of the default: `set_modules_to_backward_prefetch`."""
@@ -127,25 +144,25 @@ class ShardedUnit:
             return
         if not self.unit.unshard_in_backward and self.group_state is State.PRE_BACKWARD:
             return
-        world, dtype = self.shards, self.unit.compute_dtype
-        if world == 1:
-            self._pending = Tensor(None, 0, dtype)
+        if self.shards == 1:
+            self._pending = Tensor(None, 0, "uint8")
             return
         shards = self._shards_to_send()
-        self._pending = self.autograd.new(self.padded, dtype, Category.ALL_GATHER)
+        num_bytes = sum(parameter.padded_bytes for parameter in self.parameters)
+        self._pending = self.autograd.new(num_bytes, "uint8", Category.ALL_GATHER)
         del shards
 
     def _shards_to_send(self) -> list[Tensor]:
         """Return the temporary inputs of an all-gather: casts of the shards, or copies of shards in host memory."""
-        world, stored, sent = self.shards, self.unit.storage_dtype, self.unit.compute_dtype
+        world, stored = self.shards, self.unit.storage_dtype
         if not self.context.offloads:
-            is_cast = sent != stored
-            return [self.autograd.new(self.padded // world, sent, Category.ALL_GATHER)] if is_cast else []
+            cast_bytes = sum(parameter.padded_bytes for parameter in self.parameters if parameter.is_cast)
+            return [self.autograd.new(cast_bytes // world, "uint8", Category.ALL_GATHER)] if cast_bytes else []
         shards = []
         for parameter in self.parameters:
             shard = self.autograd.new(parameter.padded // world, stored, Category.ALL_GATHER)
-            if sent != stored:
-                shard = self.autograd.new(parameter.padded // world, sent, Category.ALL_GATHER)
+            if parameter.is_cast:
+                shard = self.autograd.new(parameter.padded_bytes // world, "uint8", Category.ALL_GATHER)
             shards.append(shard)
         return shards
 
@@ -170,11 +187,9 @@ class ShardedUnit:
     def _copy_out(self) -> None:
         copies = []
         for parameter in self.parameters:
-            self._count_unsharded(parameter.padded)
+            self._count_unsharded(parameter.padded_bytes)
             if parameter.is_sharded_inside:
-                copies.append(
-                    self.autograd.new(parameter.padded, self.unit.compute_dtype, Category.UNSHARDED_PARAMETERS)
-                )
+                copies.append(self.autograd.new(parameter.padded_bytes, "uint8", Category.UNSHARDED_PARAMETERS))
 
     def _cast_one_by_one(self) -> None:
         """Copy every parameter from its cast, one after the other. With one shard there is no all-gather."""
@@ -182,13 +197,12 @@ class ShardedUnit:
         for parameter in self.parameters:
             if self.context.offloads:
                 copy = self.autograd.new(parameter.padded, self.unit.storage_dtype, Category.ALL_GATHER)
-            if self.unit.compute_dtype != self.unit.storage_dtype:
-                copy = self.autograd.new(parameter.padded, self.unit.compute_dtype, Category.ALL_GATHER)
-            self._count_unsharded(parameter.padded)
+            if parameter.is_cast:
+                copy = self.autograd.new(parameter.padded_bytes, "uint8", Category.ALL_GATHER)
+            self._count_unsharded(parameter.padded_bytes)
         del copy
 
-    def _count_unsharded(self, numel: int) -> None:
-        num_bytes = numel * DTYPE_BYTES[self.unit.compute_dtype]
+    def _count_unsharded(self, num_bytes: int) -> None:
         self.autograd.ledger.allocate(num_bytes, Category.UNSHARDED_PARAMETERS)
         self._unsharded_bytes += num_bytes
 
@@ -206,19 +220,19 @@ class ShardedUnit:
 
     # Forward
 
-    def pre_forward(self, x: Tensor) -> Tensor:
-        """Unshard the parameters before a module of the unit runs. Return the input, cast to the unit's input dtype."""
+    def pre_forward(self, path: str, x: Tensor) -> Tensor:
+        """Unshard the parameters before a module of the unit runs. Return the input, cast as FSDP2 casts it."""
         if not self.modules_to_run:
             self.modules_to_run.update(self.unit.modules)
         if self.state is State.PRE_BACKWARD:  # the second forward of a checkpointed block
             if not self._unsharded_bytes:
                 self.unshard()
                 self.wait_for_unshard()
-            return self._cast_input(x)
+            return self._cast_input(path, x)
         if self.state is not State.FORWARD and self.context.iter_forward_root is None:
             self.context.iter_forward_root = self
         is_first, self.state = self.state is not State.FORWARD, State.FORWARD
-        x = self._cast_input(x)
+        x = self._cast_input(path, x)
         if not self.parameters:
             return x
         is_entering, self.group_state = self.group_state is not State.FORWARD, State.FORWARD
@@ -232,7 +246,7 @@ class ShardedUnit:
         """Reshard after the unit's last module has run. Return the module's output, cast to the unit's output dtype."""
         self.modules_to_run.discard(path)
         if self.modules_to_run or self.state is State.PRE_BACKWARD:
-            return self._cast_output(output)
+            return self._cast_output(path, output)
         if self.parameters:
             if not self.autograd.is_backward:
                 self.reshard()
@@ -245,15 +259,13 @@ class ShardedUnit:
         if self.context.iter_forward_root is self:
             self.context.all_gather = None
             self.context.iter_forward_root = None
-        return self._cast_output(output)
+        return self._cast_output(path, output)
 
-    def _cast_input(self, x: Tensor) -> Tensor:
-        wanted = self.unit.policy.input_dtype
-        return x if wanted is None else cast(self.autograd, x, wanted)
+    def _cast_input(self, path: str, x: Tensor) -> Tensor:
+        return cast_input(self.autograd, x, self.context.policies[path])
 
-    def _cast_output(self, output: Tensor) -> Tensor:
-        wanted = self.unit.policy.output_dtype
-        return output if wanted is None else cast(self.autograd, output, wanted)
+    def _cast_output(self, path: str, output: Tensor) -> Tensor:
+        return cast_output(self.autograd, output, self.context.policies[path])
 
     def _with_post_backward(self, x: Tensor) -> Tensor:
         """Return the input with a node that ends the unit's backward, like FSDP2's `RegisterPostBackwardFunction`."""

@@ -19,7 +19,7 @@ from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.autograd import Autograd
-from titan_launch.plan.memory.analytic.fsdp import Context, ShardedUnit
+from titan_launch.plan.memory.analytic.fsdp import Context, ShardedUnit, cast_input, cast_output
 from titan_launch.plan.memory.analytic.tensors import Storage, Tensor
 from titan_launch.plan.memory.ledger import (
     MICROBATCHES,
@@ -41,7 +41,7 @@ from titan_launch.plan.param_groups import (
     is_undecayed,
     settings_of,
 )
-from titan_launch.plan.types import Inventory, ModelPlan, full_name, outermost, parameters_by_unit
+from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, TensorInfo, full_name, outermost
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
 
@@ -150,7 +150,7 @@ class Replay:
         self._layout = layout
         self._ledger = Ledger(on_host(config.training, kernels))
         self._autograd = Autograd(self._ledger)
-        self._context = Context(self._autograd, layout)
+        self._context = Context(self._autograd, layout, plan.policies)
         self._groups = group_sizes(plan, config.optimizer, layout)
         self._unit_of_module = self._make_units()
         self._again = again
@@ -193,11 +193,16 @@ class Replay:
     def _make_units(self) -> dict[str, ShardedUnit]:
         """Return the FSDP2 unit of each module, by path. Also store the units in FSDP2's context, in the order of the
         model's modules."""
-        parameters = parameters_by_unit(self._plan.inventory, self._plan.units)
-        offloads = self._config.training.enable_cpu_offload
+        plan, offloads = self._plan, self._config.training.enable_cpu_offload
+
+        def parameters(module: ModuleInfo) -> Iterator[tuple[TensorInfo, str, bool]]:
+            policy = plan.unit_of[module.path]
+            is_ignored = self._layout.is_ignored(policy, offloads)
+            return ((p, policy.compute_dtype, is_ignored) for p in module.parameters if p.tied_to is None)
+
         units = [
-            ShardedUnit(self._context, unit, own, self._layout.is_ignored(unit, offloads))
-            for unit, own in zip(self._plan.units, parameters, strict=True)
+            ShardedUnit(self._context, unit, [p for module in modules for p in parameters(module)])
+            for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True)
         ]
         by_path = {path: unit for unit in units for path in unit.unit.modules}
         in_order = (by_path[m.path] for m in self._plan.inventory.modules if m.path in by_path)
@@ -215,7 +220,7 @@ class Replay:
         for module in self._plan.inventory.modules:
             for info in module.parameters:
                 if info.tied_to is None:
-                    weight = next(unseen[self._plan.unit_of[module.path]]).unsharded
+                    weight = next(unseen[self._plan.sharded_by[module.path]]).unsharded
                 else:
                     weight = weights[info.tied_to]
                 weights[full_name(module.path, info.name)] = weight
@@ -279,12 +284,17 @@ class Replay:
             compute = self._checkpointed(compute)
         if is_forward and path in self._offloaded:
             compute = partial(self._autograd.offloader.run, self._offloaded[path], compute)
-        unit = self._unit_of_module.get(path)
-        given = x if unit is None else unit.pre_forward(x)  # as in nn.Module, `x` lives until this function returns
+        unit, policy = self._unit_of_module.get(path), self._plan.policies.get(path)
+        if unit is not None:
+            given = unit.pre_forward(path, x)  # as in nn.Module, `x` lives until this function returns
+        else:
+            given = x if policy is None else cast_input(self._autograd, x, policy)
         output = compute(given)
         if is_forward and path in self._entered_modules:
             self._mark_backward(output, path)
-        return output if unit is None else unit.post_forward(path, output)
+        if unit is not None:
+            return unit.post_forward(path, output)
+        return output if policy is None else cast_output(self._autograd, output, policy)
 
     def _checkpointed(self, compute: Compute) -> Compute:
         return lambda x: self._autograd.checkpoint(compute, x, self._keeps)
