@@ -50,13 +50,9 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
         assert ranks is not None, "the mesh is that of the plan"
         modules = [model.get_submodule(path) for path in unit.modules]
         is_shared = len(modules) > 1
-        policy = unit.policy
+        policy = replace(unit.policy, cast_forward_inputs=plan.casts_inputs(unit))
         if is_shared or plan.returns_loss(unit.modules[0]):
             policy = replace(policy, output_dtype=None)
-        if any(
-            plan.unit_of[path] is not unit for path in unit.modules
-        ):  # a rule in place, whose inputs FSDP2 must not cast
-            policy = replace(policy, cast_forward_inputs=False)
         fully_shard(
             modules if is_shared else modules[0],
             mesh=ranks,

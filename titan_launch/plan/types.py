@@ -310,7 +310,7 @@ class ModelPlan:
     @property
     def logits_dtypes(self) -> tuple[str, ...]:
         """The dtypes to which policies cast the logits that the loss head does not return, in this order."""
-        casts = {path: unit.policy.output_dtype for unit in self.units for path in unit.modules}
+        casts = {path: policy.output_dtype for path, policy in self.policies.items()}
         around = sorted(filter(self.returns_loss, casts), key=len, reverse=True)
         return tuple(dtype for path in around if (dtype := casts[path]) is not None)
 
@@ -334,6 +334,11 @@ class ModelPlan:
     def policies(self) -> dict[str, Policy]:
         """The casts at the border of each module of a unit or of a rule in place, by path."""
         return {path: boundary.policy for boundary in self.boundaries for path in boundary.modules}
+
+    def casts_inputs(self, unit: Unit) -> bool:
+        """Return True if FSDP2 casts the inputs of a unit. It does not if one of the unit's modules is under a rule in
+        place and takes another dtype: then hooks cast the inputs of each module."""
+        return unit.policy.cast_forward_inputs and all(self.unit_of[path] is unit for path in unit.modules)
 
     def modules_by_unit(self) -> list[list[ModuleInfo]]:
         """Return the modules whose own parameters each unit shards, in the order of the units."""

@@ -8,7 +8,7 @@ installed release, or of the newest tested release if torch is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -50,10 +50,8 @@ class State(Enum):
 class Context:
     """State that all units share: FSDP2's `FSDPCommContext` and `FSDPStateContext`."""
 
-    def __init__(self, autograd: Autograd, layout: Layout, policies: Mapping[str, Policy]):
-        """`policies`: `ModelPlan.policies`."""
+    def __init__(self, autograd: Autograd, layout: Layout):
         self.autograd = autograd
-        self.policies = policies
         self.layout = layout
         self.offloads = Category.GRADIENTS in autograd.ledger.on_host
         """True with CPU offload: shards of parameters and gradients are in host memory."""
@@ -105,12 +103,16 @@ class Parameter:
 class ShardedUnit:
     """A `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
 
-    def __init__(self, context: Context, unit: Unit, parameters: Sequence[tuple[TensorInfo, str, bool]]):
-        """`parameters`: each with its compute dtype, and with the result of `Layout.is_ignored`."""
+    def __init__(
+        self, context: Context, unit: Unit, casts_inputs: bool, parameters: Sequence[tuple[TensorInfo, str, bool]]
+    ):
+        """`casts_inputs`: result of `ModelPlan.casts_inputs`. `parameters`: each with its compute dtype, and with the
+        result of `Layout.is_ignored`."""
         self.context = context
         self.unit = unit
         self.autograd = context.autograd
         self.shards = context.layout.shards_of(unit)
+        self._casts_inputs = casts_inputs
         self.weights: list[Parameter] = []
         self.parameters: list[Parameter] = []
         """The parameters that FSDP2 manages."""
@@ -195,6 +197,8 @@ class ShardedUnit:
         """Copy every parameter from its cast, one after the other. With one shard there is no all-gather."""
         copy = None
         for parameter in self.parameters:
+            if not parameter.is_cast:
+                copy = None
             if self.context.offloads:
                 copy = self.autograd.new(parameter.padded, self.unit.storage_dtype, Category.ALL_GATHER)
             if parameter.is_cast:
@@ -220,7 +224,7 @@ class ShardedUnit:
 
     # Forward
 
-    def pre_forward(self, path: str, x: Tensor) -> Tensor:
+    def pre_forward(self, x: Tensor) -> Tensor:
         """Unshard the parameters before a module of the unit runs. Return the input, cast as FSDP2 casts it."""
         if not self.modules_to_run:
             self.modules_to_run.update(self.unit.modules)
@@ -228,11 +232,11 @@ class ShardedUnit:
             if not self._unsharded_bytes:
                 self.unshard()
                 self.wait_for_unshard()
-            return self._cast_input(path, x)
+            return self._cast_input(x)
         if self.state is not State.FORWARD and self.context.iter_forward_root is None:
             self.context.iter_forward_root = self
         is_first, self.state = self.state is not State.FORWARD, State.FORWARD
-        x = self._cast_input(path, x)
+        x = self._cast_input(x)
         if not self.parameters:
             return x
         is_entering, self.group_state = self.group_state is not State.FORWARD, State.FORWARD
@@ -246,7 +250,7 @@ class ShardedUnit:
         """Reshard after the unit's last module has run. Return the module's output, cast to the unit's output dtype."""
         self.modules_to_run.discard(path)
         if self.modules_to_run or self.state is State.PRE_BACKWARD:
-            return self._cast_output(path, output)
+            return cast_output(self.autograd, output, self.unit.policy)
         if self.parameters:
             if not self.autograd.is_backward:
                 self.reshard()
@@ -259,13 +263,10 @@ class ShardedUnit:
         if self.context.iter_forward_root is self:
             self.context.all_gather = None
             self.context.iter_forward_root = None
-        return self._cast_output(path, output)
+        return cast_output(self.autograd, output, self.unit.policy)
 
-    def _cast_input(self, path: str, x: Tensor) -> Tensor:
-        return cast_input(self.autograd, x, self.context.policies[path])
-
-    def _cast_output(self, path: str, output: Tensor) -> Tensor:
-        return cast_output(self.autograd, output, self.context.policies[path])
+    def _cast_input(self, x: Tensor) -> Tensor:
+        return cast_input(self.autograd, x, self.unit.policy) if self._casts_inputs else x
 
     def _with_post_backward(self, x: Tensor) -> Tensor:
         """Return the input with a node that ends the unit's backward, like FSDP2's `RegisterPostBackwardFunction`."""

@@ -150,7 +150,7 @@ class Replay:
         self._layout = layout
         self._ledger = Ledger(on_host(config.training, kernels))
         self._autograd = Autograd(self._ledger)
-        self._context = Context(self._autograd, layout, plan.policies)
+        self._context = Context(self._autograd, layout)
         self._groups = group_sizes(plan, config.optimizer, layout)
         self._unit_of_module = self._make_units()
         self._again = again
@@ -201,7 +201,9 @@ class Replay:
             return ((p, policy.compute_dtype, is_ignored) for p in module.parameters if p.tied_to is None)
 
         units = [
-            ShardedUnit(self._context, unit, [p for module in modules for p in parameters(module)])
+            ShardedUnit(
+                self._context, unit, plan.casts_inputs(unit), [p for module in modules for p in parameters(module)]
+            )
             for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True)
         ]
         by_path = {path: unit for unit in units for path in unit.unit.modules}
@@ -285,15 +287,13 @@ class Replay:
         if is_forward and path in self._offloaded:
             compute = partial(self._autograd.offloader.run, self._offloaded[path], compute)
         unit, policy = self._unit_of_module.get(path), self._plan.policies.get(path)
-        if unit is not None:
-            given = unit.pre_forward(path, x)  # as in nn.Module, `x` lives until this function returns
-        else:
-            given = x if policy is None else cast_input(self._autograd, x, policy)
+        gathered = x if unit is None else unit.pre_forward(x)  # as in nn.Module, `x` lives until this function returns
+        given = gathered if policy is None else cast_input(self._autograd, gathered, policy)
+        del gathered
         output = compute(given)
         if is_forward and path in self._entered_modules:
             self._mark_backward(output, path)
-        if unit is not None:
-            return unit.post_forward(path, output)
+        output = output if unit is None else unit.post_forward(path, output)
         return output if policy is None else cast_output(self._autograd, output, policy)
 
     def _checkpointed(self, compute: Compute) -> Compute:
