@@ -104,13 +104,13 @@ def test_check_lists_every_mistake_with_file_line_and_remedy(job: Path) -> None:
 
 def test_plan_shows_every_module_with_its_unit_and_the_line_of_its_rule(job: Path, tmp_path: Path) -> None:
     job.write_text(job.read_text() + '\n[[precision.rules]]\ntype = "RMSNorm"\nparam_dtype = "float32"\n')
-    override = "--precision.param_dtype=bfloat16"
-    text = run("titan_launch", "plan", "--config", job, "--world-size", "4", "--verbose", override)
+    overrides = "--precision.param_dtype=bfloat16", "--precision.placement=own_unit"
+    text = run("titan_launch", "plan", "--config", job, "--world-size", "4", "--verbose", *overrides)
     assert text.returncode == 0, text.stderr
     (line,) = [number for number, text in enumerate(job.read_text().splitlines(), 1) if "precision.rules" in text]
     assert f"precision.rules.0 ({job}:{line})" in text.stdout
     assert re.search(r"^ranks: +4 = 4 shards$", text.stdout, flags=re.MULTILINE) and "all-gathers + " in text.stdout
-    plan = json.loads(run("titan_launch", "plan", "--config", job, "--world-size", "4", "--json", override).stdout)
+    plan = json.loads(run("titan_launch", "plan", "--config", job, "--world-size", "4", "--json", *overrides).stdout)
     unit, *others = [unit for unit in plan["units"] if unit["reason"] == "precision.rules.0"]
     assert bool(others) is not CAN_SHARE_UNITS
     assert (unit["compute_dtype"], unit["output_dtype"], unit["location"]) == ("float32", "bfloat16", f"{job}:{line}")

@@ -16,7 +16,7 @@ from tests.distributed import join_fake_group, run_ranks
 from tests.tensors import cross_entropy_sum
 from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.config.job import JobConfig
-from titan_launch.core.torch_release import CAN_SHARE_UNITS
+from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import build_model
 from titan_launch.parallel.accumulation import build_strategy
@@ -163,11 +163,15 @@ def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
     assert planned.reduce_scatter_bytes < 2 * planned.all_gather_bytes  # fp32 of the trained part, bf16 of all
 
 
-def test_an_fp32_rule_for_all_norms_costs_two_collectives_a_microbatch() -> None:
+def test_an_fp32_rule_for_all_norms_costs_two_collectives_a_microbatch_or_none() -> None:
     gathers, scatters = (N, N) if CAN_SHARE_UNITS else (N * (4 * LAYERS - 1), N * (2 * LAYERS + 1))
     plain, _ = run_ranks(count, 2, make_job())[0]
-    ruled, planned = run_ranks(count, 2, make_job(precision=NORMS_IN_FP32))[0]
+    ruled, planned = run_ranks(count, 2, make_job(precision={**NORMS_IN_FP32, "placement": "own_unit"}))[0]
     assert ruled == planned and ruled.collectives == plain.collectives + Collectives(gathers, scatters)
+    if MIXES_DTYPES_IN_UNIT:
+        inside, planned = run_ranks(count, 2, make_job(precision={**NORMS_IN_FP32, "placement": "in_place"}))[0]
+        assert inside == planned and inside.collectives == plain.collectives
+        assert inside.reduce_scatter_bytes == ruled.reduce_scatter_bytes > 0
 
 
 class DeepBlock(nn.Module):
@@ -218,15 +222,13 @@ class HalfFrozen(nn.Module):
         return self.output(x)
 
 
-def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collectives, Collectives]:
+def count_among_64_ranks(name: str, precision: dict[str, Any]) -> tuple[Collectives, Collectives]:
     """Return the collectives of a microbatch on rank 0 of 64, counted and planned.
 
     The fake backend communicates nothing.
     """
     join_fake_group(64)
-    config = JobConfig.model_validate(
-        {"model": {"name": name}, "training": {"seq_len": 16}, "precision": {"rules": rules}}
-    )
+    config = JobConfig.model_validate({"model": {"name": name}, "training": {"seq_len": 16}, "precision": precision})
     built = build_model(config.model, 16)
     layout = plan_layout(config.parallelism, config.training, 64)
     plan = plan_precision(config, built)
@@ -237,9 +239,11 @@ def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collec
 
 
 @pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every norm has a unit of its own")
-def test_an_fp32_rule_for_65_norms_takes_99_collectives_instead_of_97() -> None:
-    rule = {"type": "RMSNorm", "param_dtype": "float32"}
-    for rules, expected in (([], Collectives(64, 33)), ([rule], Collectives(65, 34))):
-        counted, planned = run_ranks(count_among_64_ranks, 1, f"{__name__}:Deep", rules)[0]
+def test_an_fp32_rule_for_65_norms_takes_99_collectives_instead_of_97_or_none_more() -> None:
+    norms = {"rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
+    cases = [({}, Collectives(64, 33)), ({**norms, "placement": "own_unit"}, Collectives(65, 34))]
+    if MIXES_DTYPES_IN_UNIT:
+        cases.append((norms, Collectives(64, 33)))
+    for precision, expected in cases:
+        counted, planned = run_ranks(count_among_64_ranks, 1, f"{__name__}:Deep", precision)[0]
         assert counted == planned == expected
-        assert counted.total == 97 + 2 * len(rules)

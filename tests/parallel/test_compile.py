@@ -20,6 +20,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
 from titan_launch.models import layers as rope
 from titan_launch.models.loss import Loss
 from titan_launch.parallel.compile import compile_loss, compile_time, describe_pieces, eager
@@ -131,7 +132,14 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "budget": ({"model": llama(), "activation_checkpoint": BUDGET}, 1),
     "conv": ({"model": CONV, "activation_checkpoint": {**FULL, "modules": ["blocks.*.bn"]}}, 2),
-    "parts": ({"model": llama(), "activation_checkpoint": FULL, "precision": FP32_NORMS}, 2),
+    "parts": (
+        {"model": llama(), "activation_checkpoint": FULL, "precision": {**FP32_NORMS, "placement": "own_unit"}},
+        2,
+    ),
+    "rules in place": (
+        {"model": llama(), "activation_checkpoint": FULL, "precision": FP32_NORMS},
+        1 if MIXES_DTYPES_IN_UNIT else 2,
+    ),
     "latents": ({"model": llama(vocab_size=64, n_kv_heads=4, latent_attention=LATENT), "parallelism": TWO}, 1),
     "packed": ({"model": llama(), "activation_checkpoint": FULL}, 1),
     "divided": ({"model": llama(vocab_size=64), "activation_checkpoint": FULL, "parallelism": TWO}, 1),
@@ -174,7 +182,8 @@ def _explain() -> None:
 
 
 def _check_stance() -> None:
-    config = JobConfig.model_validate({"model": llama(), "precision": FP32_NORMS, "compile": COMPILE})
+    precision = {**FP32_NORMS, "placement": "own_unit"}
+    config = JobConfig.model_validate({"model": llama(), "precision": precision, "compile": COMPILE})
     model, plan, _ = planned_and_sharded(config, 16)
     torch._dynamo.utils.counters.clear()
     with eager(config.compile):

@@ -11,6 +11,7 @@ import pytest
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
 from titan_launch.models.build import build_model
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
@@ -79,7 +80,10 @@ def planned(checkpointing: dict[str, Any] | None = None, **sections: dict[str, A
 def test_the_largest_modules_without_fsdp2_units_inside_are_compiled() -> None:
     assert planned().compiled == ("layers.0", "layers.1", "layers.2")
     parts = ("layers.0.attention", "layers.0.feed_forward", "layers.1", "layers.2")
-    assert planned(precision={"rules": [{"match": "layers.0.*_norm", "param_dtype": "float32"}]}).compiled == parts
+    norms = {"placement": "own_unit", "rules": [{"match": "layers.0.*_norm", "param_dtype": "float32"}]}
+    assert planned(precision=norms).compiled == parts
+    if MIXES_DTYPES_IN_UNIT:
+        assert planned(precision={**norms, "placement": "in_place"}).compiled == ("layers.0", "layers.1", "layers.2")
     whole = {"rules": [{"match": "layers.*", "param_dtype": "float32"}]}
     assert planned(precision=whole).compiled == ("layers.0", "layers.1", "layers.2")
     assert planned(compile={"enable": True, "components": ["loss"]}).compiled == ()
@@ -98,7 +102,10 @@ def test_with_tensor_parallelism_no_compiled_module_contains_a_checkpointed_one(
 
 
 def test_a_block_without_a_module_to_compile_is_an_error() -> None:
-    linears = {"rules": [{"match": ["layers.*.*.w1", "layers.*.*.wo"], "param_dtype": "float32"}]}
+    linears = {
+        "placement": "own_unit",
+        "rules": [{"match": ["layers.*.*.w1", "layers.*.*.wo"], "param_dtype": "float32"}],
+    }
     with pytest.raises(ConfigError, match=r"nothing of layers.0, layers.1, layers.2 .*precision.rules.0.*remove those"):
         planned(precision=linears)
 
@@ -119,12 +126,12 @@ def test_a_compiled_model_without_blocks_is_an_error() -> None:
 
 
 def test_checkpointing_per_operation_around_a_compiled_module_is_an_error() -> None:
-    selective = {"mode": "selective"}
+    selective, norms = {"mode": "selective"}, {**FP32_NORMS, "placement": "own_unit"}
     with pytest.raises(ConfigError, match=r'modules = \["layers.\*.attention", "layers.\*.feed_forward"\]'):
-        planned(selective, precision=FP32_NORMS)
+        planned(selective, precision=norms)
     named = {**selective, "modules": ["layers.*.attention", "layers.*.feed_forward"]}
-    assert planned(named, precision=FP32_NORMS).checkpointed == planned(named, precision=FP32_NORMS).compiled
-    assert planned({**selective, "selective_ac_option": 2}, precision=FP32_NORMS).checkpointed == ("layers.1",)
+    assert planned(named, precision=norms).checkpointed == planned(named, precision=norms).compiled
+    assert planned({**selective, "selective_ac_option": 2}, precision=norms).checkpointed == ("layers.1",)
 
 
 FP32_ATTENTION = {"rules": [{"match": "layers.*.attention", "param_dtype": "float32"}]}

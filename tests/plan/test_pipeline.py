@@ -15,7 +15,7 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig, TrainingConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.core.torch_release import CAN_SHARE_UNITS
+from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.models.blocks import find_pipeline_order
 from titan_launch.models.build import build_model, take_inventory
 from titan_launch.plan.communication import Collectives, Exchange, Traffic
@@ -27,12 +27,14 @@ from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.auto_mode import inspect_model
 
 
-def job(layers: int = 5, rules: tuple[dict[str, Any], ...] = (), **parallelism: Any) -> JobConfig:
+def job(
+    layers: int = 5, rules: tuple[dict[str, Any], ...] = (), placement: str = "auto", **parallelism: Any
+) -> JobConfig:
     args = {"dim": 32, "n_layers": layers, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
     return JobConfig.model_validate(
         {
             "model": {"args": args},
-            "precision": {"rules": list(rules)},
+            "precision": {"rules": list(rules), "placement": placement},
             "gradient_accumulation": {"keep_params_unsharded": False},
             "parallelism": {"pipeline_parallel_degree": 2, **parallelism},
         }
@@ -155,10 +157,14 @@ def test_a_pipeline_order_may_only_name_modules_that_run_once() -> None:
             find_pipeline_order(model, pipeline_order)
 
 
-def test_the_pipeline_stages_of_a_plan_cover_the_model() -> None:
-    """Each module and parameter is on one stage. A unit over several stages has a part on each, with its own dtype."""
+@pytest.mark.parametrize("placement", ["own_unit", "in_place"])
+def test_the_pipeline_stages_of_a_plan_cover_the_model(placement: str) -> None:
+    """Each module and parameter is on one stage. A unit over several stages has a part on each, with its own dtype, and
+    so has a rule in place."""
+    if placement == "in_place" and not MIXES_DTYPES_IN_UNIT:
+        pytest.skip("before torch 2.15 every rule has units of its own")
     rules = ({"type": "RMSNorm", "param_dtype": "float32"},)
-    whole = plan(job(rules=rules, pipeline_parallel_schedule="Interleaved1F1B"))
+    whole = plan(job(rules=rules, placement=placement, pipeline_parallel_schedule="Interleaved1F1B"))
     parts = [part for rank in range(2) for part in parts_on_rank(whole, rank)]
     assert len(parts) == 4
     owned = [m.path for part in parts for m in part.inventory.modules if m.parameters]
@@ -168,11 +174,12 @@ def test_the_pipeline_stages_of_a_plan_cover_the_model() -> None:
         assert {path: unit.compute_dtype for path, unit in part.unit_of.items()} == {
             path: whole.unit_of[path].compute_dtype for path in part.unit_of
         }
-    shared = next(unit for unit in whole.units if unit.reason == "precision.rules.0")
+    shared = next(unit for unit in whole.boundaries if unit.reason == "precision.rules.0")
+    assert (shared in whole.in_place) == (placement == "in_place")
     assert [part.units[-1].policy.cast_forward_inputs for part in parts] == [True, False, False, False]
     if not CAN_SHARE_UNITS:
         return
-    assert len([unit for part in parts for unit in part.units if unit.reason == shared.reason]) == 4
+    assert len([unit for part in parts for unit in part.boundaries if unit.reason == shared.reason]) == 4
     (row,) = [row for row in describe_units(whole, layout(job()), str) if row["reason"] == shared.reason]
     assert row["stages"] == [0, 1, 2, 3]
 

@@ -21,7 +21,7 @@ from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
-from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
+from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD, MIXES_DTYPES_IN_UNIT
 from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.models.build import build_model
 from titan_launch.precision.audit import Audit, compare
@@ -326,7 +326,8 @@ def test_the_table_has_one_row_for_equal_modules() -> None:
         "| float32 | block |"
     ) in modules
     assert units.splitlines()[0] == "| unit | class | forwards | all-gather | reduce-scatter | from |"
-    assert "| layers.* (2) | TransformerBlock |  | bfloat16 | float32 | block |" in units
+    gathered = "uint8" if MIXES_DTYPES_IN_UNIT else "bfloat16"  # fp32 norms are gathered with their blocks
+    assert f"| layers.* (2) | TransformerBlock |  | {gathered} | float32 | block |" in units
 
 
 class UsesAutocast(nn.Module):

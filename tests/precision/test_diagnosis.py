@@ -409,12 +409,12 @@ CASES = (
 )
 
 
-def job(case: Case, rules: tuple[dict[str, Any], ...], mode: str) -> JobConfig:
+def job(case: Case, rules: tuple[dict[str, Any], ...], mode: str, placement: str = "own_unit") -> JobConfig:
     return JobConfig.model_validate(
         {
             "model": {"name": f"{__name__}:{case.model}", "args": {"block": case.block}},
             "training": {"seq_len": 16},
-            "precision": {"rules": rules},
+            "precision": {"rules": rules, "placement": placement},
             "gradient_accumulation": {"mode": mode},
         }
     )

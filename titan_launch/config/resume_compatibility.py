@@ -105,6 +105,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "param_dtype": "experiment",
         "reduce_dtype": "experiment",
         "buffer_dtype": "experiment",
+        "placement": "operation",
         "rules": "experiment",
     },
     "batchnorm": "experiment",

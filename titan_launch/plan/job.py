@@ -12,7 +12,7 @@ from titan_launch.config.rules.precision import ACCUMULATION_RULES
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, Problem, format_key
-from titan_launch.core.torch_release import CAN_SHARE_UNITS
+from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.plan.freezing import freeze
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import checkpointed_modules, compiled_modules, float8_modules, loss_head
@@ -127,7 +127,15 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
     resharding = plan_resharding(config.parallelism, config.gradient_accumulation)
     expert_parallel = config.parallelism.expert_parallel_degree
     is_pipelined = config.parallelism.pipeline_parallel_degree > 1
-    plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS, expert_parallel, is_pipelined)
+    plan = plan_model(
+        inventory,
+        config.precision,
+        resharding,
+        CAN_SHARE_UNITS,
+        expert_parallel,
+        is_pipelined,
+        MIXES_DTYPES_IN_UNIT,
+    )
     plan = replace(
         plan,
         checkpointed=checkpointed,

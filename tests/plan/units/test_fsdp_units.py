@@ -18,7 +18,7 @@ from titan_launch.models.mixture_of_experts import MixtureOfExperts
 from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import describe_units, format_units
-from titan_launch.plan.types import Inventory, Policy, Unit
+from titan_launch.plan.types import Inventory, ModelPlan, Policy, Unit
 from titan_launch.plan.units.fsdp_units import plan_model
 from titan_launch.plan.units.order import Resharding
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT
@@ -537,3 +537,73 @@ def test_units_inside_of_each_other_are_divided_by_module() -> None:
     order = [unit.name for unit in units_of(first, second) if unit.reason.startswith("precision")]
     assert sorted(order) == ["layers.0.inner", "layers.0.inner.0", "layers.1.inner", "layers.1.inner.0"]
     assert all(order.index(f"layers.{index}.inner.0") < order.index(f"layers.{index}.inner") for index in range(2))
+
+
+def in_place(*rules: dict[str, object], model: dict[str, object] | None = None, **precision: object) -> ModelPlan:
+    config = PrecisionConfig.model_validate({**precision, "rules": list(rules)})
+    return plan_model(inventory_of(**(model or {})), config, RESHARDING, mixes_dtypes=True)
+
+
+NORMS = {"type": "LayerNorm", "param_dtype": "float32"}
+
+
+def test_a_rule_in_place_adds_no_unit() -> None:
+    plan, without = in_place(NORMS), in_place()
+    assert [u.modules for u in plan.units] == [u.modules for u in without.units]
+    assert [u.num_parameters for u in plan.units] == [u.num_parameters for u in without.units]
+    (rule,) = plan.in_place
+    assert len(rule.modules) == 7 and rule.num_parameters == 7 * 16
+    assert rule.policy == Policy("float32", "float32", output_dtype="bfloat16")
+    assert plan.unit_of["layers.0.norm1"] is rule and plan.sharded_by["layers.0.norm1"].name == "layers.0"
+    assert plan.policies["norm"] == rule.policy and plan.policies["output"] == Policy("bfloat16", "float32")
+    assert [plan.casts_inputs(unit) for unit in plan.units] == [True, True, True, False, True]
+    (row, *_) = describe_units(plan, Layout(1, 2, 1, 1, 1))
+    assert row["placement"] == "in place" and set(row["collectives_per_microbatch"].values()) == {0}
+
+
+def test_a_rule_in_place_may_be_inside_of_another() -> None:
+    inner = {"match": "layers.*.inner.1", "param_dtype": "bfloat16"}
+    plan = in_place(inner, {"match": "layers.*.inner", "param_dtype": "float32"})
+    assert [rule.reason for rule in plan.in_place] == ["precision.rules.0", "precision.rules.1"]
+    assert plan.unit_of["layers.1.inner.0"].compute_dtype == "float32"
+    assert plan.unit_of["layers.1.inner.1"].policy == Policy("bfloat16", "float32", output_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("rule", "precision", "why"),
+    [
+        ({"unit_per": "module"}, {}, 'unit_per = "module"'),
+        ({"reshard_after_forward": True}, {}, "reshard_after_forward = true"),
+        ({"reduce_dtype": "bfloat16"}, {}, "layers.0.norm1 reduces in bfloat16, and layers.0 in float32"),
+        ({"storage_dtype": "bfloat16"}, {}, "layers.0.norm1 is stored in bfloat16, and layers.0 in float32"),
+        ({}, {"storage_dtype": "bfloat16"}, "layers.0.norm1 computes in float32, neither its storage dtype nor"),
+        ({}, {"placement": "own_unit"}, 'precision.placement = "own_unit"'),
+    ],
+)
+def test_a_rule_that_cannot_be_in_place_has_its_own_unit_and_says_why(
+    rule: dict[str, object], precision: dict[str, object], why: str
+) -> None:
+    plan = in_place({**NORMS, **rule}, **precision)
+    assert not plan.in_place
+    assert {u.own_because[: len(why)] for u in plan.units if u.reason == "precision.rules.0"} == {why}
+    if "placement" not in precision:
+        with pytest.raises(ConfigError, match=r"precision.rules.0 cannot be carried out in place") as error:
+            in_place({**NORMS, **rule}, **precision, placement="in_place")
+        assert error.value.problems[0].key == ("precision", "placement")
+
+
+def test_shared_parameters_and_frozen_neighbours_need_a_unit_of_their_own() -> None:
+    both = {"match": ["embedding", "output"], "param_dtype": "float32", "output_dtype": "float32"}
+    assert [u.name for u in in_place(both, model={"tied": True}).in_place] == ["precision.rules.0"]  # both in the root
+    inventory = inventory_of()
+    frozen = [
+        replace(m, parameters=tuple(replace(p, requires_grad=m.path != "layers.1.mix") for p in m.parameters))
+        for m in inventory.modules
+    ]
+    config = PrecisionConfig.model_validate({"rules": [NORMS]})
+    plan = plan_model(replace(inventory, modules=tuple(frozen)), config, RESHARDING, mixes_dtypes=True)
+    assert not plan.in_place
+    assert (
+        "not all parameters around layers.1.norm1 are trained"
+        in by_reason(list(plan.units), "precision.rules.0").own_because
+    )

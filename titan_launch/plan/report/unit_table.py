@@ -30,7 +30,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import describe_float8
 from titan_launch.plan.pipeline import stage_part
 from titan_launch.plan.report.table import aligned
-from titan_launch.plan.types import Inventory, ModelPlan, Unit, enclosing, full_name
+from titan_launch.plan.types import Inventory, ModelPlan, Unit, enclosing, full_name, parameters_by_unit
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_batch_norm
 
 IN_PLACE = "in place"
@@ -42,10 +42,14 @@ KeyLocator = Callable[[KeyPath], str]
 
 def describe_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> list[dict[str, Any]]:
     """Return one row per rule in place, and per unit in wrapping order, as plain data: the content of `units.json`."""
-    rows = [_describe(rule, plan, layout, locate_key) for rule in plan.in_place]
-    for row in rows:
+    counts = [sum(p.numel for p in own) for own in parameters_by_unit(plan.inventory, plan.boundaries)]
+    rows = [_describe(unit, plan, layout, locate_key) for unit in plan.boundaries]
+    for row, num_parameters in zip(rows, counts, strict=True):
+        row["parameters"] = num_parameters  # of a unit: without those under rules in place
+    units, rules = rows[: len(plan.units)], rows[len(plan.units) :]
+    for row in rules:
         row["placement"], row["collectives_per_microbatch"] = IN_PLACE, asdict(Collectives())
-    return rows + [_describe(unit, plan, layout, locate_key) for unit in plan.units]
+    return rules + units
 
 
 def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocator) -> dict[str, Any]:
@@ -54,7 +58,6 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocato
         "modules": list(unit.modules),
         "classes": list(dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)),
         "placement": f"own unit: {unit.own_because}" if unit.own_because else "own unit",
-        "parameters": unit.num_parameters,
         "expert_parallel": unit.expert_parallel,
         "shards": layout.shards_of(unit),
         "storage_dtype": unit.storage_dtype,

@@ -20,7 +20,7 @@ from functools import cached_property
 from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
-from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT, planned_release
+from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.types import (
     Inventory,
     ModelPlan,
@@ -57,12 +57,14 @@ def plan_model(
     share_units: bool = True,
     expert_parallel: int = 1,
     is_pipelined: bool = False,
+    mixes_dtypes: bool = False,
 ) -> ModelPlan:
     """Return the units of a model, and the dtypes of its buffers.
 
     `share_units`: True if modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. Otherwise
     each module has its own unit. `expert_parallel`: number of ranks over which experts are divided. `is_pipelined`:
-    True with pipeline parallelism.
+    True with pipeline parallelism. `mixes_dtypes`: True if parameters of a unit may have several compute dtypes, which
+    FSDP2 supports from torch 2.15 on.
 
     Raises ConfigError for four kinds of problems: a rule that matches nothing or only modules without tensors,
     combinations of dtypes that kernels do not support, tied parameters that would be in two units, and experts that
@@ -72,7 +74,7 @@ def plan_model(
     assignments = assign_rules(inventory, precision)
     check_rules(inventory, precision, assignments)
     assignments = with_batch_norm_default(inventory, precision, assignments)
-    planner = _UnitPlanner(inventory, precision, resharding, assignments, expert_parallel, is_pipelined)
+    planner = _UnitPlanner(inventory, precision, resharding, assignments, expert_parallel, is_pipelined, mixes_dtypes)
     units, in_place = planner.units(share_units)
     units = in_wrapping_order(units)
     check_tied_parameters(inventory, (*units, *in_place), assignments)
@@ -111,8 +113,10 @@ class _UnitPlanner:
         assignments: RuleAssignments,
         expert_parallel: int,
         is_pipelined: bool,
+        mixes_dtypes: bool,
     ):
         self.inventory = inventory
+        self.mixes_dtypes = mixes_dtypes
         self.is_pipelined = is_pipelined
         self.precision = precision
         self.resharding = resharding
@@ -158,13 +162,12 @@ class _UnitPlanner:
         for (reason, policy), (assignment, paths) in self._rule_groups().items():
             if reason in self._own_because or reason in found:
                 continue
-            why = self._why_own_unit(assignment.rule)
+            why, storage = self._why_own_unit(assignment.rule), self.assignments.storage_dtype(assignment)
             for path in paths if why is None else ():
                 unit = drafts[owners[path]]
                 others = sum(p.numel for p in parameters[owners[path]]) - self._numel_within[path]
-                why = why or self._why_not_inside(
-                    path, policy, self.assignments.storage_dtype(assignment), unit, others
-                )
+                why = why or self._why_not_inside(path, policy, storage, unit, others)
+                why = why or self._why_not_shared(path, owners)
             if why is not None:
                 found[reason] = why
                 if self.precision.placement == "in_place":
@@ -176,7 +179,7 @@ class _UnitPlanner:
         """Return why a rule makes units of its own, wherever its modules are; None if it need not."""
         if self.precision.placement == "own_unit":
             return 'precision.placement = "own_unit"'
-        if not MIXES_DTYPES_IN_UNIT:
+        if not self.mixes_dtypes:
             return f"torch {planned_release()} has one compute dtype in a unit; torch 2.15 has several"
         if rule.unit_per != "model":
             return f'unit_per = "{rule.unit_per}"'
@@ -207,6 +210,18 @@ class _UnitPlanner:
             return f"not all parameters around {path} are trained in the same steps"
         if phases == {None} and self.precision.frozen_storage_dtype is not None:
             return f"{path} is frozen, and frozen parameters have a storage dtype of their own"
+        return None
+
+    def _why_not_shared(self, path: str, owners: Mapping[str, int]) -> str | None:
+        """Return why a module cannot be inside of its unit: another unit uses it, or a parameter inside of it, too.
+        None if none does. `owners`: result of `unit_by_module`."""
+        for module in self.inventory.modules:
+            ties = [parent(parameter.tied_to) for parameter in module.parameters if parameter.tied_to is not None]
+            same = module.same_as
+            for first in (*ties, *([same] if same is not None and self._numel_within[same] else [])):
+                is_inside = is_within(first, path) or is_within(module.path, path)
+                if is_inside and owners[first] != owners[module.path]:
+                    return f"{first} and {module.path} share parameters"
         return None
 
     def _in_place_units(self) -> list[Unit]:
