@@ -36,25 +36,33 @@ class Phantom:
         arguments = [sys.executable, *command]
         return subprocess.run(arguments, capture_output=True, text=True, cwd=REPO, env=environment, timeout=timeout)
 
-    def train(self, ranks: int, folder: Path, *options: str, **variables: str) -> list[str]:
-        """Run a job with `launch`. Return the lines of its output, after a check that all are marked."""
-        command = ["-m", "titan_launch", "launch", f"--nproc-per-node={ranks}", f"--job.dump_folder={folder}", *options]
-        ended = self.run(*command, **variables)
+    def train(
+        self, ranks: int, folder: Path, *options: str, timeout: float = 200, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a job, on several ranks with `launch`, and check that it ends well and marks all lines of its output."""
+        launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        command = ["-m", "titan_launch", *launch, f"--job.dump_folder={folder}", *options]
+        with ExitStack() as stack:
+            ended = self.run(*command, timeout=timeout, **{**_phantoms(stack, ranks), **variables})
         assert ended.returncode == 0, ended.stderr[-4000:] + ended.stdout[-2000:]
         assert "is not answered" not in ended.stderr, ended.stderr
-        lines = ended.stdout.splitlines()
-        assert all(line.startswith("phantom: ") for line in lines), ended.stdout
-        return lines
+        assert all(line.startswith("phantom: ") for line in ended.stdout.splitlines()), ended.stdout
+        return ended
+
+
+def _phantoms(stack: ExitStack, count: int) -> dict[str, str]:
+    """Return the environment of processes with H100s without values. A host without a compiler, or with too little
+    memory for them, skips the test with the reason."""
+    try:
+        return stack.enter_context(phantom_gpus("h100-80gb", count, hides_gpu=True))
+    except UserError as error:
+        if "cannot be compiled" in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
 def phantom() -> Iterator[Phantom]:
-    """Four H100 without values. A host without a compiler, or with little memory, skips the tests with the reason."""
+    """Four phantom GPUs; `train` has as many as the job has ranks."""
     with ExitStack() as stack:
-        try:
-            variables = stack.enter_context(phantom_gpus("h100-80gb", 4, hides_gpu=True))
-        except UserError as error:
-            if "cannot be compiled" in str(error):
-                raise
-            pytest.skip(str(error))
-        yield Phantom(variables)
+        yield Phantom(_phantoms(stack, 4))

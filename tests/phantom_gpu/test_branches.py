@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.phantom_gpu.conftest import Phantom
+from tests.phantom_gpu.conftest import REPO, Phantom
+from titan_launch.config.architectures.families import FAMILIES
 
 DEBUG = "--config=configs/llama_debug.toml"
 EXPERTS = "--config=configs/qwen3_moe_debug.toml"
 SHORT = ("--training.steps=2", "--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1")
+COMPILED = ("--compile.enable=true", "--debug.audit_precision=false")  # an audited first step is not compiled
+CHECKPOINTS = "--checkpoint.enable=true"
+LORA = ("--lora.rank=8", '--lora.targets=["all-linear"]')
+DOCUMENTS = ("--data.kind=jsonl", "--data.path={folder}/documents.jsonl", "--data.packing=documents")
+DPO = (
+    *("--data.kind=preferences", "--data.path={folder}/pairs.jsonl", "--data.template=chatml"),
+    *("--training.seq_len=512", "--loss.name=dpo"),
+)
+
+
+def of_family(name: str, num_layers: int = 2) -> tuple[str, ...]:
+    """Return the options of a small model, on one rank with two microbatches. The last layer of Gemma 3 has no window,
+    as that of Gemma 2 and of GPT-OSS with two layers."""
+    every = (f"--model.args.full_attention_every={num_layers}",) if name == "gemma3" else ()
+    small = (f"--model.args.n_layers={num_layers}", "--training.global_batch_size=8")
+    return (DEBUG, f"--model.name={name}", *small, *every)
+
+
+def of_schedule(name: str) -> tuple[str, ...]:
+    """Return the options of a pipeline with four layers, at most two stages per rank and four microbatches."""
+    small = ("--model.args.n_layers=4", "--training.global_batch_size=16")
+    unsharded = ("--gradient_accumulation.keep_params_unsharded=true",) if "ZeroBubble" in name else ()
+    return (
+        *(DEBUG, *small, "--gradient_accumulation.mode=deferred", *unsharded),
+        *("--parallelism.pipeline_parallel_degree=2", f"--parallelism.pipeline_parallel_schedule={name}"),
+    )
+
 
 BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "BatchNorm": (2, ("--config=configs/llama_bn.toml",)),
@@ -21,7 +52,7 @@ BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "compiled, selective checkpointing": (
         1,
-        (DEBUG, "--compile.enable=true", "--activation_checkpoint.mode=selective"),
+        (*of_family("llama3"), *COMPILED, "--activation_checkpoint.mode=selective"),
     ),
 }
 """Ranks and options of the jobs that run by default."""
@@ -53,13 +84,13 @@ SLOW_BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "immediate": (2, ("--config=configs/accumulation/immediate.toml",)),
     "deferred_zero2": (2, ("--config=configs/accumulation/deferred_zero2.toml",)),
     "EMA": (2, (DEBUG, "--ema.decay=0.9")),
-    "LoRA": (2, (DEBUG, "--lora.rank=8", '--lora.targets=["all-linear"]')),
+    "LoRA": (2, (DEBUG, *LORA)),
     "full checkpointing, loss in chunks, compiled": (
         2,
-        (DEBUG, "--compile.enable=true", "--activation_checkpoint.mode=full", "--loss.chunks=4"),
+        (DEBUG, *COMPILED, "--activation_checkpoint.mode=full", "--loss.chunks=4"),
     ),
-    "checkpoints by a process": (2, (DEBUG, "--checkpoint.enable=true", "--checkpoint.async_mode=process")),
-    "checkpoints by a thread": (2, (DEBUG, "--checkpoint.enable=true", "--checkpoint.async_mode=thread")),
+    "checkpoints by a process": (2, (DEBUG, CHECKPOINTS, "--checkpoint.async_mode=process")),
+    "checkpoints by a thread": (2, (DEBUG, CHECKPOINTS, "--checkpoint.async_mode=thread")),
     "profiling": (2, (DEBUG, "--profiling.start_step=2", "--profiling.memory=true")),
     "float8": (
         2,
@@ -69,13 +100,135 @@ SLOW_BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
             *("--checkpoint.enable=false", "--checkpoint.save_last=false"),
         ),
     ),
+    **{f"family {name}": (1, of_family(name)) for name in FAMILIES},
+    **{
+        f"pipeline, {name}": (2, of_schedule(name))
+        for name in ("1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+    },
+    "documents, windows": (1, (*of_family("gemma3"), *DOCUMENTS)),
+    "documents, sinks, checkpointing per op": (
+        1,
+        (*of_family("gpt_oss"), *DOCUMENTS, "--activation_checkpoint.mode=selective"),
+    ),
+    "documents, latent attention, compiled": (1, (*of_family("deepseek_v3"), *DOCUMENTS, *COMPILED)),
+    "DPO, LoRA": (2, (DEBUG, *LORA, *DPO, "--loss.dpo.reference=base")),
+    "HSDP 2x4": (8, (DEBUG, "--parallelism.data_parallel_replicate_degree=2")),
+    "tensor parallelism 2, pipeline 2, FSDP 2": (8, (*of_schedule("1F1B"), "--parallelism.tensor_parallel_degree=2")),
+    "tensor parallelism of windows, sinks and experts": (
+        2,
+        (*of_family("gpt_oss"), "--parallelism.tensor_parallel_degree=2"),
+    ),
+    "tensor parallelism of latent attention, whole sequences and logits": (
+        2,
+        (
+            *(*of_family("deepseek_v3"), "--parallelism.tensor_parallel_degree=2"),
+            *("--parallelism.sequence_parallel=false", "--parallelism.loss_parallel=false"),
+        ),
+    ),
+    "context parallelism, alltoall, compiled": (
+        2,
+        (
+            *(*of_family("llama3"), *COMPILED, "--parallelism.context_parallel_degree=2"),
+            "--parallelism.context_parallel_rotate_method=alltoall",
+        ),
+    ),
+    "accumulation and checkpointing by auto": (
+        2,
+        ("--config=configs/accumulation/auto.toml", "--activation_checkpoint.mode=auto"),
+    ),
+    "compiled model and loss, memory budget": (
+        1,
+        (
+            *(*of_family("llama3"), *COMPILED, '--compile.components=["model", "loss"]'),
+            *("--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.3"),
+        ),
+    ),
+    "deterministic, fp32, workers, traffic and profiles of communication": (
+        2,
+        (
+            *(*of_family("llama3"), "--debug.deterministic=true", "--precision.param_dtype=float32"),
+            *("--data.num_workers=1", "--comm.count_traffic=true", "--comm.profile_freq=2"),
+        ),
+    ),
+    "own model": (2, ("--config=configs/custom_model.toml", "--training.global_batch_size=16")),
 }
 """The same for jobs that run with `-m slow`."""
 
 
+@pytest.fixture
+def data_folder(tmp_path: Path) -> Path:
+    """Return a folder with documents of 100 tokens, and with pairs of answers."""
+    texts = ["".join(chr(97 + (i * j + i) % 26) for j in range(100)) for i in range(200)]
+    pairs = ({"prompt": text[:9], "chosen": text[:40], "rejected": text[40:60]} for text in texts)
+    tables = {"documents": ({"text": text} for text in texts), "pairs": pairs}
+    for name, rows in tables.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
 @pytest.mark.phantom
-@pytest.mark.parametrize("name", [*BRANCHES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_BRANCHES)])
-def test_a_branch_for_cuda_runs(phantom: Phantom, tmp_path: Path, name: str) -> None:
-    ranks, options = (BRANCHES | SLOW_BRANCHES)[name]
-    lines = phantom.train(ranks, tmp_path, *options, *SHORT)
-    assert any(line.startswith("phantom: done: 2 steps") for line in lines), lines
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_for_cuda_runs(phantom: Phantom, data_folder: Path, name: str) -> None:
+    _run(phantom, data_folder, name)
+
+
+@pytest.mark.phantom
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("name", SLOW_BRANCHES)
+def test_another_branch_for_cuda_runs(phantom: Phantom, data_folder: Path, name: str) -> None:
+    _run(phantom, data_folder, name, timeout=900)
+
+
+def _run(phantom: Phantom, folder: Path, name: str, timeout: float = 200) -> None:
+    """Train two steps. A job with checkpoints is then resumed for a third step."""
+    ranks, rows = (BRANCHES | SLOW_BRANCHES)[name]
+    options = [option.format(folder=folder) for option in rows]
+    output = phantom.train(ranks, folder, *options, *SHORT, timeout=timeout).stdout
+    assert "phantom: done: 2 steps" in output, output
+    if CHECKPOINTS in options:
+        output = phantom.train(ranks, folder, *options, *SHORT, "--training.steps=3", timeout=timeout).stdout
+        assert "phantom: resumed from" in output and "phantom: done: 3 steps" in output, output
+
+
+@pytest.mark.phantom
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "deepseek_v3"])
+def test_a_model_generates_and_is_evaluated(phantom: Phantom, tmp_path: Path, family: str) -> None:
+    """Generation caches keys and values of windows, sinks, soft caps and latents."""
+    pytest.importorskip("lm_eval")
+    from tests.inference.test_evaluation import write_tasks
+
+    phantom.train(1, tmp_path, *of_family(family), *SHORT, "--checkpoint.save_last=true", timeout=900)
+    tasks = write_tasks(tmp_path)
+    run = str(tmp_path / "llama_debug")
+    for command in (
+        ("generate", run, "--prompt=abc " + 100 * "a", "--max-new-tokens=8"),
+        ("evaluate", run, f"--tasks={tasks}", f"--include-path={tmp_path}"),
+    ):
+        ended = phantom.run("-m", "titan_launch", *command, timeout=900)
+        assert ended.returncode == 0, ended.stderr
+    assert "|capitals" in ended.stdout, ended.stdout
+
+
+@pytest.mark.phantom
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_weights_and_a_second_model_come_from_a_folder(phantom: Phantom, data_folder: Path) -> None:
+    weights, job = data_folder / "weights", (*of_family("qwen3"), f"--job.dump_folder={data_folder / 'cpu'}")
+    for command in (
+        (*job, "--job.device=cpu", "--training.steps=1", "--lr_scheduler.warmup_steps=1"),
+        ("export", str(data_folder / "cpu" / "llama_debug"), f"--out={weights}"),
+    ):
+        arguments = [sys.executable, "-m", "titan_launch", *command]
+        subprocess.run(arguments, check=True, capture_output=True, cwd=REPO, timeout=900)
+    losses = {
+        "dpo": (*DPO, f"--loss.dpo.reference={weights}"),
+        "distillation": ("--loss.name=distillation", f"--loss.distillation.teacher={weights}"),
+    }
+    for name, loss in losses.items():
+        options = (*of_family("qwen3"), f"--model.weights={weights}", *loss, *SHORT)
+        options = tuple(option.format(folder=data_folder) for option in options)
+        output = phantom.train(2, data_folder / name, *options, timeout=900).stdout
+        assert "phantom: done: 2 steps" in output, output
