@@ -307,6 +307,15 @@ class ModelPlan:
         """
         return self.loss_head is not None and is_within(self.loss_head, path)
 
+    def gathered_dtypes(self) -> list[str]:
+        """Return the dtype of the all-gather of each unit, in the order of the units. FSDP2 gathers parameters of
+        several dtypes as bytes: `uint8`."""
+        found = []
+        for unit, modules in zip(self.units, self.modules_by_unit(), strict=True):
+            computed = {self.unit_of[module.path].compute_dtype for module in modules if module.parameters}
+            found.append("uint8" if len(computed) > 1 else next(iter(computed), unit.compute_dtype))
+        return found
+
     @property
     def logits_dtypes(self) -> tuple[str, ...]:
         """The dtypes to which policies cast the logits that the loss head does not return, in this order."""

@@ -98,8 +98,8 @@ def compare(plan: ModelPlan, layout: Layout, observed: Observations) -> Audit:
     return Audit(
         modules=tuple(_audit_module(plan, info, observed.modules[info.path]) for info in modules),
         units=tuple(
-            _audit_unit(plan, unit, modules, layout, seen)
-            for unit, modules, seen in zip(plan.units, plan.modules_by_unit(), observed.units, strict=True)
+            _audit_unit(plan, unit, gathered, layout, seen)
+            for unit, gathered, seen in zip(plan.units, plan.gathered_dtypes(), observed.units, strict=True)
         ),
     )
 
@@ -165,13 +165,9 @@ def _one(dtype: str | None) -> tuple[str, ...]:
     return () if dtype is None else (dtype,)
 
 
-def _audit_unit(plan: ModelPlan, unit: Unit, modules: Sequence[ModuleInfo], layout: Layout, seen: Seen) -> Audited:
-    """Audit the collectives of a unit. `modules`: the modules whose own parameters the unit shards."""
+def _audit_unit(plan: ModelPlan, unit: Unit, gathered: str, layout: Layout, seen: Seen) -> Audited:
+    """Audit the collectives of a unit. `gathered`: dtype of its all-gather."""
     classes = dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)
-    computed = {plan.unit_of[module.path].compute_dtype for module in modules if module.parameters}
-    gathered = (
-        "uint8" if len(computed) > 1 else next(iter(computed), unit.compute_dtype)
-    )  # FSDP2 gathers mixtures as bytes
     planned: dict[str, tuple[str, ...]] = {ALL_GATHER: (gathered,), REDUCE_SCATTER: (unit.reduce_dtype,)}
     if layout.replicate > 1:
         planned[ALL_REDUCE] = (unit.reduce_dtype,)

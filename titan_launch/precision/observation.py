@@ -68,8 +68,8 @@ def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
     with ExitStack() as hooks:
         for path, seen in observed.modules.items():
             _watch_module(model.get_submodule(path), seen, hooks)
-        for unit, seen in zip(plan.units, observed.units, strict=True):
-            _watch_unit(model.get_submodule(unit.modules[0]), seen, hooks)
+        for unit, gathered, seen in zip(plan.units, plan.gathered_dtypes(), observed.units, strict=True):
+            _watch_unit(model.get_submodule(unit.modules[0]), gathered == "uint8", seen, hooks)
         yield observed
 
 
@@ -112,11 +112,18 @@ def _note_buffers(module: nn.Module, seen: Seen) -> None:
         seen.note(buffer(name), tensor)
 
 
-def _watch_unit(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
-    """Record the collectives of the unit that `module` belongs to. The modules of a unit share them."""
+def _watch_unit(module: nn.Module, gathers_bytes: bool, seen: Seen, hooks: ExitStack) -> None:
+    """Record the collectives of the unit that `module` belongs to. The modules of a unit share them.
+
+    `gathers_bytes`: True if the plan all-gathers parameters of several dtypes as bytes. Bytes of another meaning, such
+    as weights in float8, are not recorded.
+    """
 
     def note(kind: str, output: Tensor, sent: Tensor) -> None:
-        seen.dtypes[kind].update((dtype_of(sent), dtype_of(output)))
+        if gathers_bytes:
+            seen.dtypes[kind].update((dtype_of(sent), dtype_of(output)))
+        else:
+            seen.note(kind, (sent, output))
 
     group = parameter_group(module)
     if group is not None:
