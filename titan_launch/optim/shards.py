@@ -1,10 +1,12 @@
-"""This rank's shards of parameters, gradients and optimizer state, and rounding of float32 results to bfloat16."""
+"""This rank's shards of parameters, gradients and optimizer state, and rounding of float32 results to bfloat16.
+
+If the optimizer is sharded over replicas, the shards are this replica's chunks of the local shards."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.optim.eight_bit import Codes, decode, encode
 from titan_launch.optim.flat import alike, divided, joined, on_device
-from titan_launch.optim.matrix_gather import matrix_gather_of
+from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
+from titan_launch.optim.replica_shards import ReplicaShards
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,12 @@ class LocalShard:
     seed: int | None
     """Seed of stochastic rounding; None rounds to the nearest."""
 
+    offsets: tuple[int, ...]
+    """Offsets of the shard in the whole tensor."""
+
+    gather: MatrixGather
+    """The ranks that have the other shards, and their exchange."""
+
     def in_8_bits(self, name: str) -> Codes:
         """Return a state tensor that is stored in 8 bits."""
         codes, scales = names_in_8_bits(name)
@@ -46,8 +55,7 @@ class LocalShard:
         target = self.parameter if what == "parameter" else self.state[what]
         if self.seed is None or target.dtype != torch.bfloat16 or (what == "parameter" and "master" in self.state):
             return None
-        offsets = matrix_gather_of(self.full).offsets(self.full.shape)
-        return Draw(self.seed, f"{self.name}/{what}", self.state["step"], target.shape, tuple(offsets))
+        return Draw(self.seed, f"{self.name}/{what}", self.state["step"], target.shape, self.offsets)
 
 
 class ShardGroup(NamedTuple):
@@ -69,11 +77,21 @@ class ShardGroup(NamedTuple):
         }
 
 
-def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | None) -> LocalShard:
-    """Return the shard of a parameter that has a gradient and state."""
+def shard_of(
+    name: str, parameter: Tensor, state: dict[str, Any], seed: int | None, replicas: ReplicaShards | None
+) -> LocalShard:
+    """Return the shard of a parameter that has a gradient and state; with `replicas`, this replica's chunk of it."""
     assert parameter.grad is not None
+    gather = matrix_gather_of(parameter)
+    offsets = gather.offsets(parameter.shape)
+    if replicas is not None:
+        own, gradient = replicas.of(parameter, parameter), replicas.of(parameter, parameter.grad)
+        offsets = replicas.shard_of(parameter, own, tuple(parameter.shape)).offsets
+        gather = replace(gather, replicas=replicas.replicas, ranks=replicas.ranks_of_matrices)
+        return LocalShard(name, parameter, own, gradient, state, seed, offsets, gather)
     local_state = {key: local_tensor(value) for key, value in state.items()}
-    return LocalShard(name, parameter, local_tensor(parameter), local_tensor(parameter.grad), local_state, seed)
+    own, gradient = local_tensor(parameter), local_tensor(parameter.grad)
+    return LocalShard(name, parameter, own, gradient, local_state, seed, offsets, gather)
 
 
 def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> None:

@@ -165,7 +165,7 @@ def _one(dtype: str | None) -> tuple[str, ...]:
 def _audit_unit(plan: ModelPlan, unit: Unit, layout: Layout, seen: Seen) -> Audited:
     classes = dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)
     planned: dict[str, tuple[str, ...]] = {ALL_GATHER: (unit.compute_dtype,), REDUCE_SCATTER: (unit.reduce_dtype,)}
-    if layout.replicate > 1:
+    if layout.fsdp_replicas > 1:
         planned[ALL_REDUCE] = (unit.reduce_dtype,)
     remark = "" if any(seen.dtypes.values()) else "not communicated"
     return Audited(unit.name, ", ".join(classes), unit, tuple(_findings(planned, seen)), remark)
