@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -250,10 +250,9 @@ class ShardPlanner(DefaultLoadPlanner):
         """Plan the parts to read. Raises ValueError if a saved tensor has another shape, and RuntimeError if it is
         missing."""
         assert self.metadata is not None
-        saved, whole = self.metadata.state_dict_metadata, self.state_dict
-        self.state_dict = {name: value for name, value in whole.items() if name not in self._places}
-        items = super().create_local_plan().items
-        self.state_dict = whole
+        saved = self.metadata.state_dict_metadata
+        others = {name: value for name, value in self.state_dict.items() if name not in self._places}
+        items = create_default_local_load_plan(others, self.metadata).items
         for name, place in self._places.items():
             if name not in saved:
                 raise RuntimeError(f"{name} is missing in the checkpoint")
