@@ -149,26 +149,28 @@ class ReplicaShards:
         """Sum the gradients over the replicas. Every gradient is then a DTensor with the shape of the parameter, whose
         local tensor has this replica's chunk only."""
         for unit in self._units:
-            # FSDP2 demands that all ranks have gradients of the same parameters.
-            places = [place for place in unit.places if place.parameter.grad is not None]
-            if not places:  # `training.unfreeze`
-                continue
-            sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
-            for place in places:
-                for rows, flat in place.pairs(sent, local_tensor(_gradient(place.parameter))):
-                    rows.copy_(flat)
-            stored = local_tensor(_gradient(places[0].parameter))
-            dtype, device = stored.dtype, stored.device
-            del rows, flat, stored
-            for place in places:
-                place.parameter.grad = None  # all of them are views of one tensor
-            received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
-            self._report(REDUCE_SCATTER, received, sent)
-            _reduce_scatter(received, sent.view(-1), group=self.group)
-            del sent
-            received = received.to(device, dtype)
-            for place in places:
-                place.parameter.grad = self._gradient_of_chunk(place, received)
+            self._reduce(unit)
+
+    def _reduce(self, unit: _ExchangedUnit) -> None:
+        # FSDP2 demands that all ranks have gradients of the same parameters.
+        places = [place for place in unit.places if place.parameter.grad is not None]
+        if not places:  # `training.unfreeze`
+            return
+        sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
+        for place in places:
+            for rows, flat in place.pairs(sent, local_tensor(_gradient(place.parameter))):
+                rows.copy_(flat)
+        del rows, flat
+        for place in places:
+            place.parameter.grad = None  # all of them are views of one tensor
+        received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
+        self._report(REDUCE_SCATTER, received, sent)
+        _reduce_scatter(received, sent.view(-1), group=self.group)
+        del sent
+        stored = local_tensor(places[0].parameter)
+        received = received.to(stored.device, stored.dtype)
+        for place in places:
+            place.parameter.grad = self._gradient_of_chunk(place, received)
 
     def _gradient_of_chunk(self, place: _Place, row: Tensor) -> Tensor:
         parameter, chunk = place.parameter, self.chunk(place.parameter)
@@ -186,18 +188,20 @@ class ReplicaShards:
     def gather_parameters(self) -> None:
         """Give all replicas the chunks that each of them has updated."""
         for unit in self._units:
-            first = local_tensor(unit.places[0].parameter)
-            rows = torch.empty(self.replicas, unit.width, dtype=first.dtype, device=self._device)
-            own = rows[self._index]
-            for place in unit.places:
-                chunk = self.chunk(place.parameter)
-                values = chunk.of(local_tensor(place.parameter)).view(-1)
-                own[place.start : place.start + len(values)].copy_(values)
-            self._report(ALL_GATHER, rows, own)
-            _all_gather(rows.view(-1), own, group=self.group)
-            for place in unit.places:
-                for received, flat in place.pairs(rows, local_tensor(place.parameter)):
-                    flat.copy_(received)
+            self._gather(unit)
+
+    def _gather(self, unit: _ExchangedUnit) -> None:
+        dtype = local_tensor(unit.places[0].parameter).dtype
+        rows = torch.empty(self.replicas, unit.width, dtype=dtype, device=self._device)
+        own = rows[self._index]
+        for place in unit.places:
+            values = self.of(place.parameter, place.parameter).view(-1)
+            own[place.start : place.start + len(values)].copy_(values)
+        self._report(ALL_GATHER, rows, own)
+        _all_gather(rows.view(-1), own, group=self.group)
+        for place in unit.places:
+            for received, flat in place.pairs(rows, local_tensor(place.parameter)):
+                flat.copy_(received)
 
     @contextmanager
     def watched(self, on_collective: CollectiveCallback) -> Iterator[None]:

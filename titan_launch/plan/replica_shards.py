@@ -24,10 +24,16 @@ def chunk_numel(shape: Sequence[int], replicas: int) -> int:
     rows, numel = shape[0], prod(shape)
     if not numel:
         return 0
-    is_stack = len(shape) == 3 and replicas > rows and replicas % rows == 0
-    if is_stack and shape[1] % (replicas // rows) == 0:
+    if is_within_matrix(shape, replicas):
         return numel // replicas
     return -(-rows // replicas) * (numel // rows)
+
+
+def is_within_matrix(shape: Sequence[int], replicas: int) -> bool:
+    """Return True if each chunk of a local shard is a part of one matrix of a stack. `shape`: of the shard."""
+    if len(shape) != 3 or not prod(shape) or replicas <= shape[0] or replicas % shape[0]:
+        return False
+    return shape[1] % (replicas // shape[0]) == 0
 
 
 class ExchangedUnit(NamedTuple):
