@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
+from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.sampling import sampled
 from tests.tensors import assert_equal
 from tests.train.jobs import TINY_EXPERTS, read_metrics, run_job, run_job_until, this_rank, tiny_job
@@ -60,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
         "parallelism": {"tensor_parallel_degree": 2},
         "optimizer": {"name": "Muon"},
     },
+    "CP": {"parallelism": {"context_parallel_degree": 2}},
     "PP": {"parallelism": {"pipeline_parallel_degree": 2}},
     "clipped": {"training": {"global_batch_size": 8, "max_norm": 0.5}},
     "few experts": {"model": {"name": "qwen3_moe", "args": {"head_dim": 8, "experts": FEW_EXPERTS}}},
@@ -93,7 +95,8 @@ def jobs_of(folder: Path, case: str, replicas: int = 2, mode: str = "immediate")
 
 def train_both(folder: Path, cases: list[str], mode: str) -> None:
     for case in cases:
-        whole, sharded = (run_job(job) for job in jobs_of(folder / case, case, mode=mode))
+        with ring_attention_on_cpu():
+            whole, sharded = (run_job(job) for job in jobs_of(folder / case, case, mode=mode))
         assert whole.keys() == sharded.keys()
         assert [name for name in whole if not torch.equal(whole[name], sharded[name])] == [], case
 
