@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "PP": {"parallelism": {"pipeline_parallel_degree": 2}},
     "clipped": {"training": {"global_batch_size": 8, "max_norm": 0.5}},
     "few experts": {"model": {"name": "qwen3_moe", "args": {"head_dim": 8, "experts": FEW_EXPERTS}}},
+    "LoRA, empty shards": {"lora": {"targets": ["layers.*.attention.wq"], "rank": 1}},
     "tied": {"model": {"args": {"tie_embeddings": True}}},
     "frozen at first": {"training": {**UNCLIPPED, "unfreeze": [{"match": "layers.0.**", "after_step": 2}]}},
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ class Chunk(NamedTuple):
         return shard.view(-1)[self.start : self.stop].view(self.shape)
 
 
+@cache
 def chunk_of(shape: torch.Size, replicas: int, index: int) -> Chunk:
     """Return the chunk of replica `index`. `shape`: of the local shard, which all replicas have."""
     size, numel = chunk_numel(shape, replicas), shape.numel()
@@ -115,7 +117,8 @@ class ReplicaShards:
         self._index = mesh.replicate.get_local_rank()
         self._device = torch.device(mesh.ranks.device_type)
         units = [self._exchanged(unit, parameters) for unit, parameters in trained_by_unit(model, plan).items()]
-        # The largest first, as in `plan.memory.ledger.book_update`.
+        # The largest first, as in `plan.memory.ledger.book_update`. This rank's shards of small units may be empty.
+        units = [unit for unit in units if unit.width]
         self._units = sorted(units, key=lambda unit: unit.width * unit.reduce_dtype.itemsize, reverse=True)
         self._watchers: list[CollectiveCallback] = []
 
@@ -157,10 +160,7 @@ class ReplicaShards:
         if not places:  # `training.unfreeze`
             return
         sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
-        for place in places:
-            for rows, flat in place.pairs(sent, local_tensor(_gradient(place.parameter))):
-                rows.copy_(flat)
-        del rows, flat
+        _copy_gradients(places, sent)
         for place in places:
             place.parameter.grad = None  # all of them are views of one tensor
         received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
@@ -207,8 +207,10 @@ class ReplicaShards:
     def watched(self, on_collective: CollectiveCallback) -> Iterator[None]:
         """Call `on_collective` before every collective of the exchange until the end of the block."""
         self._watchers.append(on_collective)
-        yield
-        self._watchers.remove(on_collective)
+        try:
+            yield
+        finally:
+            self._watchers.remove(on_collective)
 
     def _report(self, kind: str, output: Tensor, sent: Tensor) -> None:
         for watcher in self._watchers:
@@ -228,6 +230,8 @@ def trained_by_unit(model: nn.Module, plan: ModelPlan) -> Mapping[Unit, list[nn.
     return found
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def _copy_gradients(places: list[_Place], buffer: Tensor) -> None:
+    for place in places:
+        assert place.parameter.grad is not None
+        for rows, flat in place.pairs(buffer, local_tensor(place.parameter.grad)):
+            rows.copy_(flat)

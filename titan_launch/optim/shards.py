@@ -36,11 +36,23 @@ class LocalShard:
     seed: int | None
     """Seed of stochastic rounding; None rounds to the nearest."""
 
-    offsets: tuple[int, ...]
-    """Offsets of the shard in the whole tensor."""
+    replicas: ReplicaShards | None = None
+    """The replicas over which the optimizer is sharded."""
 
-    gather: MatrixGather
-    """The ranks that have the other shards, and their exchange."""
+    @property
+    def gather(self) -> MatrixGather:
+        """The ranks that have the other shards, and their exchange."""
+        gather, replicas = matrix_gather_of(self.full), self.replicas
+        if replicas is None:
+            return gather
+        return replace(gather, replicas=replicas.replicas, ranks=replicas.ranks_of_matrices)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offsets of the shard in the whole parameter."""
+        if self.replicas is None:
+            return matrix_gather_of(self.full).offsets(self.full.shape)
+        return self.replicas.shard_of(self.full, self.parameter, tuple(self.full.shape)).offsets
 
     def in_8_bits(self, name: str) -> Codes:
         """Return a state tensor that is stored in 8 bits."""
@@ -82,16 +94,11 @@ def shard_of(
 ) -> LocalShard:
     """Return the shard of a parameter that has a gradient and state; with `replicas`, this replica's chunk of it."""
     assert parameter.grad is not None
-    gather = matrix_gather_of(parameter)
-    offsets = gather.offsets(parameter.shape)
     if replicas is not None:
         own, gradient = replicas.of(parameter, parameter), replicas.of(parameter, parameter.grad)
-        offsets = replicas.shard_of(parameter, own, tuple(parameter.shape)).offsets
-        gather = replace(gather, replicas=replicas.replicas, ranks=replicas.ranks_of_matrices)
-        return LocalShard(name, parameter, own, gradient, state, seed, offsets, gather)
+        return LocalShard(name, parameter, own, gradient, state, seed, replicas)
     local_state = {key: local_tensor(value) for key, value in state.items()}
-    own, gradient = local_tensor(parameter), local_tensor(parameter.grad)
-    return LocalShard(name, parameter, own, gradient, local_state, seed, offsets, gather)
+    return LocalShard(name, parameter, local_tensor(parameter), local_tensor(parameter.grad), local_state, seed)
 
 
 def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> None:
