@@ -173,6 +173,8 @@ def stacked_experts(num_experts: int) -> Experts:
         ({"shard": 16, "expert": 2}, "8 FSDP2 shards do not divide the 4 experts"),
         ({"shard": 7}, None),  # padded to 14 experts, which stay whole
         ({"shard": 4, "tensor": 2}, "tensor_parallel_degree = 2 divides each expert"),
+        ({"shard": 4, "replicate": 2, "shards_optimizer": True}, None),
+        ({"shard": 4, "replicate": 4, "shards_optimizer": True}, "divides the 2 experts of .* over 4 replicas"),
     ],
 )
 def test_muon_needs_whole_matrices_of_experts(layout: dict[str, int], reason: str | None) -> None:

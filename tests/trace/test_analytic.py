@@ -67,6 +67,36 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
     ),
     "hsdp": ((2, 4), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred_all_reduce")}),
     "hsdp at once": ((2, 4), 2, "cpu", {}, {"activation_checkpoint": SELECTIVE, "precision": FP32_NORMS}),
+    "sharded optimizer": (
+        (4, 2),
+        3,
+        "cuda",
+        {"hidden_dim": 101, "vocab_size": 61, "n_layers": 5},
+        {
+            "parallelism": {"shard_optimizer_over_replicas": True},
+            "optimizer": {"name": "Muon", "state_dtype": "int8"},
+            "ema": {"decay": 0.9},
+        },
+    ),
+    "sharded optimizer, replicated": (
+        (3, 1),
+        2,
+        "cpu",
+        {"tie_embeddings": True},
+        {
+            "parallelism": {"shard_optimizer_over_replicas": True},
+            "gradient_accumulation": accumulation("deferred"),
+            "optimizer": {"implementation": "foreach"},
+            "precision": {"reduce_dtype": "float32", "storage_dtype": "bfloat16"},
+        },
+    ),
+    "qwen3_moe, sharded optimizer": (
+        (2, 4),
+        2,
+        "cuda",
+        {},
+        {"parallelism": {"shard_optimizer_over_replicas": True, "expert_parallel_degree": 2}},
+    ),
     "replicated": (
         (4, 1),
         2,

@@ -38,24 +38,27 @@ VALIDATION = {
     "local_batch_size": 3,
     "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 7, "seed": 1},
 }
-MODES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
-    (2, 1, {"mode": "immediate"}, {}),
-    (2, 1, {"mode": "deferred"}, {"mode": "full"}),
-    (2, 1, {"mode": "deferred", "keep_params_unsharded": True}, {}),
-    (4, 2, {"mode": "deferred_all_reduce"}, {"mode": "selective"}),
-    (1, 1, {"mode": "immediate"}, {}),
+SHARDED_OPTIMIZER = {"data_parallel_replicate_degree": 2, "shard_optimizer_over_replicas": True}
+MODES: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (2, {}, {"mode": "immediate"}, {}),
+    (2, {}, {"mode": "deferred"}, {"mode": "full"}),
+    (2, {}, {"mode": "deferred", "keep_params_unsharded": True}, {}),
+    (4, {"data_parallel_replicate_degree": 2}, {"mode": "deferred_all_reduce"}, {"mode": "selective"}),
+    (4, SHARDED_OPTIMIZER, {"mode": "immediate"}, {}),
+    (2, SHARDED_OPTIMIZER, {"mode": "deferred"}, {}),
+    (1, {}, {"mode": "immediate"}, {}),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "replicate", "accumulation", "checkpointing"), MODES)
+@pytest.mark.parametrize(("ranks", "parallelism", "accumulation", "checkpointing"), MODES)
 def test_measured_traffic_and_memory_of_a_run_are_the_planned_ones(
-    tmp_path: Path, ranks: int, replicate: int, accumulation: dict[str, Any], checkpointing: dict[str, Any]
+    tmp_path: Path, ranks: int, parallelism: dict[str, Any], accumulation: dict[str, Any], checkpointing: dict[str, Any]
 ) -> None:
     job = tiny_job(
         tmp_path,
         training={"global_batch_size": 8},
         precision={"param_dtype": "bfloat16", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]},
-        parallelism={"data_parallel_replicate_degree": replicate},
+        parallelism=parallelism,
         gradient_accumulation=accumulation,
         activation_checkpoint=checkpointing,
         comm={"count_traffic": True},

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -33,12 +34,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from titan_launch.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import MIB, open_regular, read_regular
 from titan_launch.core.terminal import one_line
+from titan_launch.distributed.dtensor import Shard
 
 INDEX_FILE = "index.json"
 """Name of the file with the launcher's index."""
@@ -233,6 +236,39 @@ class IndexReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class ShardPlanner(DefaultLoadPlanner):
+    """DCP's planner of a load, in which some plain tensors are parts of saved tensors."""
+
+    def __init__(self, places: Mapping[str, Shard]):
+        """`places`: the place of each of these tensors in its saved tensor, by full name."""
+        super().__init__()
+        self._places = places
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan the parts to read. Raises ValueError if a saved tensor has another shape, and RuntimeError if it is
+        missing."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        others = {name: value for name, value in self.state_dict.items() if name not in self._places}
+        items = create_default_local_load_plan(others, self.metadata).items
+        for name, place in self._places.items():
+            if name not in saved:
+                raise RuntimeError(f"{name} is missing in the checkpoint")
+            tensor = saved[name]
+            if not isinstance(tensor, TensorStorageMetadata) or tuple(tensor.size) != tuple(place.size):
+                raise ValueError(f"{name} has the shape {tuple(place.size)}, and another one in the checkpoint")
+            if place.local.numel():
+                own = ChunkStorageMetadata(torch.Size(place.offsets), place.local.shape)
+                items = [*items, *create_read_items_for_chunk_list(name, tensor, [own])]
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor that an item reads into."""
+        place = self._places.get(index.fqn)
+        tensor: Tensor = super().lookup_tensor(index) if place is None else place.local
+        return tensor
 
 
 def model_tensors(folder: Path, ema: bool = False) -> Index:

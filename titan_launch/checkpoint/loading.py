@@ -22,6 +22,7 @@ from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.globs import matches
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
+from titan_launch.distributed.dtensor import Shard
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> 
 def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from titan_launch.checkpoint.index import IndexReader
+    from titan_launch.checkpoint.index import IndexReader, ShardPlanner
 
     reader = IndexReader(checkpoint)
     saved = {name: tensor.shape for name, tensor in reader.index.items()}
@@ -198,7 +199,8 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     has_statistics = selection == EVERYTHING and _has_local_statistics(state, saved)
     if has_statistics:
         target["local_statistics"] = {own: state.local_statistics.targets()}
-    dcp.load(target, storage_reader=reader)
+    target, places = _without_places(target)
+    dcp.load(target, storage_reader=reader, planner=ShardPlanner(places))
     try:
         if has_random:
             state.random.load_state_dict(
@@ -214,6 +216,21 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     if has_statistics:
         state.local_statistics.load_state_dict(target["local_statistics"][own])
     _log_ema(state, saved, selection)
+
+
+def _without_places(target: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, Shard]]:
+    """Return nested dicts with the tensor of each `Shard` in place of it, and the shards by full name."""
+    tensors: dict[str, Any] = {}
+    places: dict[str, Shard] = {}
+    for name, value in target.items():
+        if isinstance(value, Mapping):
+            tensors[name], inner = _without_places(value, f"{prefix}{name}.")
+            places |= inner
+        elif isinstance(value, Shard):
+            tensors[name], places[f"{prefix}{name}"] = value.local, value
+        else:
+            tensors[name] = value
+    return tensors, places
 
 
 def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], selection: Selection) -> Collection[str]:

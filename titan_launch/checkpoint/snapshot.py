@@ -14,18 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_launch.distributed.dtensor import local_tensor, own_box
+from titan_launch.distributed.dtensor import Shard, local_tensor, own_box
 from titan_launch.plan.hardware import GIB
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import WriteItem
-
 
 _log = logging.getLogger(__name__)
 
@@ -76,37 +72,6 @@ _SHARED_MEMORY = Path("/dev/shm")  # the folder exists on Linux; other systems h
 
 State = dict[str, Any]
 """Nested dicts. Each leaf is a `Shard`, or a tensor that is equal on all ranks."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of a DTensor, without the mesh, so that it can be sent to a process without that mesh.
-
-    It implements DCP's protocol for objects that create their own write items.
-    """
-
-    local: Any
-    """A tensor, or its `Slot` in a state that `lay_out` returned."""
-
-    offsets: tuple[int, ...]
-    """Offset of the part in the whole tensor by dim, in elements."""
-
-    size: tuple[int, ...]
-    """Shape of the whole tensor."""
-
-    def __create_write_items__(self, fqn: str, shard: Shard) -> list[WriteItem]:
-        if not self.local.numel():  # the last ranks may have no elements of an unevenly sharded tensor
-            return []
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        offsets = torch.Size(self.offsets)
-        data = TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=self.local.size()),
-            properties=TensorProperties.create_from_tensor(self.local),
-            size=torch.Size(self.size),
-        )
-        return [WriteItem(index=MetadataIndex(fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)]
 
 
 def shards_of(state: Mapping[str, Any]) -> State:

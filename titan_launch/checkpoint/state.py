@@ -17,7 +17,8 @@ from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
-"""A flat dict of tensors: DTensors, or plain tensors that are equal on all ranks."""
+"""A flat dict of tensors: DTensors, or plain tensors that are equal on all ranks. (A `Shard` in place of a tensor is
+this rank's part of one; only the optimizer and the moving average of the weights have them.)"""
 
 
 class Part(Protocol):

@@ -114,7 +114,7 @@ class GroupSizes(NamedTuple):
 
 Temporaries = Callable[[Sequence[GroupSizes], "OptimizerConfig", int], int]
 """A function of (groups, config, ranks) that returns the peak memory of the temporary tensors of an update, in bytes.
-`ranks`: number of ranks over which FSDP2 shards a parameter."""
+`ranks`: number of ranks over which the state of a parameter is sharded: by FSDP2, and over replicas."""
 
 
 @dataclass(frozen=True)

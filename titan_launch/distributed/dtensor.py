@@ -1,13 +1,19 @@
-"""This rank's part of a DTensor: its values, its position and its shape."""
+"""This rank's part of a sharded tensor: its values, its position and its shape."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -68,3 +74,34 @@ def chunk_sizes(length: int, ranks: int) -> list[int]:
     except the last ones, which may be smaller or 0."""
     size = -(-length // ranks)
     return [max(0, min(size, length - rank * size)) for rank in range(ranks)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a sharded tensor, without the mesh, so that it can be sent to a process without that mesh.
+
+    It implements DCP's protocol for objects that create their own write items.
+    """
+
+    local: Any
+    """A tensor, or its `Slot` in a state that `checkpoint.snapshot.lay_out` returned."""
+
+    offsets: tuple[int, ...]
+    """Offset of the part in the whole tensor by dim, in elements."""
+
+    size: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    def __create_write_items__(self, fqn: str, shard: Shard) -> list[WriteItem]:
+        if not self.local.numel():  # the last ranks may have no elements of an unevenly sharded tensor
+            return []
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        offsets = torch.Size(self.offsets)
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=self.local.size()),
+            properties=TensorProperties.create_from_tensor(self.local),
+            size=torch.Size(self.size),
+        )
+        return [WriteItem(index=MetadataIndex(fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)]

@@ -25,7 +25,7 @@ class Mesh:
     The axes are, outermost first (an axis of degree 1 is not part of the mesh, except dp_shard):
 
         pp            layers are divided              sends activations to the next rank, once per microbatch
-        dp_replicate  replicas of the model (HSDP)    all-reduces gradients
+        dp_replicate  replicas of the model (HSDP)    all-reduces gradients, or exchanges them with a sharded optimizer
         dp_shard      parameters are sharded          all-gathers parameters, reduce-scatters gradients, unit by unit
         cp            sequences are divided           exchanges keys and values in every attention
         tp            matrices are divided            gathers and sums activations, four times per block
@@ -53,22 +53,28 @@ class Mesh:
     def fsdp(self) -> DeviceMesh:
         """The mesh for `fully_shard`: 2-D (replicate, shard) for HSDP, otherwise 1-D (shard).
 
-        With context parallelism, dp_shard and cp together are the shard axis.
+        With context parallelism, dp_shard and cp together are the shard axis. If the optimizer is sharded over the
+        replicas, it reduces the gradients over them, and the mesh is 1-D.
         """
         shard, sharded = SHARD, self.ranks[SHARD]
         if self.layout.context > 1:
             shard = f"{SHARD}_{CONTEXT}"
             sharded = self.ranks[SHARD, CONTEXT]._flatten(shard)
-        return self.ranks[REPLICATE, shard] if self.layout.replicate > 1 else sharded
+        return self.ranks[REPLICATE, shard] if self.layout.fsdp_replicas > 1 else sharded
 
     @property
     def expert_fsdp(self) -> DeviceMesh | None:
         """The mesh for `fully_shard` of experts that are divided over ranks; None without expert parallelism."""
         if self.expert_ranks is None:
             return None
-        return (
-            self.expert_ranks[REPLICATE, EXPERT_SHARD] if self.layout.replicate > 1 else self.expert_ranks[EXPERT_SHARD]
-        )
+        if self.layout.fsdp_replicas > 1:
+            return self.expert_ranks[REPLICATE, EXPERT_SHARD]
+        return self.expert_ranks[EXPERT_SHARD]
+
+    @property
+    def replicate(self) -> DeviceMesh | None:
+        """The replicas of the model; None if there is one."""
+        return self._axis(REPLICATE)
 
     @property
     def expert(self) -> DeviceMesh | None:

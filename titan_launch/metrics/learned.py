@@ -29,16 +29,19 @@ class Learned:
         with_outputs: bool,
         device: torch.device,
         stack: ExitStack,
+        replicas: int = 1,
     ):
         """`modules`: this rank's modules by path, the root first. `paths`: modules of the whole model that are
         measured, each alone. `groups`: paths of modules whose outputs are measured together, by name. `with_outputs`:
-        False if outputs are not measured. Closing `stack` removes all hooks."""
+        False if outputs are not measured. `replicas`: number of replicas over which the optimizer is sharded: each has
+        all parameters, but a part of each gradient. Closing `stack` removes all hooks."""
         self._paths = paths
         named = [
             (name, p) for name, p in modules[""].named_parameters() if any(is_within(name, path) for path in paths)
         ]
         self._parameters = [parameter for _, parameter in named]
         self._shares = torch.tensor([1 / number_of_copies(p) for p in self._parameters], device=device)
+        self._replicas = replicas
         pairs = [(i, j) for i, (name, _) in enumerate(named) for j, path in enumerate(paths) if is_within(name, path)]
         self._members, self._owners = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
         self._norms = torch.zeros(len(_NORMS), len(paths), device=device)
@@ -64,7 +67,7 @@ class Learned:
             if self._before:
                 after = self._locals()
                 torch._foreach_sub_(self._before, after)
-                self._norms[2] = self._squares(self._before)
+                self._norms[2] = self._squares(self._before) / self._replicas
             self._before = []
 
     @torch.no_grad()
@@ -75,7 +78,7 @@ class Learned:
         values = self._locals()
         gradients = [torch.zeros((), device=p.device) if p.grad is None else p.grad for p in self._parameters]
         gradients = [local_tensor(gradient).float() for gradient in gradients]
-        self._norms[0], self._norms[1] = self._squares(gradients), self._squares(values)
+        self._norms[0], self._norms[1] = self._squares(gradients), self._squares(values) / self._replicas
         self._before = values
 
     def _locals(self) -> list[Tensor]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from titan_launch.distributed.torch_private import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
+    CollectiveCallback,
     collectives_watched,
     communication_wrapped,
     parameter_groups,
@@ -44,12 +45,20 @@ class TrafficCount:
         self.traffic += traffic
 
 
+class WatchedExchange(Protocol):
+    """The exchange between replicas (`optim.replica_shards.ReplicaShards`)."""
+
+    def watched(self, on_collective: CollectiveCallback) -> AbstractContextManager[None]:
+        """Call `on_collective` before every collective until the end of the block."""
+
+
 @contextmanager
-def count_collectives(*models: nn.Module) -> Iterator[TrafficCount]:
+def count_collectives(*models: nn.Module, replicas: WatchedExchange | None = None) -> Iterator[TrafficCount]:
     """Count the collectives of wrapped models on this rank until the end of the block.
 
     The count includes all-gathers of parameters, reduce-scatters of gradients, and all-reduces between replicas (HSDP),
-    with the bytes that `titan_launch.plan.communication.Traffic` defines. It does not include communication along other
+    with the bytes that `titan_launch.plan.communication.Traffic` defines. `replicas`: the exchange of an optimizer that
+    is sharded over replicas, which counts too. The count does not include communication along other
     mesh axes, or that of target counts, clipping, BatchNorm statistics and metrics. The host does not wait for the
     device.
     """
@@ -63,7 +72,14 @@ def count_collectives(*models: nn.Module) -> Iterator[TrafficCount]:
         gathered, scattered = seen.all_gather_bytes, seen.reduce_scatter_bytes
         count.add(replace(seen, expert_all_gather_bytes=gathered, expert_reduce_scatter_bytes=scattered))
 
+    def record_of_replicas(kind: str, output: Tensor, sent: Tensor) -> None:
+        seen = _traffic_of(kind, output, sent)
+        gathered, scattered = seen.all_gather_bytes, seen.reduce_scatter_bytes
+        count.add(replace(seen, replica_all_gather_bytes=gathered, replica_reduce_scatter_bytes=scattered))
+
     with ExitStack() as stack:
+        if replicas is not None:
+            stack.enter_context(replicas.watched(record_of_replicas))
         for group in (group for model in models for group in parameter_groups(model)):
             is_divided = any(_is_of_experts(parameter) for parameter in sharded_parameters(group))
             stack.enter_context(collectives_watched(group, record_of_experts if is_divided else record))

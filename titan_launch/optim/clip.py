@@ -25,16 +25,14 @@ _SMALLEST = 1e-6
 
 
 @torch.no_grad()
-def clip_grad_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, pipeline: dist.ProcessGroup | None = None
-) -> Tensor:
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, *others: dist.ProcessGroup | None) -> Tensor:
     """Clip gradients in place to a total norm of at most `max_norm`. If `max_norm` is 0, do not change them.
 
     Return the norm before clipping, over all shards, as a scalar tensor. It is equal on all ranks. With expert
-    parallelism, the DTensors are on two meshes of the same ranks. `pipeline`: the ranks of the other pipeline stages,
-    whose gradients are part of the norm.
+    parallelism, the DTensors are on two meshes of the same ranks. `others`: groups of ranks with other gradients, which
+    are part of the norm: pipeline stages, or replicas over which the optimizer is sharded.
 
-    Collective over the ranks that share the shards, and over `pipeline`. The host does not wait for the device. If the
+    Collective over the ranks that share the shards, and over `others`. The host does not wait for the device. If the
     norm is not finite, the gradients become NaN, and the caller must skip the step.
     """
     parameters = list(parameters)
@@ -44,9 +42,11 @@ def clip_grad_norm(
         if gradients
         else torch.zeros((), device=parameters[0].device if parameters else None)
     )
-    if pipeline is not None:
+    groups = [group for group in others if group is not None]
+    if groups:
         square = norm.double().square()
-        dist.all_reduce(square, group=pipeline)
+        for group in groups:
+            dist.all_reduce(square, group=group)
         norm = square.sqrt().to(norm.dtype)
     if max_norm > 0:
         factor = (max_norm / (norm + _SMALLEST)).clamp(max=1.0)

@@ -17,7 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
@@ -31,7 +31,7 @@ _SMALLEST_SCALE = 2.0**-40
 """A block with a smaller scale is stored as zeros, so that no product with a value of a table is subnormal."""
 
 
-def initial_codes(parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
+def initial_codes(parameter: Tensor, name: str) -> dict[str, Tensor]:
     """Return a state tensor `name` of zeros and its scales, for a parameter with at least two axes, and sharded like
     it."""
     codes = torch.zeros_like(parameter, dtype=torch.int8, requires_grad=False)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_launch.config.sections.training import EMAConfig
-from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.dtensor import Shard, local_tensor
 from titan_launch.optim.groups import trainable_paths
+from titan_launch.optim.registry import replicas_of
 from titan_launch.optim.shards import in_float32
 
 
@@ -29,15 +31,20 @@ def update_weight(config: EMAConfig, step: int) -> float:
 
 class WeightEMA:
     """The average: for each trainable parameter a float32 DTensor, sharded like the parameter. A shared parameter has
-    one average. Nothing is communicated."""
+    one average. If the optimizer is sharded over replicas, so is the average: it is a plain tensor, of this replica's
+    chunk. Only `in_model` communicates then."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig):
         """Begin with the values of the parameters. If the optimizer has float32 masters, they are averaged in place of
         the rounded parameters."""
         self._config = config
         self._optimizer = optimizer
+        self._replicas = replicas_of(optimizer)
         self._names = trainable_paths(model)
-        self._averages = {p: torch.empty_like(p, dtype=torch.float32, requires_grad=False) for p in self._names}
+        self._averages = {
+            p: torch.empty_like(self._own(p) if self._replicas else p, dtype=torch.float32, requires_grad=False)
+            for p in self._names
+        }
         self.load_state_dict({})
 
     @torch.no_grad()
@@ -59,34 +66,52 @@ class WeightEMA:
         """Give the parameters the values of the average until the end of the block.
 
         The parameters must be sharded, as they are between steps. `parameters_changed` is called after both changes.
-        The copies of the parameters need less memory than their gradients, which do not exist between steps.
+        The copies of the parameters need less memory than their gradients, which do not exist between steps. Collective
+        over the replicas if the optimizer is sharded over them.
         """
         own = {parameter: local_tensor(parameter).detach().clone() for parameter in self._averages}
-        _set_parameters(self._averages)
+        with torch.no_grad():
+            for parameter, average in self._averages.items():
+                self._own(parameter).copy_(local_tensor(average))
+        if self._replicas is not None:
+            self._replicas.gather_parameters()
         parameters_changed()
         try:
             yield
         finally:
-            _set_parameters(own)
+            with torch.no_grad():
+                for parameter, value in own.items():
+                    local_tensor(parameter).copy_(value)
             parameters_changed()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages by the full names of the parameters. That of a shared parameter has all its names."""
-        return {name: self._averages[parameter] for parameter, names in self._names.items() for name in names}
+    @property
+    def tensors(self) -> Iterable[Tensor]:
+        """The averages, as DTensors or plain tensors."""
+        return self._averages.values()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages by the full names of the parameters. That of a shared parameter has all its names. The
+        average of a chunk is a `Shard`."""
+        return {name: self._placed(parameter) for parameter, names in self._names.items() for name in names}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load averages. An average that is not in `state` begins anew with the value of its parameter."""
         for parameter, average in self._averages.items():
-            loaded = (local_tensor(state[name]) for name in self._names[parameter] if name in state)
-            local_tensor(average).copy_(next(loaded, self._source(parameter)))
+            loaded = (state[name] for name in self._names[parameter] if name in state)
+            value = next(loaded, self._source(parameter))
+            local_tensor(average).copy_(value.local if isinstance(value, Shard) else local_tensor(value))
+
+    def _placed(self, parameter: nn.Parameter) -> Tensor | Shard:
+        average, replicas = self._averages[parameter], self._replicas
+        return average if replicas is None else replicas.shard_of(parameter, average, tuple(parameter.shape))
 
     def _source(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's values of a parameter: those of its master if there is one."""
-        return local_tensor(self._optimizer.state.get(parameter, {}).get("master", parameter))
+        master = self._optimizer.state.get(parameter, {}).get("master")
+        return self._own(parameter) if master is None else local_tensor(master)
 
-
-@torch.no_grad()
-def _set_parameters(values: Mapping[nn.Parameter, Tensor]) -> None:
-    for parameter, value in values.items():
-        local_tensor(parameter).copy_(local_tensor(value))
+    def _own(self, parameter: nn.Parameter) -> Tensor:
+        """Return the part of a parameter of which this rank has the average."""
+        local = local_tensor(parameter).detach()
+        return local if self._replicas is None else self._replicas.of(parameter, local)

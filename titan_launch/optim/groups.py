@@ -19,6 +19,7 @@ from titan_launch.plan.param_groups import (
     matches_any,
     settings_of,
 )
+from titan_launch.plan.replica_shards import is_within_matrix
 from titan_launch.plan.types import EXPERTS, STACKED_LORA, parent, sharded_dim
 from titan_launch.plan.units.rule_assignment import suggestion
 
@@ -135,7 +136,8 @@ def _stacked(model: nn.Module) -> set[nn.Parameter]:
 def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str], layout: Layout) -> None:
     """Raise ConfigError if an algorithm for matrices (Muon) would update experts whose matrices are divided.
 
-    Tensor parallelism divides them, and so does FSDP2 if its ranks do not divide the experts (see `sharded_dim`).
+    Tensor parallelism divides them, and so does FSDP2 if its ranks do not divide the experts (see `sharded_dim`), or a
+    sharded optimizer if it has more replicas than FSDP2 leaves experts to a rank (see `chunk_numel`).
     `model`: the whole model, before it is divided.
     """
     stacked, shards = _stacked(model), layout.parameter_shards // layout.expert
@@ -150,6 +152,11 @@ def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str
                 divided = f"parallelism.tensor_parallel_degree = {layout.tensor} divides each expert of {path}"
             elif sharded_dim((experts, *others), shards, is_stacked=True):
                 divided = f"{shards} FSDP2 shards do not divide the {experts} experts of {path}, so each is sharded"
+            elif is_within_matrix((-(-experts // shards), *others), layout.optimizer_replicas):
+                divided = (
+                    f"parallelism.shard_optimizer_over_replicas = true divides the {-(-experts // shards)} experts of "
+                    f"{path} on a rank over {layout.replicate} replicas"
+                )
             else:
                 continue
             algorithm, other = group.settings.algorithm, ALGORITHMS[group.settings.algorithm].for_others

@@ -23,10 +23,11 @@ Shape = Sequence[int]
 class MatrixGather:
     """The sharding of matrices over ranks, and the exchange of matrices with this sharding between the ranks.
 
-    A batch is a list of at most `size` matrices, in the same order on all ranks. Along FSDP2's mesh axis, every rank
+    A batch is a list of at most `size` matrices, in the same order on all ranks. Every rank along FSDP2's mesh axis
     sends its shard of the i-th matrix to the i-th rank in one all-to-all. A second all-to-all returns the shards of the
     results. If tensor parallelism shards the matrices too, its ranks all-gather each matrix between the two
-    all-to-alls, and all of them compute with the full matrix. All replicas repeat the same work.
+    all-to-alls, and all of them compute with the full matrix. All replicas repeat the same work, unless the optimizer
+    is sharded over them: then a shard is a replica's chunk, and the ranks of all replicas divide the matrices.
     """
 
     mesh: DeviceMesh | None
@@ -34,16 +35,23 @@ class MatrixGather:
 
     placements: tuple[Placement, ...]
 
+    replicas: int = 1
+    """Number of replicas over which the optimizer is sharded."""
+
+    ranks: dist.ProcessGroup | None = None
+    """The ranks that have the shards of a matrix, in the order (replica, rank along FSDP2's axis). None: the ranks
+    along FSDP2's axis."""
+
     @property
     def size(self) -> int:
-        """Number of ranks along FSDP2's axis, which is the largest number of matrices in a batch."""
-        return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis)
+        """Number of ranks that share a matrix, which is the largest number of matrices in a batch."""
+        return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis) * self.replicas
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor | None:
         """Return the full matrix of a batch that this rank computes with, gathered from the shards of all ranks.
 
-        `parts`: this rank's shards of a batch, one per matrix. `shapes`: the full shapes. The i-th rank along FSDP2's
-        axis gets the i-th matrix, in bfloat16 on the mesh's device. A rank without a matrix gets None.
+        `parts`: this rank's shards of a batch, one per matrix. `shapes`: the full shapes. The i-th of the ranks that
+        share a matrix gets the i-th matrix, in bfloat16 on the mesh's device. A rank without a matrix gets None.
         """
         if self.mesh is None or self._axis is None:
             return parts[0]
@@ -52,7 +60,12 @@ class MatrixGather:
             return self._gather_tensor_parallel(parts[0].to(self.mesh.device_type), shapes[0])
         rows, columns = ([0] * self.size, 0) if mine is None else self._rows(shapes[mine])
         received = self._all_to_all(parts, [count * columns for count in rows])
-        return None if mine is None else self._gather_tensor_parallel(received.view(-1, columns), shapes[mine])
+        if mine is None:
+            return None
+        if self.replicas > 1:
+            by_rank = received.split([count * columns for count in rows])
+            received = torch.cat([by_rank[rank] for rank in self._order])
+        return self._gather_tensor_parallel(received.view(-1, columns), shapes[mine])
 
     def scatter(self, full: Tensor | None, shapes: Sequence[Shape]) -> list[Tensor]:
         """Return this rank's shards of all matrices of a batch.
@@ -64,8 +77,10 @@ class MatrixGather:
             return [self._tensor_parallel_part(full)]
         mine, parts = self._index(shapes), []
         if full is not None and mine is not None:
-            parts = list(self._tensor_parallel_part(full).split(self._rows(shapes[mine])[0]))
-        own = self.mesh.get_local_rank(self._axis)
+            rows = self._rows(shapes[mine])[0]
+            in_order = self._tensor_parallel_part(full).split([rows[rank] for rank in self._order])
+            parts = [part for _, part in sorted(zip(self._order, in_order, strict=True), key=lambda pair: pair[0])]
+        own = dist.get_rank(self._group)
         sizes = [(rows[own], columns) for rows, columns in map(self._rows, shapes)]
         received = self._all_to_all(parts, [rows * columns for rows, columns in sizes])
         flat = received.split([rows * columns for rows, columns in sizes])
@@ -90,17 +105,31 @@ class MatrixGather:
     def _index(self, shapes: Sequence[Shape]) -> int | None:
         """Return the index of the matrix that this rank gathers; None if the batch has no matrix for this rank."""
         assert self.mesh is not None and self._axis is not None
-        own = self.mesh.get_local_rank(self._axis)
+        own = dist.get_rank(self._group)
         return own if own < len(shapes) else None
 
     def _rows(self, shape: Shape) -> tuple[list[int], int]:
-        """Return how FSDP2 shards this rank's tensor-parallel part of a matrix: the number of rows on each rank, and
-        the number of columns."""
+        """Return how FSDP2 shards this rank's tensor-parallel part of a matrix, and how replicas divide the shards: the
+        number of rows on each rank, and the number of columns."""
         assert self.mesh is not None
         left = list(shape)
         for axis, divided in self._tensor_parallel:
             left[divided] = chunk_sizes(left[divided], self.mesh.size(axis))[self.mesh.get_local_rank(axis)]
-        return chunk_sizes(left[0], self.size), left[1]
+        of_shards = chunk_sizes(left[0], self.size // self.replicas)
+        chunks = [chunk_sizes(rows, self.replicas) for rows in of_shards]
+        return [rows for replica in zip(*chunks, strict=True) for rows in replica], left[1]
+
+    @property
+    def _order(self) -> list[int]:
+        """The ranks in the order of their rows. The ranks that share a matrix are numbered replica by replica, but its
+        rows are divided over FSDP2's axis first."""
+        shards = self.size // self.replicas
+        return [replica * shards + shard for shard in range(shards) for replica in range(self.replicas)]
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        assert self.mesh is not None and self._axis is not None
+        return self.ranks or self.mesh.get_group(self._axis)
 
     def _all_to_all(self, parts: Sequence[Tensor], received: Sequence[int]) -> Tensor:
         """Send the i-th part to the i-th rank, and return the elements that this rank receives, in one flat tensor.
@@ -114,9 +143,7 @@ class MatrixGather:
         nothing = torch.empty(0, dtype=torch.bfloat16, device=device)
         source = torch.cat([nothing, *(part.reshape(-1).to(device) for part in parts)])
         output = torch.empty(sum(received), dtype=torch.bfloat16, device=device)
-        dist.all_to_all_single(
-            output, source, self._padded(received), self._padded(sent), group=self.mesh.get_group(self._axis)
-        )
+        dist.all_to_all_single(output, source, self._padded(received), self._padded(sent), group=self._group)
         return output
 
     def _padded(self, counts: Sequence[int]) -> list[int]:

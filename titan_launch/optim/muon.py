@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_launch.config.optimizers import matrices_at_once
 from titan_launch.config.sections.training import MuonConfig, OptimizerConfig
-from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
+from titan_launch.optim.matrix_gather import MatrixGather
 from titan_launch.optim.shards import LocalShard, ShardGroup, masters, moments, store
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -103,7 +103,7 @@ def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[MatrixGather, list[Ma
     """
     divided_alike: dict[MatrixGather, list[Matrix]] = {}
     for matrix in sorted(matrices, key=lambda matrix: matrix.shard.full.numel(), reverse=True):
-        divided_alike.setdefault(matrix_gather_of(matrix.shard.full), []).append(matrix)
+        divided_alike.setdefault(matrix.shard.gather, []).append(matrix)
     for division, group in divided_alike.items():
         for start in range(0, len(group), division.size):
             yield division, group[start : start + division.size]

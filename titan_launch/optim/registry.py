@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from titan_launch.config.optimizers import ALGORITHMS, PyTorchUpdate
+from titan_launch.config.optimizers import ALGORITHMS, PyTorchUpdate, names_in_8_bits, shape_of_scales
 from titan_launch.config.sections.training import OptimizerConfig
+from titan_launch.distributed.dtensor import Shard
 from titan_launch.optim.eight_bit import initial_codes
 from titan_launch.optim.groups import Group, group_parameters
+from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.optim.shards import LocalShard, ShardGroup, applied_or_skipped, mask_gradients, shard_of
 from titan_launch.plan.param_groups import is_mixed
 
@@ -26,11 +28,22 @@ class MixedOptimizer(Optimizer):
     package updates all groups: moments, parameters and master weights then have different dtypes.
 
     The state of a parameter is `step`, the tensors that the algorithm names, and optionally `master`. All except `step`
-    are DTensors like the parameter. As in PyTorch's fused optimizers, a step is skipped if `found_inf` is not 0.
+    are DTensors like the parameter. With `replicas` they are plain tensors: the state of this replica's chunk. As in
+    PyTorch's fused optimizers, a step is skipped if `found_inf` is not 0.
     """
 
-    def __init__(self, groups: Sequence[Group], config: OptimizerConfig, *, is_mixed: bool, seed: int):
-        """`seed`: seed of stochastic rounding."""
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        config: OptimizerConfig,
+        *,
+        is_mixed: bool,
+        seed: int,
+        replicas: ReplicaShards | None = None,
+    ):
+        """`seed`: seed of stochastic rounding. `replicas`: the replicas over which the optimizer is sharded. `step`
+        then updates this rank's chunks only: call `replicas.gather_parameters` after it."""
+        self.replicas = replicas
         self._config = config
         self._is_mixed = is_mixed
         self._seed = seed if config.rounding == "stochastic" else None
@@ -70,6 +83,24 @@ class MixedOptimizer(Optimizer):
                 applied = applied_or_skipped(found_there, shards[0].parameter.device)
                 resolve_name(ALGORITHMS[name].update)(groups, self._config, applied)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state. If the optimizer is sharded over replicas, a chunk of a state tensor is a `Shard`."""
+        result = super().state_dict()
+        if self.replicas is not None:
+            parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
+            result["state"] = {
+                index: {key: self._placed(parameters[index], key, value) for key, value in state.items()}
+                for index, state in result["state"].items()
+            }
+        return result
+
+    def _placed(self, parameter: Tensor, key: str, value: Tensor) -> Tensor | Shard:
+        if self.replicas is None or key == "step":
+            return value
+        is_scales = key.endswith(names_in_8_bits("")[1])
+        size = shape_of_scales(parameter.shape) if is_scales else tuple(parameter.shape)
+        return self.replicas.shard_of(parameter, value, size)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state with its own dtypes. (PyTorch's method would cast it to the dtypes of the parameters.)"""
         super().load_state_dict({**state_dict, "state": {}})
@@ -79,7 +110,8 @@ class MixedOptimizer(Optimizer):
         )
         for key, parameter in zip(given, own, strict=True):
             if key in state_dict["state"]:
-                state = dict(state_dict["state"][key])
+                loaded = state_dict["state"][key].items()
+                state = {name: value.local if isinstance(value, Shard) else value for name, value in loaded}
                 self.state[parameter] = state
                 self._histories[parameter] = float(state["step"])
 
@@ -107,20 +139,21 @@ class MixedOptimizer(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state.update(self._initial_state(parameter, group["algorithm"]))
-                yield shard_of(self._names[parameter], parameter, state, self._seed)
+                yield shard_of(self._names[parameter], parameter, state, self._seed, self.replicas)
 
     def _initial_state(self, parameter: nn.Parameter, algorithm: str) -> dict[str, Tensor]:
         config, pytorch = self._config, self._pytorchs(algorithm)
         on_host = pytorch is not None and pytorch.counts_on_host and config.implementation != "fused"
         state = {"step": torch.zeros((), device="cpu" if on_host else parameter.device)}
+        own = parameter.detach() if self.replicas is None else self.replicas.of(parameter, parameter)
         for name in ALGORITHMS[algorithm].state(config):
-            if config.state_dtype == "int8" and parameter.dim() > 1:
-                state |= initial_codes(parameter, name)
+            if config.state_dtype == "int8" and own.dim() > 1:
+                state |= initial_codes(own, name)
             else:
                 dtype = "float32" if config.state_dtype == "int8" else config.state_dtype
-                state[name] = torch.zeros_like(parameter, dtype=None if dtype is None else getattr(torch, dtype))
-        if config.master_weights and parameter.dtype == torch.bfloat16:
-            state["master"] = parameter.detach().float()
+                state[name] = torch.zeros_like(own, dtype=None if dtype is None else getattr(torch, dtype))
+        if config.master_weights and own.dtype == torch.bfloat16:
+            state["master"] = own.float()
         return state
 
     def _pytorchs(self, algorithm: str) -> PyTorchUpdate | None:
@@ -140,18 +173,25 @@ _IMPLEMENTATIONS = {
 }
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, head: Collection[str] = (), seed: int = 0) -> Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    head: Collection[str] = (),
+    seed: int = 0,
+    replicas: ReplicaShards | None = None,
+) -> Optimizer:
     """Build the optimizer of a model's trainable parameters, or of a pipeline stage's, sharded or not, on its device.
 
     `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: for stochastic rounding.
-    Call `check_param_groups` first, which raises the errors of a job. Call `set_lr` before each step.
+    `replicas`: the replicas over which the optimizer is sharded; None if it is not. Call `check_param_groups` first,
+    which raises the errors of a job. Call `set_lr` before each step.
     """
     groups = group_parameters(model, config, head)
     in_pytorch = [group for group in groups if ALGORITHMS[group.settings.algorithm].pytorch is not None]
     parameters = (parameter for group in in_pytorch for parameter in group.parameters.values())
     mixed = is_mixed(config, (str(parameter.dtype).removeprefix("torch.") for parameter in parameters))
-    if mixed or any(group.settings.algorithm != "AdamW" for group in groups):
-        return MixedOptimizer(groups, config, is_mixed=mixed, seed=seed)
+    if mixed or replicas is not None or any(group.settings.algorithm != "AdamW" for group in groups):
+        return MixedOptimizer(groups, config, is_mixed=mixed, seed=seed, replicas=replicas)
     return torch.optim.AdamW(
         [as_param_group(group) for group in groups],
         lr=config.lr,
@@ -159,6 +199,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, head: Collection[
         eps=config.eps,
         **_IMPLEMENTATIONS[config.implementation],
     )
+
+
+def replicas_of(optimizer: Optimizer) -> ReplicaShards | None:
+    """Return the replicas over which an optimizer is sharded; None if it is not."""
+    return optimizer.replicas if isinstance(optimizer, MixedOptimizer) else None
 
 
 def step_unless(optimizer: Optimizer, nonfinite: Tensor) -> None:

@@ -1,10 +1,12 @@
-"""This rank's shards of parameters, gradients and optimizer state, and rounding of float32 results to bfloat16."""
+"""This rank's shards of parameters, gradients and optimizer state, and rounding of float32 results to bfloat16.
+
+If the optimizer is sharded over replicas, the shards are this replica's chunks of the local shards."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.optim.eight_bit import Codes, decode, encode
 from titan_launch.optim.flat import alike, divided, joined, on_device
-from titan_launch.optim.matrix_gather import matrix_gather_of
+from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
+from titan_launch.optim.replica_shards import ReplicaShards
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,24 @@ class LocalShard:
     seed: int | None
     """Seed of stochastic rounding; None rounds to the nearest."""
 
+    replicas: ReplicaShards | None = None
+    """The replicas over which the optimizer is sharded."""
+
+    @property
+    def gather(self) -> MatrixGather:
+        """The ranks that have the other shards, and their exchange."""
+        gather, replicas = matrix_gather_of(self.full), self.replicas
+        if replicas is None:
+            return gather
+        return replace(gather, replicas=replicas.replicas, ranks=replicas.ranks_of_matrices)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offsets of the shard in the whole parameter."""
+        if self.replicas is None:
+            return matrix_gather_of(self.full).offsets(self.full.shape)
+        return self.replicas.shard_of(self.full, self.parameter, tuple(self.full.shape)).offsets
+
     def in_8_bits(self, name: str) -> Codes:
         """Return a state tensor that is stored in 8 bits."""
         codes, scales = names_in_8_bits(name)
@@ -46,8 +67,7 @@ class LocalShard:
         target = self.parameter if what == "parameter" else self.state[what]
         if self.seed is None or target.dtype != torch.bfloat16 or (what == "parameter" and "master" in self.state):
             return None
-        offsets = matrix_gather_of(self.full).offsets(self.full.shape)
-        return Draw(self.seed, f"{self.name}/{what}", self.state["step"], target.shape, tuple(offsets))
+        return Draw(self.seed, f"{self.name}/{what}", self.state["step"], target.shape, self.offsets)
 
 
 class ShardGroup(NamedTuple):
@@ -69,9 +89,14 @@ class ShardGroup(NamedTuple):
         }
 
 
-def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | None) -> LocalShard:
-    """Return the shard of a parameter that has a gradient and state."""
+def shard_of(
+    name: str, parameter: Tensor, state: dict[str, Any], seed: int | None, replicas: ReplicaShards | None
+) -> LocalShard:
+    """Return the shard of a parameter that has a gradient and state; with `replicas`, this replica's chunk of it."""
     assert parameter.grad is not None
+    if replicas is not None:
+        own, gradient = replicas.of(parameter, parameter), replicas.of(parameter, parameter.grad)
+        return LocalShard(name, parameter, own, gradient, state, seed, replicas)
     local_state = {key: local_tensor(value) for key, value in state.items()}
     return LocalShard(name, parameter, local_tensor(parameter), local_tensor(parameter.grad), local_state, seed)
 

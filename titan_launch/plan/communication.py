@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from math import prod
 from typing import Any
 
 from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.types import ModelPlan, ModuleInfo, TensorInfo, Unit, sharded_dim
+from titan_launch.plan.replica_shards import ExchangedUnit, exchanged_unit
+from titan_launch.plan.types import ModelPlan, ModuleInfo, TensorInfo, Unit, parameters_by_unit, sharded_dim
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,13 @@ class Traffic:
     expert_reduce_scatter_bytes: int = 0
     """Part of `reduce_scatter_bytes` of these units."""
 
+    replica_all_gather_bytes: int = 0
+    """Part of `all_gather_bytes` among the replicas (`parallelism.shard_optimizer_over_replicas`): parameters in the
+    storage dtype."""
+
+    replica_reduce_scatter_bytes: int = 0
+    """Part of `reduce_scatter_bytes` among the replicas."""
+
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
             self.collectives + other.collectives,
@@ -110,6 +119,8 @@ class Traffic:
             self.expert + other.expert,
             self.expert_all_gather_bytes + other.expert_all_gather_bytes,
             self.expert_reduce_scatter_bytes + other.expert_reduce_scatter_bytes,
+            self.replica_all_gather_bytes + other.replica_all_gather_bytes,
+            self.replica_reduce_scatter_bytes + other.replica_reduce_scatter_bytes,
         )
 
 
@@ -133,7 +144,7 @@ def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     """
     if not unit.num_parameters:
         return Collectives()
-    is_sharded, is_replicated = layout.shards_of(unit) > 1, layout.replicate > 1
+    is_sharded, is_replicated = layout.shards_of(unit) > 1, layout.fsdp_replicas > 1
     return Collectives(
         all_gathers=unit.num_gathers * is_sharded,
         reduce_scatters=int(unit.is_trained and is_sharded),
@@ -149,20 +160,49 @@ def collectives_of_microbatch(units: Iterable[Unit], layout: Layout) -> Collecti
 def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
     """Return the collectives of all units in a step of `layout.num_microbatches` microbatches.
 
-    `accumulation`: the mode, which decides how often gradients are reduced and parameters all-gathered.
+    `accumulation`: the mode, which decides how often gradients are reduced and parameters all-gathered. A sharded
+    optimizer has one reduce-scatter and one all-gather more for each trained unit.
     """
-    return _times(collectives_of_microbatch(units, layout), layout, accumulation)
+    units = list(units)
+    is_exchanged = layout.optimizer_replicas > 1
+    exchanges = sum(is_exchanged and unit.is_trained and unit.num_parameters > 0 for unit in units)
+    return _times(collectives_of_microbatch(units, layout), layout, accumulation) + Collectives(exchanges, exchanges)
 
 
 def traffic_of_step(plan: ModelPlan, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
     """Return calls and bytes of a step. `plan` must be made with `accumulation`, because the mode decides which units
     reshard."""
-    return sum(
-        (
-            _traffic_of_unit(unit, plan, modules, layout, accumulation)
-            for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True)
-        ),
-        start=Traffic(),
+    of_units = (
+        _traffic_of_unit(unit, plan, modules, layout, accumulation)
+        for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True)
+    )
+    return sum(of_units, start=traffic_of_replicas(exchanged_units(plan, layout), layout.optimizer_replicas))
+
+
+def exchanged_units(plan: ModelPlan, layout: Layout) -> list[ExchangedUnit]:
+    """Return the units whose gradients and parameters a sharded optimizer exchanges between the replicas; an empty list
+    if the optimizer is not sharded."""
+    if layout.optimizer_replicas == 1:
+        return []
+    found = []
+    for unit, parameters in zip(plan.units, parameters_by_unit(plan.inventory, plan.units), strict=True):
+        trained = (parameter for parameter in parameters if parameter.requires_grad)
+        shapes = [shard_shape(parameter, layout.shards_of(unit), unit.expert_parallel) for parameter in trained]
+        if shapes:
+            found.append(exchanged_unit(shapes, layout.optimizer_replicas, unit.storage_dtype, unit.reduce_dtype))
+    return found
+
+
+def traffic_of_replicas(units: Iterable[ExchangedUnit], replicas: int) -> Traffic:
+    """Return the traffic of a step between the replicas over which the optimizer is sharded."""
+    units = list(units)
+    gathered, scattered = sum(unit.chunks for unit in units), sum(unit.reduced for unit in units)
+    return Traffic(
+        Collectives(all_gathers=len(units), reduce_scatters=len(units)),
+        all_gather_bytes=replicas * gathered,
+        reduce_scatter_bytes=replicas * scattered,
+        replica_all_gather_bytes=replicas * gathered,
+        replica_reduce_scatter_bytes=replicas * scattered,
     )
 
 
@@ -172,12 +212,15 @@ def padded_numel(parameter: TensorInfo, shard: int, expert_parallel: int = 1) ->
     FSDP2 does not pad some parameters of experts (see `sharded_dim`). `expert_parallel`: number of ranks over which
     expert parallelism has divided the parameter; the result is for the part of one of them.
     """
-    if not parameter.numel:
-        return 0
-    rows, numel = parameter.shape[0] // expert_parallel, parameter.numel // expert_parallel
-    if sharded_dim((rows, *parameter.shape[1:]), shard, parameter.is_stacked):
-        return numel
-    return numel // rows * (-(-rows // shard) * shard)
+    return prod(shard_shape(parameter, shard, expert_parallel)) * shard
+
+
+def shard_shape(parameter: TensorInfo, shard: int, expert_parallel: int = 1) -> tuple[int, ...]:
+    """Return the shape of the largest shard of a parameter. The arguments are those of `padded_numel`."""
+    shape = [parameter.shape[0] // expert_parallel, *parameter.shape[1:]]
+    dim = sharded_dim(shape, shard, parameter.is_stacked) if parameter.numel else 0
+    shape[dim] = -(-shape[dim] // shard)
+    return tuple(shape)
 
 
 def _traffic_of_unit(
@@ -263,11 +306,12 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
     expert_shards = ring(shard_stride * layout.expert, layout.parameter_shards // layout.expert)
     between = ring(replica_stride, layout.replicate)
     of_experts = traffic.expert_all_gather_bytes + traffic.expert_reduce_scatter_bytes
-    of_others = traffic.all_gather_bytes + traffic.reduce_scatter_bytes - of_experts
+    of_replicas = traffic.replica_all_gather_bytes + traffic.replica_reduce_scatter_bytes
+    of_others = traffic.all_gather_bytes + traffic.reduce_scatter_bytes - of_experts - of_replicas
     sent = (
         (of_others * shards.sent, shards),
         (of_experts * expert_shards.sent, expert_shards),
-        (2 * traffic.all_reduce_bytes * between.sent, between),
+        ((2 * traffic.all_reduce_bytes + of_replicas) * between.sent, between),
         (Fraction(traffic.tensor.sent_bytes), ring(1, layout.tensor)),
         (Fraction(traffic.context.sent_bytes), ring(shard_stride, layout.context)),
         (Fraction(traffic.pipeline.sent_bytes), ring(layout.ranks_per_stage, layout.pipeline)),

@@ -219,7 +219,7 @@ def _accumulations(config: JobConfig, layout: Layout) -> tuple[list[GradientAccu
 
 def _candidates(layout: Layout) -> Iterator[GradientAccumulationConfig]:
     modes: list[Literal["immediate", "deferred_all_reduce", "deferred"]] = ["immediate", "deferred"]
-    if layout.replicate > 1:
+    if layout.fsdp_replicas > 1:
         modes.insert(1, "deferred_all_reduce")
     for unsharded in (False, True):
         for mode in modes:

@@ -59,6 +59,25 @@ class Layout:
     """Number of ranks over which the experts of every layer are divided. It is no axis of its own: it divides the ranks
     of the shard and context axes, (shard x context) = (expert shards x expert), the expert ranks innermost."""
 
+    shards_optimizer: bool = False
+    """True if the optimizer is sharded over the replicas (`parallelism.shard_optimizer_over_replicas`)."""
+
+    @property
+    def fsdp_replicas(self) -> int:
+        """Number of replicas between which FSDP2 all-reduces gradients. It is 1 if the optimizer is sharded over the
+        replicas: FSDP2 then knows the ranks of one replica only."""
+        return 1 if self.shards_optimizer else self.replicate
+
+    @property
+    def optimizer_replicas(self) -> int:
+        """Number of replicas over which the optimizer is sharded."""
+        return self.replicate if self.shards_optimizer else 1
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Number of ranks over which the optimizer state of a parameter is sharded."""
+        return self.parameter_shards * self.optimizer_replicas
+
     @property
     def data_parallel(self) -> int:
         """Number of ranks with different data."""
@@ -157,6 +176,7 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
         tensor=parallelism.tensor_parallel_degree,
         pipeline=parallelism.pipeline_parallel_degree,
         expert=expert,
+        shards_optimizer=parallelism.shard_optimizer_over_replicas,
     )
 
 

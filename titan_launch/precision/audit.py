@@ -169,7 +169,7 @@ def _audit_unit(plan: ModelPlan, unit: Unit, gathered: str, layout: Layout, seen
     """Audit the collectives of a unit. `gathered`: dtype of its all-gather."""
     classes = dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)
     planned: dict[str, tuple[str, ...]] = {ALL_GATHER: (gathered,), REDUCE_SCATTER: (unit.reduce_dtype,)}
-    if layout.replicate > 1:
+    if layout.fsdp_replicas > 1:
         planned[ALL_REDUCE] = (unit.reduce_dtype,)
     remark = "" if any(seen.dtypes.values()) else "not communicated"
     return Audited(unit.name, ", ".join(classes), unit, tuple(_findings(planned, seen)), remark)

@@ -15,7 +15,6 @@ from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.groups import check_param_groups, check_stacks
-from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.communication import link_traffic_of_step
 from titan_launch.plan.hardware import Hardware
@@ -26,6 +25,7 @@ from titan_launch.plan.report.unit_table import summary_of_batch
 from titan_launch.trace.engine import trace_rank
 from titan_launch.trace.step import TracedStep, assemble_without_values
 from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.build import build_model_optimizer
 from titan_launch.train.model import AssembledModel, build_job_model
 
 
@@ -42,7 +42,7 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     plan = plan_precision(config, built)
     with ExitStack() as stack:
         model, _, _ = assemble_without_values(config, built, plan, layout, hardware.kernels, rank, stack)
-        optimizer = build_optimizer(model.module, config.optimizer, built.head, config.training.seed)
+        optimizer = build_model_optimizer(config, model)
         _update(model, optimizer)
         held = list(_describe_rank(model, optimizer))
     eager = config.model_copy(update={"compile": CompileConfig()})  # compilation is slow and does not change the text

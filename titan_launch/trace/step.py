@@ -28,13 +28,14 @@ from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.loss import Loss
 from titan_launch.optim.groups import group_parameters
+from titan_launch.optim.replica_shards import trained_by_unit
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.activation_offload import HostCopies
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import SequencePart, sequence_part
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
-from titan_launch.plan.communication import Traffic, on_line
+from titan_launch.plan.communication import Traffic, on_line, traffic_of_replicas
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import (
@@ -43,6 +44,7 @@ from titan_launch.plan.memory.ledger import (
     Footprint,
     Ledger,
     StepPoint,
+    book_update,
     ema_bytes,
     on_host,
     state_bytes,
@@ -50,6 +52,7 @@ from titan_launch.plan.memory.ledger import (
     with_growth,
 )
 from titan_launch.plan.pipeline import scaled_to_step, sufficient_microbatches
+from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
@@ -207,7 +210,7 @@ def _trace_microbatches(
             stack.enter_context(dtype_failures_explained(module, part, config.precision))
         count = stack.enter_context(count_collectives(model, *([] if frozen is None else [frozen.module])))
         stack.enter_context(count_exchanges(mesh, count))
-        groups = _group_sizes(config, model, plan)
+        groups = _group_sizes(config, model, plan, mesh.layout)
         ledger.allocate(state_bytes(config.optimizer, groups), Category.OPTIMIZER)
         ledger.allocate(ema_bytes(config.ema, groups), Category.EMA)
         memory.scope(Category.BUFFERS)
@@ -219,7 +222,10 @@ def _trace_microbatches(
             config, model, mesh.layout, num_microbatches, batches, loss, step_points, memory, count
         ).run()
         ledger.enter(StepPoint(step_points.microbatch, "optimizer", ""))
-        _update(temporary_bytes(config.optimizer, groups, mesh.layout.parameter_shards), ledger)
+        # Clipping and update are not traced, because their operations on many DTensors would take longer than the rest.
+        units = _exchanged_units(model, plan, mesh.layout)
+        book_update(ledger, temporary_bytes(config.optimizer, groups, mesh.layout.optimizer_shards), units, mesh.layout)
+        traffic += traffic_of_replicas(units, mesh.layout.optimizer_replicas)
         del statistics
         return TracedStep(ledger.footprint(), traffic)
 
@@ -282,21 +288,23 @@ def _traffic_of_step(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
     return on_line(total, total + seen[-2], untraced) if untraced else total
 
 
-def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan) -> list[GroupSizes]:
-    """Return the sizes of trainable parameters, by parameter group."""
+def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan, layout: Layout) -> list[GroupSizes]:
+    """Return the sizes of trainable parameters on this rank, by parameter group; with an optimizer that is sharded over
+    replicas, those of the chunks that it updates."""
     groups = group_parameters(model, config.optimizer, plan.inventory.head)
-    return [GroupSizes(g.settings, [_shard_size(p) for p in g.parameters.values()]) for g in groups]
+    return [GroupSizes(g.settings, [_shard_size(p, layout) for p in g.parameters.values()]) for g in groups]
 
 
-def _shard_size(parameter: nn.Parameter) -> ShardSize:
+def _shard_size(parameter: nn.Parameter, layout: Layout) -> ShardSize:
     shard = local_tensor(parameter)
-    return ShardSize(tuple(parameter.shape), shard.numel(), str(shard.dtype).removeprefix("torch."))
+    num_elements = chunk_numel(shard.shape, layout.optimizer_replicas)
+    return ShardSize(tuple(parameter.shape), num_elements, str(shard.dtype).removeprefix("torch."))
 
 
-def _update(num_bytes: int, ledger: Ledger) -> None:
-    """Add the optimizer's temporaries of `num_bytes` to the ledger. Clipping needs no memory: it works in place.
-
-    Clipping and update are not traced, because their operations on many DTensors would take longer than the rest.
-    """
-    ledger.allocate(num_bytes, Category.OPTIMIZER_TEMPORARIES)
-    ledger.free(num_bytes, Category.OPTIMIZER_TEMPORARIES)
+def _exchanged_units(model: nn.Module, plan: ModelPlan, layout: Layout) -> list[ExchangedUnit]:
+    """Return the units of a model, or of the stages of a rank, that a sharded optimizer exchanges between replicas."""
+    replicas = layout.optimizer_replicas
+    return [
+        exchanged_unit([local_tensor(p).shape for p in own], replicas, unit.storage_dtype, unit.reduce_dtype)
+        for unit, own in (trained_by_unit(model, plan).items() if replicas > 1 else ())
+    ]

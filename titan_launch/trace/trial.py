@@ -22,7 +22,7 @@ from titan_launch.core.patches import replaced
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.optim.clip import clip_grad_norm
-from titan_launch.optim.registry import build_optimizer
+from titan_launch.optim.registry import replicas_of
 from titan_launch.parallel import expert_parallel
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.context_parallel import sequence_part
@@ -33,7 +33,7 @@ from titan_launch.plan.memory.ledger import MICROBATCHES
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.step import Batches
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.build import speed_up_on_cpu
+from titan_launch.train.build import build_model_optimizer, speed_up_on_cpu
 from titan_launch.train.health.out_of_memory import is_out_of_memory
 from titan_launch.train.kernel_choice import use_kernels
 from titan_launch.train.model import allocate_model, assemble_model, build_job_model, build_loss
@@ -91,7 +91,8 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         with torch.no_grad():
             for tensor in (*model.module.parameters(), *model.module.buffers()):
                 local_tensor(tensor).zero_()  # memory that nothing has written to is not yet taken from the host
-        optimizer = build_optimizer(model.module, config.optimizer, built.head, config.training.seed)
+        optimizer = build_model_optimizer(config, model)
+        replicas = replicas_of(optimizer)
         loss = build_loss(model.module, plan, config, batches.num_classes)
         strategy, valid = build_strategy(config.gradient_accumulation), torch.ones((), device=device)
         pipeline = pipeline_of(model.module)
@@ -105,8 +106,12 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
                 for index, microbatch in enumerate(microbatches):
                     strategy.begin_microbatch(model.module, is_last=index == count - 1)
                     forward_backward(model.module, microbatch, device, lambda: valid, loss)
+            if replicas is not None:
+                replicas.reduce_gradients()
             clip_grad_norm(list(model.module.parameters()), config.training.max_norm, mesh.pipeline_group)
             optimizer.step()
+            if replicas is not None:
+                replicas.gather_parameters()
             optimizer.zero_grad()
         if device.type != "cuda":
             return None

@@ -25,6 +25,7 @@ from titan_launch.models.lora import Adapter, adapters_of
 from titan_launch.models.stages import PassThrough
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import build_optimizer
+from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.compile import cache_folder
 from titan_launch.parallel.context_parallel import sequence_part
@@ -112,7 +113,7 @@ def build_run(
     allocate_model(model, config, ranks.device, stack)
     if frozen is not None:
         frozen.allocate(ranks.device, stack)
-    optimizer = build_optimizer(model.module, config.optimizer, job.built.head, config.training.seed)
+    optimizer = build_model_optimizer(config, model)
     unfreezing = Unfreezing(model.module, job.plan)
     ema = None if config.ema.decay is None else WeightEMA(model.module, optimizer, config.ema)
 
@@ -165,7 +166,7 @@ def build_run(
         validation_batches=build_validation_batches(config, data, job.layout, ranks, stack),
         checkpoints=checkpoints,
         meter=build_meter(job, ranks, timeline),
-        learned=build_learned(config, job.plan, model.module, ranks, stack),
+        learned=build_learned(config, job.plan, model.module, ranks, stack, job.layout.optimizer_replicas),
         profiler=StepProfiler(config.profiling, folder.path, ranks, timeline, stack),
         measurements=StepMeasurements(
             config.comm, model.module, optimizer, ema, step, ranks.device, first_step, config.compile.enable, stack
@@ -230,10 +231,10 @@ def load_or_begin(
 
 
 def build_learned(
-    config: JobConfig, plan: ModelPlan, model: nn.Module, ranks: Ranks, stack: ExitStack
+    config: JobConfig, plan: ModelPlan, model: nn.Module, ranks: Ranks, stack: ExitStack, replicas: int
 ) -> Learned | None:
-    """Return the measurements of `metrics.modules`; None without them. Raises ConfigError for a glob that matches no
-    module."""
+    """Return the measurements of `metrics.modules`; None without them. `replicas`: as for `Learned`. Raises ConfigError
+    for a glob that matches no module."""
     if not config.metrics.modules:
         return None
     paths = matched_modules(plan.inventory, config.metrics.modules, ("metrics", "modules"))
@@ -243,7 +244,15 @@ def build_learned(
             groups.setdefault(format_key(unit.key), []).extend(unit.modules)
     outputs = {} if config.compile.enable else groups
     modules = {path: module for path, module in model.named_modules() if not isinstance(module, PassThrough)}
-    return Learned(modules, paths, outputs, not config.compile.enable, ranks.device, stack)
+    with_outputs = not config.compile.enable
+    return Learned(modules, paths, outputs, with_outputs, ranks.device, stack, replicas)
+
+
+def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer:
+    """Return the optimizer of a wrapped model on its device; also used by traces."""
+    is_sharded = model.mesh.layout.optimizer_replicas > 1
+    replicas = ReplicaShards(model.module, model.plan, model.mesh) if is_sharded else None
+    return build_optimizer(model.module, config.optimizer, model.built.head, config.training.seed, replicas)
 
 
 def build_step(

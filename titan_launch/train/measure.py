@@ -20,6 +20,7 @@ from titan_launch.metrics.memory import LiveMemory, track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives, profile_exposed_time
 from titan_launch.models.loss import Loss
 from titan_launch.optim.ema import WeightEMA
+from titan_launch.optim.registry import replicas_of
 from titan_launch.parallel.compile import compile_time
 from titan_launch.plan.hardware import GIB, Hardware, format_memory
 from titan_launch.plan.job import configured_choice
@@ -180,7 +181,8 @@ class StepMeasurements:
         self._traffic: TrafficCount | None = None
         if config.count_traffic and is_tested_release():
             frozen = train_step.loss.frozen
-            self._traffic = stack.enter_context(count_collectives(model, *([] if frozen is None else [frozen])))
+            models = [model] if frozen is None else [model, frozen]
+            self._traffic = stack.enter_context(count_collectives(*models, replicas=replicas_of(optimizer)))
         self._compile_time = stack.enter_context(compile_time()) if is_compiled else None
         self._seen: dict[str, float] = {}
         self._begin_window(first_step, only_training=True)
@@ -239,7 +241,7 @@ class StepMeasurements:
         ledger.enter(StepPoint(0, "step", ""))
         with track(self._model, ledger, self._optimizer) as memory:
             if self._ema is not None:
-                memory.hold(self._ema.state_dict().values(), Category.EMA)
+                memory.hold(self._ema.tensors, Category.EMA)
             memory.hold([self._train_step.statistics.saved], Category.BUFFERS)
             memory.hold(microbatches[0], Category.INPUTS)
             hold_frozen(memory, self._train_step.loss)

@@ -20,7 +20,7 @@ from titan_launch.metrics.timeline import UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
 from titan_launch.models.loss import Z_LOSS, Loss, means_of_step
 from titan_launch.optim.clip import clip_grad_norm
-from titan_launch.optim.registry import step_unless
+from titan_launch.optim.registry import replicas_of, step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.expert_balance import ExpertBalance
@@ -101,6 +101,7 @@ class TrainStep:
         self.experts = ExpertBalance(model, mesh.data_group, device)
         """The loads and the selection biases of mixtures of experts."""
 
+        self._replicas = replicas_of(optimizer)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self, microbatches: list[Batch], before_update: Callable[[], None] | None = None) -> StepResult:
@@ -131,17 +132,24 @@ class TrainStep:
             total, *others = (sums / self._mesh.layout.tensor).unbind()
             parts = dict(zip(self.loss.tags, others, strict=False))
             loss_sum = total - parts[Z_LOSS] if Z_LOSS in parts else total
+            if self._replicas is not None:
+                with self._timeline.part("communication"):
+                    self._replicas.reduce_gradients()
             if before_update is not None:
                 before_update()
 
             with self._timeline.part("optimizer"):
-                grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group)
+                replicas = None if self._replicas is None else self._replicas.group
+                grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group, replicas)
                 grad_norm = grad_norm.to(self._device, non_blocking=True)  # CPU offload keeps the norm on the host
             is_skipped = self._guard.check(loss_sum, grad_norm)
 
         try:
             with self._timeline.part("optimizer"):
                 step_unless(self._optimizer, is_skipped)
+            if self._replicas is not None:
+                with self._timeline.part("communication"):
+                    self._replicas.gather_parameters()
             self.statistics.restore_if(is_skipped)
             self.experts.end_step(is_skipped)
             self.parameters_changed()

@@ -24,6 +24,7 @@ _SEQ_LEN: KeyPath = ("training", "seq_len")
 _MODEL: tuple[KeyPath, ...] = (("model", "name"), ("model", "flavor"), ("model", "args"))
 
 _OPTIONS = {
+    "shard_optimizer_over_replicas": "data_parallel_replicate_degree",
     "sequence_parallel": "tensor_parallel_degree",
     "loss_parallel": "tensor_parallel_degree",
     "context_parallel_load_balance": "context_parallel_degree",

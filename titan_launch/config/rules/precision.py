@@ -50,9 +50,18 @@ def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Prob
 
 
 def deferred_all_reduce_has_replicas(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the mode is `deferred_all_reduce` but the model has only one replica."""
+    """Report a problem if the mode is `deferred_all_reduce` but FSDP2 does not all-reduce between replicas: the model
+    has only one, or the optimizer is sharded over them."""
     degree = ("parallelism", "data_parallel_replicate_degree")
     mode = config.gradient_accumulation.mode
+    if mode == "deferred_all_reduce" and config.parallelism.shard_optimizer_over_replicas:
+        reason = (
+            "has no all-reduce between replicas to defer: with parallelism.shard_optimizer_over_replicas = true, "
+            'gradients are exchanged between replicas once per step in every mode; set "immediate"'
+        )
+        also: KeyPath = ("parallelism", "shard_optimizer_over_replicas")
+        yield Problem(("gradient_accumulation", "mode"), reason, mode, also=(also,))
+        return
     if mode == "deferred_all_reduce" and config.parallelism.data_parallel_replicate_degree == 1:
         remedy = 'set data_parallel_replicate_degree to 2 or more, or set mode = "immediate" or "deferred"'
         reason = f"requires {format_key(degree)} > 1 (HSDP); {remedy}"

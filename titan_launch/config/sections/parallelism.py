@@ -24,6 +24,12 @@ class ParallelismConfig(Section):
     data_parallel_replicate_degree: Degree = 1
     """Number of replicas of the model. If it is above 1, parameters are sharded only within a replica (HSDP)."""
 
+    shard_optimizer_over_replicas: bool = False
+    """Shard the optimizer over the replicas, too: its state, its update and the moving average of the weights. Once per
+    step the gradients are reduce-scattered over the replicas, each replica updates its part of the parameters, and the
+    replicas all-gather the result. The traffic is that of the all-reduce between replicas in the mode
+    `deferred_all_reduce`. With `data_parallel_shard_degree = 1` this is ZeRO-1."""
+
     data_parallel_shard_degree: Annotated[int, AfterValidator(_positive_or_rest)] = -1
     """Number of ranks that the parameters of a replica are sharded over (FSDP2). -1: all remaining ranks."""
 

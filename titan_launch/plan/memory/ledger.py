@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -12,7 +12,9 @@ from titan_launch.config.optimizers import ALGORITHMS, GroupSizes, has_master
 from titan_launch.config.sections.training import EMAConfig, OptimizerConfig, TrainingConfig
 from titan_launch.core.torch_release import KEEPS_WORKSPACES
 from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.layout import Layout
 from titan_launch.plan.param_groups import is_mixed
+from titan_launch.plan.replica_shards import ExchangedUnit
 
 
 class Category(IntEnum):
@@ -365,7 +367,8 @@ def ema_bytes(config: EMAConfig, groups: Sequence[GroupSizes]) -> int:
 
 
 def temporary_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes], ranks: int) -> int:
-    """Return the largest number of bytes that an update allocates at once. `ranks`: number of shards of a parameter."""
+    """Return the largest number of bytes that an update allocates at once. `ranks`: number of ranks over which the
+    optimizer state of a parameter is sharded."""
     by_algorithm: dict[str, list[GroupSizes]] = {}
     for group in groups:
         by_algorithm.setdefault(group.settings.algorithm, []).append(group)
@@ -377,3 +380,26 @@ def temporary_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes], ranks
         temporaries = row.temporaries if mixed or row.pytorch is None else row.pytorch.temporaries
         peaks.append(temporaries(group_sizes, config, ranks))
     return max(peaks, default=0)
+
+
+def book_update(ledger: Ledger, temporaries: int, units: Iterable[ExchangedUnit], layout: Layout) -> None:
+    """Count the memory of the optimizer's update. `temporaries`: result of `temporary_bytes`. `units`: the units whose
+    gradients and parameters are exchanged between the replicas, if the optimizer is sharded over them.
+
+    Their exchange begins with the largest unit, whose buffer is the peak: later buffers are smaller, and the gradients
+    of earlier units have been freed. The number of local maxima does not depend on the number of units, so that
+    `extrapolate` can pair them.
+    """
+    units, replicas = list(units), layout.optimizer_replicas
+    if units:
+        _book_briefly(ledger, replicas * max(unit.reduced for unit in units), Category.REDUCE_SCATTER)
+        ledger.free(sum(unit.gradients for unit in units), Category.GRADIENTS)
+        ledger.allocate(sum(unit.chunks for unit in units), Category.GRADIENTS)
+    _book_briefly(ledger, temporaries, Category.OPTIMIZER_TEMPORARIES)
+    if units:
+        _book_briefly(ledger, replicas * max(unit.chunks for unit in units), Category.ALL_GATHER)
+
+
+def _book_briefly(ledger: Ledger, num_bytes: int, category: Category) -> None:
+    ledger.allocate(num_bytes, category)
+    ledger.free(num_bytes, category)

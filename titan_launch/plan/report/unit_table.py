@@ -305,6 +305,7 @@ def summary_of_batch(layout: Layout) -> list[Line]:
         (layout.tensor, "tensor-parallel ranks"),
     )
     division = [f"{degree} {name}" for degree, name in axes if degree > 1]
+    sharded = "; optimizer sharded over the replicas" if layout.optimizer_replicas > 1 else ""
     kind = "data-parallel rank" if layout.model_parallel > 1 else "rank"
     batch = " x ".join(
         (
@@ -314,7 +315,7 @@ def summary_of_batch(layout: Layout) -> list[Line]:
         )
     )
     return [
-        ("ranks", " = ".join(filter(None, (str(layout.world_size), " x ".join(division))))),
+        ("ranks", " = ".join(filter(None, (str(layout.world_size), " x ".join(division)))) + sharded),
         *([("experts", _experts(layout))] if layout.expert > 1 else []),
         ("global batch", f"{_count(layout.global_batch_size, 'sample')} = {batch}"),
     ]

@@ -359,7 +359,7 @@ class ShardedUnit:
 
     def _reduce(self, gradients: list[Tensor], parameters: Sequence[Parameter]) -> None:
         """Replay FSDP2's `foreach_reduce`: reduce-scatter, all-reduce, and cast to the storage dtype."""
-        world, is_hsdp = self.shards, self.context.layout.replicate > 1
+        world, is_hsdp = self.shards, self.context.layout.fsdp_replicas > 1
         new, dtype = self.autograd.new, self.unit.reduce_dtype
         padded = sum(parameter.padded for parameter in parameters)
         # Before torch 2.15, a loop variable in FSDP2 keeps the last gradient alive until the function ends.

@@ -14,7 +14,7 @@ from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.config.sections.data import separates_documents
 from titan_launch.config.sections.training import OptimizerConfig
-from titan_launch.plan.communication import padded_numel
+from titan_launch.plan.communication import exchanged_units, shard_shape
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic import ops
@@ -27,6 +27,7 @@ from titan_launch.plan.memory.ledger import (
     Footprint,
     Ledger,
     StepPoint,
+    book_update,
     ema_bytes,
     on_host,
     state_bytes,
@@ -41,6 +42,7 @@ from titan_launch.plan.param_groups import (
     is_undecayed,
     settings_of,
 )
+from titan_launch.plan.replica_shards import chunk_numel
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, TensorInfo, full_name, outermost
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
@@ -104,8 +106,9 @@ class AnalyticModel:
 
 
 def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
-    """Return the shards of the trained parameters by optimizer group. A shared parameter is listed once. It belongs to
-    a group if any of its paths matches the glob of the group."""
+    """Return the shards of the trained parameters by optimizer group; with an optimizer that is sharded over replicas,
+    the chunks that this rank updates. A shared parameter is listed once. It belongs to a group if any of its paths
+    matches the glob of the group."""
     paths: defaultdict[str, list[str]] = defaultdict(list)
     undecayed: defaultdict[str, bool] = defaultdict(bool)
     inner: defaultdict[str, bool] = defaultdict(lambda: True)
@@ -120,8 +123,8 @@ def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> lis
             inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, plan.inventory.head)
             if parameter.requires_grad:
                 unit = plan.unit_of[module.path]
-                ranks = layout.shards_of(unit)
-                num_elements = padded_numel(parameter, ranks, unit.expert_parallel) // ranks
+                shape = shard_shape(parameter, layout.shards_of(unit), unit.expert_parallel)
+                num_elements = chunk_numel(shape, layout.optimizer_replicas)
                 shards.setdefault(name, ShardSize(parameter.shape, num_elements, unit.storage_dtype))
     groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
     for name, shard in shards.items():
@@ -186,8 +189,8 @@ class Replay:
             self._begin_microbatch(is_last=self._microbatch == count - 1)
             self._forward_and_backward()
         self._ledger.enter(StepPoint(self._microbatch, "optimizer", ""))
-        temporaries = temporary_bytes(self._config.optimizer, self._groups, self._layout.parameter_shards)
-        self._ledger.allocate(temporaries, Category.OPTIMIZER_TEMPORARIES)
+        temporaries = temporary_bytes(self._config.optimizer, self._groups, self._layout.optimizer_shards)
+        book_update(self._ledger, temporaries, exchanged_units(self._plan, self._layout), self._layout)
         return self._ledger.footprint()
 
     def _make_units(self) -> dict[str, ShardedUnit]:

@@ -1,0 +1,295 @@
+"""An optimizer that is sharded over the replicas of HSDP trains like one that is not, with a part of the state."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import run_ranks
+from tests.parallel.ring_on_cpu import ring_attention_on_cpu
+from tests.sampling import sampled
+from tests.tensors import assert_equal
+from tests.train.jobs import TINY_EXPERTS, read_metrics, run_job, run_job_until, this_rank, tiny_job
+from titan_launch.checkpoint.index import read_index, read_tensor
+from titan_launch.config.job import JobConfig
+from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.metrics.memory import track
+from titan_launch.optim import replica_shards
+from titan_launch.optim.registry import replicas_of
+from titan_launch.optim.replica_shards import chunk_of
+from titan_launch.plan.communication import exchanged_units
+from titan_launch.plan.memory.analytic.replay import group_sizes
+from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint, book_update, state_bytes, temporary_bytes
+from titan_launch.train.build import build_run
+
+UNCLIPPED: dict[str, Any] = {"global_batch_size": 8, "max_norm": 0.0}
+STORED_IN_BF16: dict[str, Any] = {"param_dtype": "float32", "storage_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+EXPERTS: dict[str, Any] = {"name": "qwen3_moe", "args": {"head_dim": 8, "experts": {**TINY_EXPERTS, "num_experts": 4}}}
+FEW_EXPERTS: dict[str, Any] = {"num_experts": 2, "top_k": 1, "hidden_dim": 24}
+CASES: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "foreach": {"optimizer": {"implementation": "foreach"}, "precision": {"param_dtype": "bfloat16"}},
+    "SGD": {"optimizer": {"name": "SGD", "lr": 0.1, "weight_decay": 1e-4}},
+    "Muon in 8 bits": {"optimizer": {"name": "Muon", "state_dtype": "int8"}},
+    "stochastic": {
+        "optimizer": {"name": "Muon", "rounding": "stochastic"},
+        "precision": STORED_IN_BF16,
+        "training": {"global_batch_size": 4, "max_norm": 0.0},
+    },
+    "masters": {
+        "optimizer": {"master_weights": True, "state_dtype": "float32"},
+        "precision": STORED_IN_BF16,
+        "training": {"global_batch_size": 4, "max_norm": 0.0},
+    },
+    "BatchNorm": {"model": {"args": {"norm": "batchnorm"}}, "batchnorm": {"statistics": "synchronized"}},
+    "offload": {"training": {**UNCLIPPED, "enable_cpu_offload": True}},
+    "skipped": {
+        "training": {**UNCLIPPED, "steps": 8},
+        "debug": {"spike_sigma": 0.1, "spike_window": 2},
+        "optimizer": {"lr": 1e-2},
+    },
+    "experts": {"model": EXPERTS},
+    "experts, EP": {"model": EXPERTS, "parallelism": {"expert_parallel_degree": 2}},
+    "experts, Muon": {"model": EXPERTS, "optimizer": {"name": "Muon"}},
+    "TP": {"model": {"args": {"vocab_size": 64}}, "parallelism": {"tensor_parallel_degree": 2}},
+    "TP, Muon": {
+        "model": {"args": {"vocab_size": 64}},
+        "parallelism": {"tensor_parallel_degree": 2},
+        "optimizer": {"name": "Muon"},
+    },
+    "CP": {"parallelism": {"context_parallel_degree": 2}},
+    "PP": {"parallelism": {"pipeline_parallel_degree": 2}},
+    "clipped": {"training": {"global_batch_size": 8, "max_norm": 0.5}},
+    "few experts": {"model": {"name": "qwen3_moe", "args": {"head_dim": 8, "experts": FEW_EXPERTS}}},
+    "LoRA, empty shards": {"lora": {"targets": ["layers.*.attention.wq"], "rank": 1}},
+    "tied": {"model": {"args": {"tie_embeddings": True}}},
+    "frozen at first": {"training": {**UNCLIPPED, "unfreeze": [{"match": "layers.0.**", "after_step": 2}]}},
+}
+
+
+def jobs_of(folder: Path, case: str, replicas: int = 2, mode: str = "immediate") -> tuple[dict[str, Any], ...]:
+    """Return two equal jobs, whose optimizer is sharded only in the second. `mode`: mode of the second; FSDP2 reduces
+    between replicas once per step in the first too."""
+    sections, once = CASES[case], "deferred_all_reduce"
+    return tuple(
+        tiny_job(
+            folder,
+            **{
+                "training": UNCLIPPED,
+                **sections,
+                "job": {"name": name},
+                "gradient_accumulation": {"mode": once if mode == "immediate" and not is_sharded else mode},
+                "parallelism": {
+                    "data_parallel_replicate_degree": replicas,
+                    "shard_optimizer_over_replicas": is_sharded,
+                    **sections.get("parallelism", {}),
+                },
+            },
+        )
+        for name, is_sharded in (("whole", False), ("sharded", True))
+    )
+
+
+def train_both(folder: Path, cases: list[str], mode: str) -> None:
+    for case in cases:
+        with ring_attention_on_cpu():
+            whole, sharded = (run_job(job) for job in jobs_of(folder / case, case, mode=mode))
+        assert whole.keys() == sharded.keys()
+        assert [name for name in whole if not torch.equal(whole[name], sharded[name])] == [], case
+
+
+@sampled("cases", [case for case in CASES if case != "clipped"], 3)
+def test_with_two_replicas_every_bit_is_that_of_fsdp2(cases: tuple[str, ...], tmp_path: Path) -> None:
+    """A sum of two gradients has one order, and no update depends on the order of anything else."""
+    run_ranks(train_both, 4, tmp_path, list(cases), "immediate", timeout=600)
+    if "skipped" in cases:
+        skipped = [read_metrics(tmp_path / "skipped", name)[-1]["train/skipped_steps"] for name in ("whole", "sharded")]
+        assert skipped[0] == skipped[1] > 0
+
+
+def test_deferred_gradients_are_those_of_fsdp2(tmp_path: Path) -> None:
+    run_ranks(train_both, 4, tmp_path, ["AdamW", "SGD"], "deferred")
+
+
+def train_close(folder: Path, replicas: int) -> None:
+    for case in ("clipped", "Muon in 8 bits", "few experts"):
+        training = {**CASES[case].get("training", UNCLIPPED), "global_batch_size": 2 * dist.get_world_size()}
+        whole, sharded = (
+            # With the default eps, AdamW's update of a gradient near 0 has the size of the learning rate.
+            run_job(
+                {**job, "training": {**job["training"], **training}, "optimizer": {**job["optimizer"], "eps": 1e-5}}
+            )
+            for job in jobs_of(folder / case, case, replicas)
+        )
+        # In 8 bits, a gradient that differs in its last bit may get another code.
+        tolerance = 1e-3 if case == "Muon in 8 bits" else 1e-6
+        for name, tensor in whole.items():
+            torch.testing.assert_close(
+                sharded[name], tensor, rtol=0, atol=tolerance, msg=lambda text, at=f"{case}: {name}": f"{at}: {text}"
+            )
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (3, 3), (4, 4), pytest.param(8, 4, marks=pytest.mark.slow)])
+def test_with_more_replicas_sums_differ_only_in_their_order(tmp_path: Path, ranks: int, replicas: int) -> None:
+    """With clipping the norm is a sum in another order, too."""
+    run_ranks(train_close, ranks, tmp_path, replicas, timeout=600)
+
+
+def test_measured_norms_of_modules_are_those_of_fsdp2(tmp_path: Path) -> None:
+    jobs = [{**job, "metrics": {**job["metrics"], "modules": ["layers.*"]}} for job in jobs_of(tmp_path, "AdamW")]
+    run_ranks(train_all, 4, jobs)
+    whole, sharded = (read_metrics(tmp_path, name) for name in ("whole", "sharded"))
+    for before, after in zip(whole, sharded, strict=True):
+        measured = {tag: value for tag, value in before.items() if tag.startswith("learned/") or "grad_norm" in tag}
+        assert len(measured) > 4
+        assert {tag: after[tag] for tag in measured} == pytest.approx(measured, rel=1e-5)
+
+
+def train_all(jobs: list[dict[str, Any]]) -> None:
+    for job in jobs:
+        run_job(job)
+
+
+def saving(job: dict[str, Any]) -> dict[str, Any]:
+    checkpoint = {"enable": True, "interval": 2, "load": "latest", "accept_changes": True}
+    return {**job, "checkpoint": checkpoint, "ema": {"decay": 0.9}}
+
+
+def resume_as_the_other(folder: Path, case: str) -> None:
+    """Compare the checkpoints of both jobs. Then let each resume from that of the other."""
+    jobs = [saving(job) for job in jobs_of(folder, case)]
+    whole = run_job(jobs[0])
+    ends = [{**job, "job": {**job["job"], "name": f"{job['job']['name']}-resumed"}} for job in jobs]
+    for job, other in zip(ends, reversed(ends), strict=True):
+        run_job_until(job, 3)
+        folder_of = Path(job["job"]["dump_folder"], job["job"]["name"], "checkpoints", "step-2")
+        index = read_index(folder_of)
+        expected = read_index(folder / "whole/checkpoints/step-2")
+        assert index.keys() == expected.keys()
+        for name, tensor in expected.items():
+            if not name.startswith("random"):
+                read = read_tensor(folder_of, index[name]), read_tensor(folder / "whole/checkpoints/step-2", tensor)
+                assert torch.equal(*read), name
+        assert_equal(run_job({**other, "job": job["job"]}), whole)
+
+
+def test_checkpoints_of_both_are_bitwise_equal_and_each_resumes_from_the_other(tmp_path: Path) -> None:
+    for case in ("Muon in 8 bits", "masters"):
+        run_ranks(resume_as_the_other, 4, tmp_path / case, case, timeout=300)
+
+
+def load_and_compare(job: dict[str, Any], checkpoint: Path) -> None:
+    """Compare this replica's chunks with the checkpoint from which they were loaded."""
+    index = read_index(checkpoint)
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        state = run.state.state_dict()
+        chunks = {f"ema.{name}": chunk for name, chunk in state["ema"].items()}
+        for name, of_parameter in state["optimizer"].items():
+            chunks |= {f"optimizer.{name}.{key}": value for key, value in of_parameter.items() if key != "step"}
+        for name, chunk in chunks.items():
+            whole = read_tensor(checkpoint, index[name])
+            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.local.shape, strict=True)):
+                whole = whole.narrow(dim, offset, length)
+            assert torch.equal(whole, chunk.local), name
+
+
+def test_any_number_of_replicas_loads_every_bit(tmp_path: Path) -> None:
+    job = saving(jobs_of(tmp_path, "experts")[1])
+    run_ranks(run_job, 4, job)
+    checkpoint = tmp_path / "sharded/checkpoints/step-4"
+    for ranks, replicas in ((3, 3), (4, 4)):
+        parallelism = {**job["parallelism"], "data_parallel_replicate_degree": replicas}
+        training = {**job["training"], "global_batch_size": 12}
+        run_ranks(load_and_compare, ranks, {**job, "parallelism": parallelism, "training": training}, checkpoint)
+
+
+LARGE: dict[str, Any] = {
+    "args": {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 192, "vocab_size": 512}
+}
+
+
+def measure(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return measured and planned bytes on this rank, after a step: the optimizer state, and the peak while gradients
+    are exchanged, parameters updated and exchanged.
+
+    Nothing is exchanged, because a thread of gloo holds the last tensor that it has sent."""
+    for name in ("_reduce_scatter", "_all_gather"):  # the rank ends with the test
+        setattr(replica_shards, name, lambda *args, **kwargs: None)
+    config = JobConfig.model_validate(job)
+    with ExitStack() as stack:
+        run = build_run(config, this_rank(), stack)
+        replicas, found = replicas_of(run.optimizer), []
+        for _ in range(3):
+            for parameter in run.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            ledger = Ledger()
+            ledger.enter(StepPoint(0, "step", ""))
+            with track(run.model, ledger, run.optimizer):
+                before = ledger.total
+                if replicas is not None:
+                    replicas.reduce_gradients()
+                run.optimizer.step()
+                if replicas is not None:
+                    replicas.gather_parameters()
+                run.optimizer.zero_grad()
+                found.append(ledger.footprint().peak_bytes - before)
+        states = [value for state in run.optimizer.state.values() for value in state.values() if value.ndim]
+        planned, groups = Ledger(), group_sizes(run.plan, config.optimizer, run.layout)
+        planned.enter(StepPoint(0, "step", ""))
+        gradients = sum(local_tensor(parameter).nbytes for parameter in run.model.parameters())
+        planned.allocate(gradients, Category.GRADIENTS)
+        temporaries = temporary_bytes(config.optimizer, groups, run.layout.optimizer_shards)
+        book_update(planned, temporaries, exchanged_units(run.plan, run.layout), run.layout)
+        return {
+            "state": (sum(local_tensor(state).nbytes for state in states), state_bytes(config.optimizer, groups)),
+            "update": (min(found[1:]), planned.footprint().peak_bytes - gradients),
+        }
+
+
+OPTIMIZERS = {
+    "AdamW": {},
+    "foreach": {"implementation": "foreach"},
+    "int8": {"state_dtype": "int8"},
+    "Muon": {"name": "Muon", "state_dtype": "bfloat16"},
+}
+
+
+def measure_both(folder: Path, replicas: int) -> list[dict[str, dict[str, tuple[float, float]]]]:
+    jobs = [{**job, "model": LARGE} for job in jobs_of(folder, "AdamW", replicas)]
+    return [{name: measure({**job, "optimizer": optimizer}) for name, optimizer in OPTIMIZERS.items()} for job in jobs]
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_the_state_is_divided_by_the_replicas_and_planned_bytes_are_the_measured_ones(
+    tmp_path: Path, replicas: int
+) -> None:
+    ranks = run_ranks(measure_both, 4, tmp_path, replicas, timeout=300)
+    for name in OPTIMIZERS:
+        largest = [max(rank[is_sharded][name]["state"][0] for rank in ranks) for is_sharded in (0, 1)]
+        assert largest[1] * replicas == pytest.approx(largest[0], rel=0.01), name
+        for what in ("state", "update"):
+            measured, planned = ranks[0][1][name][what]
+            assert measured == pytest.approx(planned, rel=0.01, abs=64), (name, what)
+
+
+@pytest.mark.parametrize("shape", [(5,), (6, 4), (1, 4), (0, 4), (2, 8, 4), (3, 8, 4), (2, 7, 4), (4, 3, 2, 2)])
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_chunks_are_boxes_that_cover_a_shard_once(shape: tuple[int, ...], replicas: int) -> None:
+    seen = torch.zeros(shape, dtype=torch.int32)
+    for index in range(replicas):
+        chunk = chunk_of(seen.shape, replicas, index)
+        chunk.of(seen).add_(1)
+        box = seen
+        for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
+            box = box.narrow(dim, offset, length) if length else box[:0]
+        assert box.shape == chunk.shape or not box.numel()
+        assert not box.numel() or box.data_ptr() == chunk.of(seen).data_ptr()
+    assert bool((seen == 1).all())
+    if shape == (2, 8, 4) and replicas == 4:  # 4 replicas share 2 experts
+        assert chunk.shape == (1, 4, 4)

@@ -1,0 +1,237 @@
+"""An optimizer that is sharded over the replicas of a model (HSDP): each replica updates a chunk of every local shard.
+
+    gradients of this replica's samples -> reduce-scatter -> gradients of all samples, of this replica's chunks
+    -> clipping and update of the chunks -> all-gather -> parameters
+
+FSDP2 knows the ranks of one replica only. The exchange between replicas uses public collectives, once per step and
+unit. Optimizer state exists for the chunks only. A chunk is a box of the whole tensor, so a checkpoint does not depend
+on the number of replicas, nor on whether the optimizer is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_launch.distributed.dtensor import Shard, local_tensor, own_box
+from titan_launch.distributed.mesh import Mesh
+from titan_launch.distributed.torch_private import ALL_GATHER, REDUCE_SCATTER, CollectiveCallback
+from titan_launch.plan.replica_shards import chunk_numel
+from titan_launch.plan.types import ModelPlan, Unit
+
+# Torch 2.13 renamed both functions; the old names warn.
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Chunk(NamedTuple):
+    """The part of a parameter's local shard that a replica updates: a range of its elements, which is a box."""
+
+    start: int
+    """First element in the flat shard."""
+
+    stop: int
+    offsets: tuple[int, ...]
+    """Offset of the box in the shard, by dim."""
+
+    shape: tuple[int, ...]
+
+    def of(self, shard: Tensor) -> Tensor:
+        """Return a view of the chunk of a shard: a parameter's, or its gradient's."""
+        return shard.view(-1)[self.start : self.stop].view(self.shape)
+
+
+@cache
+def chunk_of(shape: torch.Size, replicas: int, index: int) -> Chunk:
+    """Return the chunk of replica `index`. `shape`: of the local shard, which all replicas have."""
+    size, numel = chunk_numel(shape, replicas), shape.numel()
+    start, stop = min(index * size, numel), min((index + 1) * size, numel)
+    row = numel // shape[0] if numel else 1
+    if size % row == 0:
+        return Chunk(start, stop, (start // row, *[0] * (len(shape) - 1)), ((stop - start) // row, *shape[1:]))
+    _, rows, columns = shape  # of a stack; the chunk is within one matrix
+    matrix, offset = divmod(start // columns, rows)
+    return Chunk(start, stop, (matrix, offset, 0), (1, (stop - start) // columns, columns))
+
+
+class _Place(NamedTuple):
+    """The place of a parameter in the buffers of its unit.
+
+    A buffer has a row for each replica. A row has that replica's chunks of all parameters, one after another. The
+    chunks of the last replicas may be smaller, or empty; the elements behind them are not used.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    """First element in a row."""
+
+    size: int
+    """Elements of the first replica's chunk, which is the largest."""
+
+    def pairs(self, buffer: Tensor, shard: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pairs of views with equal shapes, of a buffer (replicas, row) and of a local shard: one pair for all
+        chunks of full size, and another if a smaller one follows."""
+        flat = shard.view(-1)
+        if not len(flat):
+            return
+        full, rest = divmod(len(flat), self.size)
+        yield buffer[:full, self.start : self.start + self.size], flat[: full * self.size].view(full, self.size)
+        if rest:
+            yield buffer[full, self.start : self.start + rest], flat[full * self.size :]
+
+
+class _ExchangedUnit(NamedTuple):
+    """The trained parameters of an FSDP2 unit, which are exchanged together."""
+
+    places: list[_Place]
+    width: int
+    """Elements of a row of the buffers."""
+
+    reduce_dtype: torch.dtype
+
+
+class ReplicaShards:
+    """The chunks of this rank, and the exchange of gradients and parameters between the replicas.
+
+    A step calls `reduce_gradients` after its last backward, and `gather_parameters` after the update. Both are
+    collective over the replicas.
+    """
+
+    def __init__(self, model: nn.Module, plan: ModelPlan, mesh: Mesh):
+        """`model`: wrapped. `plan`: the plan of the whole model. `mesh` has replicas."""
+        assert mesh.replicate is not None, "a sharded optimizer has replicas"
+        self.replicas = mesh.replicate.size()
+        self.group = mesh.replicate.get_group()
+        """The ranks of all replicas that have the same local shards."""
+
+        self.ranks_of_matrices = mesh.data_group or dist.group.WORLD
+        """The ranks of all replicas that share the parameters, in the order (replica, shard)."""
+
+        self._index = mesh.replicate.get_local_rank()
+        self._device = torch.device(mesh.ranks.device_type)
+        units = [self._exchanged(unit, parameters) for unit, parameters in trained_by_unit(model, plan).items()]
+        # The largest first, as in `plan.memory.ledger.book_update`. This rank's shards of small units may be empty.
+        units = [unit for unit in units if unit.width]
+        self._units = sorted(units, key=lambda unit: unit.width * unit.reduce_dtype.itemsize, reverse=True)
+        self._watchers: list[CollectiveCallback] = []
+
+    def _exchanged(self, unit: Unit, parameters: list[nn.Parameter]) -> _ExchangedUnit:
+        places, width = [], 0
+        for parameter in parameters:
+            size = chunk_numel(local_tensor(parameter).shape, self.replicas)
+            places.append(_Place(parameter, width, size))
+            width += size
+        return _ExchangedUnit(places, width, getattr(torch, unit.reduce_dtype))
+
+    def chunk(self, parameter: Tensor) -> Chunk:
+        """Return this replica's chunk of a parameter."""
+        return chunk_of(local_tensor(parameter).shape, self.replicas, self._index)
+
+    def of(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """Return this replica's chunk of a tensor that is sharded like `parameter`, as a plain tensor: a view. `tensor`
+        may also be a gradient that `reduce_gradients` has reduced to the chunk."""
+        local, chunk = local_tensor(tensor), self.chunk(parameter)
+        return local if tuple(local.shape) == chunk.shape else chunk.of(local)
+
+    def shard_of(self, parameter: Tensor, chunk: Tensor, size: tuple[int, ...]) -> Shard:
+        """Return a chunk with its place in the whole tensor of shape `size`, which is sharded like `parameter`."""
+        assert isinstance(parameter, DTensor), "FSDP2 shards all trained parameters"
+        offsets, _ = own_box(size, parameter.device_mesh, parameter.placements)
+        within = self.chunk(parameter).offsets
+        return Shard(chunk, tuple(a + b for a, b in zip(offsets, within, strict=True)), size)
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over the replicas. Every gradient is then a DTensor with the shape of the parameter, whose
+        local tensor has this replica's chunk only."""
+        for unit in self._units:
+            self._reduce(unit)
+
+    def _reduce(self, unit: _ExchangedUnit) -> None:
+        # FSDP2 demands that all ranks have gradients of the same parameters.
+        places = [place for place in unit.places if place.parameter.grad is not None]
+        if not places:  # `training.unfreeze`
+            return
+        sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
+        _copy_gradients(places, sent)
+        for place in places:
+            place.parameter.grad = None  # all of them are views of one tensor
+        received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
+        self._report(REDUCE_SCATTER, received, sent)
+        _reduce_scatter(received, sent.view(-1), group=self.group)
+        del sent
+        stored = local_tensor(places[0].parameter)
+        received = received.to(stored.device, stored.dtype)
+        for place in places:
+            place.parameter.grad = self._gradient_of_chunk(place, received)
+
+    def _gradient_of_chunk(self, place: _Place, row: Tensor) -> Tensor:
+        parameter, chunk = place.parameter, self.chunk(place.parameter)
+        assert isinstance(parameter, DTensor), "FSDP2 shards all trained parameters"
+        return DTensor.from_local(
+            row[place.start : place.start + chunk.stop - chunk.start].view(chunk.shape),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Give all replicas the chunks that each of them has updated."""
+        for unit in self._units:
+            self._gather(unit)
+
+    def _gather(self, unit: _ExchangedUnit) -> None:
+        dtype = local_tensor(unit.places[0].parameter).dtype
+        rows = torch.empty(self.replicas, unit.width, dtype=dtype, device=self._device)
+        own = rows[self._index]
+        for place in unit.places:
+            values = self.of(place.parameter, place.parameter).view(-1)
+            own[place.start : place.start + len(values)].copy_(values)
+        self._report(ALL_GATHER, rows, own)
+        _all_gather(rows.view(-1), own, group=self.group)
+        for place in unit.places:
+            for received, flat in place.pairs(rows, local_tensor(place.parameter)):
+                flat.copy_(received)
+
+    @contextmanager
+    def watched(self, on_collective: CollectiveCallback) -> Iterator[None]:
+        """Call `on_collective` before every collective of the exchange until the end of the block."""
+        self._watchers.append(on_collective)
+        try:
+            yield
+        finally:
+            self._watchers.remove(on_collective)
+
+    def _report(self, kind: str, output: Tensor, sent: Tensor) -> None:
+        for watcher in self._watchers:
+            watcher(kind, output, sent)
+
+
+def trained_by_unit(model: nn.Module, plan: ModelPlan) -> Mapping[Unit, list[nn.Parameter]]:
+    """Return the trained parameters of each FSDP2 unit, in the order of the model. A shared parameter is listed once.
+    `model`: the whole model, or the stages of a rank. `plan`: the plan of the whole model."""
+    found: dict[Unit, list[nn.Parameter]] = {}
+    seen: set[nn.Parameter] = set()
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                found.setdefault(plan.unit_of[path], []).append(parameter)
+    return found
+
+
+def _copy_gradients(places: list[_Place], buffer: Tensor) -> None:
+    for place in places:
+        assert place.parameter.grad is not None
+        for rows, flat in place.pairs(buffer, local_tensor(place.parameter.grad)):
+            rows.copy_(flat)
