@@ -10,6 +10,7 @@ from benchmarks.speed.contestants import CONTESTANTS, LAUNCHER
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.runs import Entry, Run
 from benchmarks.speed.summary import markdown, paired, spread
+from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
 
 ACCUMULATION_ROUNDS = 2
 PRECISION_ROUNDS = 2
@@ -23,10 +24,13 @@ _MODES: dict[str, Mapping[str, Any]] = {
     "`immediate`, unsharded parameters": {"mode": "immediate", "keep_params_unsharded": True},
     "`deferred`, unsharded parameters": {"mode": "deferred", "keep_params_unsharded": True},
 }
-_RULES: dict[str, list[dict[str, Any]]] = {
-    "no rules": [],
-    "norms in fp32, one unit": [{"type": "RMSNorm", "param_dtype": "float32"}],
-    "norms in fp32, a unit per block": [{"type": "RMSNorm", "param_dtype": "float32", "unit_per": "block"}],
+_BF16 = {"param_dtype": "bfloat16"}
+_NORMS = {"type": "RMSNorm", "param_dtype": "float32"}
+_RULES: dict[str, dict[str, Any]] = {
+    "no rules": {},
+    "norms in fp32, in place": {"rules": [_NORMS], "placement": "in_place"},
+    "norms in fp32, one unit": {"rules": [_NORMS], "placement": "own_unit"},
+    "norms in fp32, a unit per block": {"rules": [{**_NORMS, "unit_per": "block"}]},
 }
 
 
@@ -45,15 +49,12 @@ def precision_groups() -> list[list[Entry]]:
     """Return one entry for each set of rules, on one rank and on two ranks."""
     return [
         [
-            _entry(f"{ranks} ranks", name, Job(ranks=ranks, seq_len=256), {"precision": _precision(rules)})
+            _entry(f"{ranks} ranks", name, Job(ranks=ranks, seq_len=256), {"precision": {**_BF16, **rules}})
             for name, rules in _RULES.items()
+            if MIXES_DTYPES_IN_UNIT or rules.get("placement") != "in_place"
         ]
         for ranks in (1, 2)
     ]
-
-
-def _precision(rules: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"param_dtype": "bfloat16", **({"rules": rules} if rules else {})}
 
 
 def _entry(group: str, name: str, job: Job, options: Mapping[str, Any]) -> Entry:

@@ -226,7 +226,7 @@ def trained_by_unit(model: nn.Module, plan: ModelPlan) -> Mapping[Unit, list[nn.
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
-                found.setdefault(plan.unit_of[path], []).append(parameter)
+                found.setdefault(plan.sharded_by[path], []).append(parameter)
     return found
 
 
