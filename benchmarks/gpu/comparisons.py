@@ -77,8 +77,10 @@ def measured_memory(run_folder: Path) -> str:
     )
     if not measured:
         return "no measured memory"
-    ratio = f"; ratio {predicted / measured:.3f}" if predicted else ""
-    return f"active memory: predicted {predicted:.2f} GiB, measured {measured:.2f} GiB{ratio}"
+    if not predicted:
+        return f"active memory: not predicted, measured {measured:.2f} GiB"
+    ratio = predicted / measured
+    return f"active memory: predicted {predicted:.2f} GiB, measured {measured:.2f} GiB; ratio {ratio:.3f}"
 
 
 def tokens_per_second(run_folder: Path) -> str:

@@ -25,8 +25,13 @@ from benchmarks.gpu.processes import SLOWNESS
 from benchmarks.gpu.runs import BASE, overrides
 from benchmarks.gpu.steps import Step, agreement_of, last_output_line, last_report, memory_of
 
-_COMM: Options = {"comm.timeout_seconds": 120, "comm.init_timeout_seconds": 240}
-"""A hang ends a run in two minutes, not ten."""
+
+def communication(setting: Setting) -> Options:
+    """Return options with which a hang ends a run in two minutes, not ten. The first step waits longer, for the
+    compiler of the slowest rank."""
+    first = 240 * (1 if setting.has_values else SLOWNESS)
+    return {"comm.timeout_seconds": 120, "comm.init_timeout_seconds": first}
+
 
 REFERENCE = "1 rank"
 
@@ -70,7 +75,7 @@ def compared(name: str, options: Options, ranks: int, setting: Setting) -> Step:
         "metrics.log_freq": 1,
         "training.global_batch_size": 4 * setting.ranks,
     }
-    command = setting.training(name, {**_COMM, **common, **options}, ranks)
+    command = setting.training(name, {**communication(setting), **common, **options}, ranks)
     reference, own = map(setting.run_folder, (REFERENCE, name))
     detail = last_report if name == REFERENCE else agreement_of(reference, own, ROUNDING)
     return Step(name, [command], 180, detail, skipped=obstacle(options, setting.is_smoke))
@@ -88,14 +93,14 @@ def experts(degree: int, setting: Setting) -> Step:
         "training.steps": setting.sized(200, 12),
         "metrics.log_freq": 20,
     }
-    return Step(name, [setting.training(name, {**_COMM, **options}, setting.ranks)], 300)
+    return Step(name, [setting.training(name, {**communication(setting), **options}, setting.ranks)], 300)
 
 
 def killed_and_resumed(setting: Setting) -> Step:
     """Return the step that trains without disturbance, and again with a killed rank and a resume."""
     name, limit = "rank killed, run resumed", 180
     options = {
-        **_COMM,
+        **communication(setting),
         **SMALL,  # two runs keep two checkpoints each
         "checkpoint.enable": True,
         "checkpoint.async_mode": "process",
@@ -118,7 +123,7 @@ def killed_and_resumed(setting: Setting) -> Step:
 def stopped(setting: Setting) -> Step:
     """Return the step in which a rank stops, and the error must name it."""
     name, limit = "rank stopped, error names it", 400
-    options = {**_COMM, "training.steps": 1_000_000, "metrics.log_freq": 1}
+    options = {**communication(setting), "training.steps": 1_000_000, "metrics.log_freq": 1}
     if setting.is_smoke:
         options |= {"comm.timeout_seconds": 8, "comm.hang_seconds": 3}
     return Step(name, [disturbance("stop", name, options, limit, setting)], limit, last_output_line)
@@ -144,6 +149,6 @@ def large(name: str, how: Options, setting: Setting) -> Step:
         "loss.chunks": 8,
         **how,
     }
-    command = setting.training(name, {**_COMM, **options}, setting.ranks)
+    command = setting.training(name, {**communication(setting), **options}, setting.ranks)
     detail = memory_of(setting.run_folder(name))
     return Step(name, [command], 400, detail, skipped=obstacle(options, setting.is_smoke))

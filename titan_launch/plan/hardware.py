@@ -60,7 +60,7 @@ class Hardware:
     """Source of the memory limit, in words."""
 
     overhead_gib: float
-    """Memory outside of tensors, in GiB: the CUDA context, NCCL, cuBLAS, or the process."""
+    """Memory outside of tensors, in GiB: the CUDA context and NCCL, or the process."""
 
     fragmentation: float
     """Memory that the allocator reserves beyond the memory in use, as a fraction of the memory in use."""

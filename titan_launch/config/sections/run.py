@@ -220,7 +220,7 @@ class PlannerConfig(Section):
     rank computes all rows. Memory, traffic and time are those of this rank."""
 
     overhead_gib: Annotated[float, Field(ge=0)] | None = None
-    """Memory outside of tensors, in GiB: the CUDA context, NCCL, cuBLAS. Default: 2 on a GPU; on a CPU 0.5 for the
+    """Memory outside of tensors, in GiB: the CUDA context and NCCL. Default: 2 on a GPU; on a CPU 0.5 for the
     process, or 0 if `memory_gib` is set."""
 
     fragmentation: Annotated[float, Field(ge=0)] | None = None

@@ -44,10 +44,10 @@ def plot_comparison(
     axes = figure.add_subplot()
     labels = [f"{_label(row)} {marks_of(row, best)}".rstrip() for row in rows]
     left = [0.0] * len(rows)
-    for color, category in enumerate(Category):
+    for category, color in zip(Category, _COLORS, strict=True):
         sizes = [row.footprint.by_category.get(category, 0) / GIB for row in rows]
         if any(sizes):
-            axes.barh(labels, sizes, left=left, label=category.label, color=_COLORS[color])
+            axes.barh(labels, sizes, left=left, label=category.label, color=color)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
     if hardware.overhead_gib:
         overhead = [hardware.overhead_gib] * len(rows)
@@ -87,5 +87,8 @@ _COLORS = (
     "#8c564b",
     "#c49c94",
     "#e377c2",
+    "#f7b6d2",
+    "#bcbd22",
+    "#17becf",
 )
 """A color for each category."""
