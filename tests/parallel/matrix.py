@@ -45,8 +45,9 @@ class Division:
 
     @property
     def has_replicas(self) -> bool:
-        """Return True if gradients are all-reduced between replicas."""
-        return self.parallelism.get("data_parallel_replicate_degree", 1) > 1
+        """Return True if FSDP2 all-reduces gradients between replicas."""
+        is_sharded = self.parallelism.get("shard_optimizer_over_replicas", False)
+        return self.parallelism.get("data_parallel_replicate_degree", 1) > 1 and not is_sharded
 
     @property
     def is_pipeline(self) -> bool:
@@ -82,11 +83,13 @@ TP, CP, PP, REPLICAS = (
     {f"{axis}_degree": 2}
     for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel_replicate")
 )
+SHARDED_OPTIMIZER = {**REPLICAS, "shard_optimizer_over_replicas": True}
 EP2, EP4 = ({"expert_parallel_degree": degree} for degree in (2, 4))
 UNBALANCED = {"context_parallel_load_balance": False, "context_parallel_rotate_method": "alltoall"}
 DIVISIONS = (
     _division("FSDP", 2),
     _division("replicas", 2, **REPLICAS),
+    _division("replicas, sharded optimizer", 2, **SHARDED_OPTIMIZER),
     _division("TP", 2, **TP),
     _division("TP, no sequence parallelism", 2, **TP, sequence_parallel=False),
     _division("TP, no loss parallelism", 2, **TP, loss_parallel=False),
@@ -98,8 +101,10 @@ DIVISIONS = (
     ),
     _division("FSDP", 4),
     _division("HSDP", 4, **REPLICAS),
+    _division("HSDP, sharded optimizer", 4, **SHARDED_OPTIMIZER),
     _division("FSDP x TP", 4, **TP),
     _division("replicas x TP", 4, **REPLICAS, **TP),
+    _division("replicas x TP, sharded optimizer", 4, **SHARDED_OPTIMIZER, **TP),
     _division("FSDP x CP", 4, **CP),
     _division("TP x CP", 4, **TP, **CP),
     _division("FSDP x PP, 1F1B", 4, **PP),
@@ -116,6 +121,7 @@ DIVISIONS = (
     _of_experts("EP 4", 4, **EP4),
     _of_experts("FSDP x EP", 4, **EP2),
     _of_experts("replicas x EP", 4, **EP2, **REPLICAS),
+    _of_experts("replicas x EP, sharded optimizer", 4, **EP2, **SHARDED_OPTIMIZER),
     _of_experts("EP 2 x TP", 4, **EP2, **TP),
     _of_experts("EP 4 over FSDP x CP", 4, **EP4, **CP),
     *(
