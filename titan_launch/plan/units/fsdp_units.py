@@ -12,7 +12,7 @@ collectives per microbatch. One unit per module would add 3 collectives per modu
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -200,29 +200,38 @@ class _UnitPlanner:
             return f"{path} reduces in {policy.reduce_dtype}, and {unit.name} in {unit.policy.reduce_dtype}"
         if (policy.param_dtype or storage) not in (storage, unit.compute_dtype):
             return f"{path} computes in {policy.param_dtype}, neither its storage dtype nor the dtype of {unit.name}"
-        around = self._block_around(path)
-        phases = {
-            phase
-            for module, phase in self._phases().items()
-            if (is_within(module, around) if around else not self._block_around(module))
-        }
+        phases = self._phases_around[enclosing(path, self.inventory.blocks)]
         if len(phases) > 1:
             return f"not all parameters around {path} are trained in the same steps"
         if phases == {None} and self.precision.frozen_storage_dtype is not None:
             return f"{path} is frozen, and frozen parameters have a storage dtype of their own"
         return None
 
+    @cached_property
+    def _phases_around(self) -> defaultdict[str, set[_Phase]]:
+        """The phases of all parameters in each block, by its path, and outside of all blocks (empty path)."""
+        found: defaultdict[str, set[_Phase]] = defaultdict(set)
+        for path, phase in self._phases().items():
+            found[enclosing(path, self.inventory.blocks)].add(phase)
+        return found
+
     def _why_not_shared(self, path: str, owners: Mapping[str, int]) -> str | None:
         """Return why a module cannot be inside of its unit: another unit uses it, or a parameter inside of it, too.
         None if none does. `owners`: result of `unit_by_module`."""
-        for module in self.inventory.modules:
-            ties = [parent(parameter.tied_to) for parameter in module.parameters if parameter.tied_to is not None]
-            same = module.same_as
-            for first in (*ties, *([same] if same is not None and self._numel_within[same] else [])):
-                is_inside = is_within(first, path) or is_within(module.path, path)
-                if is_inside and owners[first] != owners[module.path]:
-                    return f"{first} and {module.path} share parameters"
+        for one, other in self._sharing:
+            if owners[one] != owners[other] and (is_within(one, path) or is_within(other, path)):
+                return f"{one} and {other} share parameters"
         return None
+
+    @cached_property
+    def _sharing(self) -> list[tuple[str, str]]:
+        """Pairs of modules with a common parameter."""
+        pairs = []
+        for module in self.inventory.modules:
+            pairs += [(parent(p.tied_to), module.path) for p in module.parameters if p.tied_to is not None]
+            if module.same_as is not None and self._numel_within[module.same_as]:
+                pairs.append((module.same_as, module.path))
+        return pairs
 
     def _in_place_units(self) -> list[Unit]:
         """Return the rules in place."""
