@@ -30,7 +30,7 @@ def main() -> int:
     if problem := requirements_problem() or file_problem(options.write) or device_problem(options.smoke):
         return fail(problem, 2)
     from benchmarks.gpu import gpu_tests
-    from benchmarks.gpu.processes import ended_by_signals
+    from benchmarks.gpu.processes import SLOWNESS, ended_by_signals
     from benchmarks.gpu.runs import device_of
     from benchmarks.gpu.suite import Suite, select
 
@@ -48,7 +48,7 @@ def main() -> int:
     suite = Suite(cases, with_tests, device_of(options.smoke), output, output / "logs", has_values, publish)
     try:
         with ended_by_signals():
-            suite.run(began + options.budget)
+            suite.run(began + options.budget * (1 if has_values else SLOWNESS))
     finally:
         print(f"{suite.text()}\n\noutput: {output.resolve()}", flush=True)
     if suite.failed:

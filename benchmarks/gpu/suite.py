@@ -110,7 +110,7 @@ class Suite:
     def _test(self, limit: float) -> None:
         if limit <= 0:
             return
-        ended = gpu_tests.run_tests(limit, self._logs / log_name(gpu_tests.NAME))
+        ended = gpu_tests.run_tests(limit, self._logs / log_name(gpu_tests.NAME), self._has_values)
         self._tests = gpu_tests.summary(ended)
         if ended.failure:
             self.failed.append(gpu_tests.NAME)

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.gpu.gpu_tests import WITHOUT_VALUES
 from tests.phantom_gpu.conftest import Phantom
-
-WITHOUT_VALUES = (
-    "tests/train/test_cuda.py",
-    "tests/metrics/test_meter.py",
-    "tests/parallel/test_activation_offload.py",
-)
 
 
 @pytest.mark.phantom
