@@ -29,7 +29,8 @@ def test_planned_memory_is_measured_memory(phantom: Phantom, name: str) -> None:
     plan = json.loads(ended.stdout)
     planned, trial = plan["rows"][0]["active_bytes"], plan["trial"]
     assert abs(trial["requested"] - planned) < 0.003 * planned
-    assert trial["requested"] <= trial["active"] < trial["reserved"] < 1.4 * trial["active"]
+    pools = 2**26  # the allocator takes at least 20 MiB at a time, for each size of blocks and each stream
+    assert trial["requested"] <= trial["active"] < trial["reserved"] < 1.4 * trial["active"] + pools
 
 
 @pytest.mark.phantom
