@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,31 +58,27 @@ def count_collectives(*models: nn.Module, replicas: WatchedExchange | None = Non
 
     The count includes all-gathers of parameters, reduce-scatters of gradients, and all-reduces between replicas (HSDP),
     with the bytes that `titan_launch.plan.communication.Traffic` defines. `replicas`: the exchange of an optimizer that
-    is sharded over replicas, which counts too. The count does not include communication along other
-    mesh axes, or that of target counts, clipping, BatchNorm statistics and metrics. The host does not wait for the
-    device.
+    is sharded over replicas, which counts too. The count does not include communication along other mesh axes, or that
+    of target counts, clipping, BatchNorm statistics and metrics. The host does not wait for the device.
     """
     count = TrafficCount()
 
-    def record(kind: str, output: Tensor, sent: Tensor) -> None:
-        count.add(_traffic_of(kind, output, sent))
-
-    def record_of_experts(kind: str, output: Tensor, sent: Tensor) -> None:
+    def record(part: str, kind: str, output: Tensor, sent: Tensor) -> None:
         seen = _traffic_of(kind, output, sent)
-        gathered, scattered = seen.all_gather_bytes, seen.reduce_scatter_bytes
-        count.add(replace(seen, expert_all_gather_bytes=gathered, expert_reduce_scatter_bytes=scattered))
-
-    def record_of_replicas(kind: str, output: Tensor, sent: Tensor) -> None:
-        seen = _traffic_of(kind, output, sent)
-        gathered, scattered = seen.all_gather_bytes, seen.reduce_scatter_bytes
-        count.add(replace(seen, replica_all_gather_bytes=gathered, replica_reduce_scatter_bytes=scattered))
+        if part:
+            bytes_of_part: dict[str, Any] = {
+                f"{part}_all_gather_bytes": seen.all_gather_bytes,
+                f"{part}_reduce_scatter_bytes": seen.reduce_scatter_bytes,
+            }
+            seen = replace(seen, **bytes_of_part)
+        count.add(seen)
 
     with ExitStack() as stack:
         if replicas is not None:
-            stack.enter_context(replicas.watched(record_of_replicas))
+            stack.enter_context(replicas.watched(partial(record, "replica")))
         for group in (group for model in models for group in parameter_groups(model)):
             is_divided = any(_is_of_experts(parameter) for parameter in sharded_parameters(group))
-            stack.enter_context(collectives_watched(group, record_of_experts if is_divided else record))
+            stack.enter_context(collectives_watched(group, partial(record, "expert" if is_divided else "")))
         yield count
 
 
