@@ -241,6 +241,7 @@ class Device:
     server."""
 
     workspace_mib: float = _WORKSPACE_MIB
+    """Workspace of cuBLAS in a matrix product, in MiB."""
 
 
 # Peaks are from the vendors' data sheets. NVIDIA prints most peaks with 2:4 sparsity, which is twice the dense peak.

@@ -30,7 +30,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import describe_float8
 from titan_launch.plan.pipeline import stage_part
 from titan_launch.plan.report.table import aligned
-from titan_launch.plan.types import Inventory, ModelPlan, Unit, enclosing, full_name, parameters_by_unit
+from titan_launch.plan.types import Inventory, ModelPlan, TensorInfo, Unit, enclosing, full_name, parameters_by_unit
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_batch_norm
 
 IN_PLACE = "in place"
@@ -42,22 +42,26 @@ KeyLocator = Callable[[KeyPath], str]
 
 def describe_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> list[dict[str, Any]]:
     """Return one row per rule in place, and per unit in wrapping order, as plain data: the content of `units.json`."""
-    counts = [sum(p.numel for p in own) for own in parameters_by_unit(plan.inventory, plan.boundaries)]
-    rows = [_describe(unit, plan, layout, locate_key) for unit in plan.boundaries]
-    for row, num_parameters in zip(rows, counts, strict=True):
-        row["parameters"] = num_parameters  # of a unit: without those under rules in place
-    units, rules = rows[: len(plan.units)], rows[len(plan.units) :]
-    for row in rules:
-        row["placement"], row["collectives_per_microbatch"] = IN_PLACE, asdict(Collectives())
-    return rules + units
+    parameters = parameters_by_unit(plan.inventory, plan.boundaries)
+    rows = [
+        _describe(unit, own, plan, layout, locate_key) for unit, own in zip(plan.boundaries, parameters, strict=True)
+    ]
+    return rows[len(plan.units) :] + rows[: len(plan.units)]
 
 
-def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocator) -> dict[str, Any]:
+def _describe(
+    unit: Unit, own: Sequence[TensorInfo], plan: ModelPlan, layout: Layout, locate_key: KeyLocator
+) -> dict[str, Any]:
+    """Return the row of a unit or of a rule in place. `own`: its parameters, without those under rules in place."""
+    is_in_place = any(unit is rule for rule in plan.in_place)
+    placement = f"own unit: {unit.own_because}" if unit.own_because else "own unit"
+    collectives = Collectives() if is_in_place else collectives_of_unit(unit, layout)
     return {
         "name": unit.name,
         "modules": list(unit.modules),
         "classes": list(dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)),
-        "placement": f"own unit: {unit.own_because}" if unit.own_because else "own unit",
+        "parameters": sum(parameter.numel for parameter in own),
+        "placement": IN_PLACE if is_in_place else placement,
         "expert_parallel": unit.expert_parallel,
         "shards": layout.shards_of(unit),
         "storage_dtype": unit.storage_dtype,
@@ -69,7 +73,7 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocato
         "buffer_dtypes": _buffer_dtypes(unit, plan),
         "reshard_after_forward": unit.reshard_after_forward,
         "unshard_in_backward": unit.unshard_in_backward,
-        "collectives_per_microbatch": asdict(collectives_of_unit(unit, layout)),
+        "collectives_per_microbatch": asdict(collectives),
         "reason": unit.reason,
         **({"stages": _stages_of(unit, plan)} if plan.stages else {}),
         "location": None if unit.key is None else locate_key(unit.key),
