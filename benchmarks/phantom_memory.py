@@ -5,8 +5,7 @@
 Needs a CUDA build of torch. Every row is one `titan-launch plan --measure`: three steps of the fullest rank. The first
 rows are the shipped configurations, the others the runs of `published_memory.py`, here compiled and in fp8 where the
 reports say so. The exit status is 1 if the planned active memory of a shipped configuration is not within 0.3 % of what
-its tensors request. Compiled jobs and jobs in fp8 are planned as
-eager bf16 jobs, and not compared.
+its tensors request. Compiled jobs and jobs in fp8 are planned as eager bf16 jobs, and not compared.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def main() -> int:
     if problem := requirements_problem() or file_problem(options.write) or device_problem(options.smoke):
         return fail(problem, 2)
     from benchmarks.gpu import gpu_tests
-    from benchmarks.gpu.processes import SLOWNESS, ended_by_signals
+    from benchmarks.gpu.processes import ended_by_signals
     from benchmarks.gpu.runs import device_of
     from benchmarks.gpu.suite import Suite, select
 
@@ -48,7 +48,7 @@ def main() -> int:
     suite = Suite(cases, with_tests, device_of(options.smoke), output, output / "logs", has_values, publish)
     try:
         with ended_by_signals():
-            suite.run(began + options.budget * (1 if has_values else SLOWNESS))
+            suite.run(deadline(began, options))
     finally:
         print(f"{suite.text()}\n\noutput: {output.resolve()}", flush=True)
     if suite.failed:
@@ -69,6 +69,13 @@ def add_options(parser: argparse.ArgumentParser, output: str, budget: float) -> 
     parser.add_argument("--without-values", action="store_true", help=text)
     parser.add_argument("--smoke", action="store_true", help="run tiny shapes on a CPU, to test the benchmark itself")
     parser.add_argument("--wheels", help="folder of wheels to install from; the shell script handles this option")
+
+
+def deadline(began: float, options: argparse.Namespace) -> float:
+    """Return the time (of `time.monotonic`) at which a command that began at `began` must end."""
+    from benchmarks.gpu.processes import slowness
+
+    return began + float(options.budget) * slowness(not options.without_values)
 
 
 def fail(problem: str, status: int) -> int:

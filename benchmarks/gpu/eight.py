@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 
-from benchmarks.gpu.__main__ import add_options, fail, no_match
+from benchmarks.gpu.__main__ import add_options, deadline, fail, no_match
 from benchmarks.gpu.requirements import device_problem, requirements_problem
 
 _BUDGET_SECONDS = 2400
@@ -35,7 +35,7 @@ def main() -> int:
     from benchmarks.gpu.steps import StepRunner, select_steps
 
     has_values = not options.without_values
-    runner = StepRunner(options.output, has_values, began + options.budget)
+    runner = StepRunner(options.output, has_values, deadline(began, options))
     setting = Setting(options.smoke, runner.scratch, has_values, ranks)
     selected = select_steps(groups(setting), options.only)
     if not any(selected):

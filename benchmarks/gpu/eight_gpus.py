@@ -21,7 +21,7 @@ from benchmarks.gpu.jobs import (
     Setting,
     obstacle,
 )
-from benchmarks.gpu.processes import SLOWNESS
+from benchmarks.gpu.processes import slowness
 from benchmarks.gpu.runs import BASE, overrides
 from benchmarks.gpu.steps import Step, agreement_of, last_output_line, last_report, memory_of
 
@@ -29,8 +29,7 @@ from benchmarks.gpu.steps import Step, agreement_of, last_output_line, last_repo
 def communication(setting: Setting) -> Options:
     """Return options with which a hang ends a run in two minutes, not ten. The first step waits longer, for the
     compiler of the slowest rank."""
-    first = 240 * (1 if setting.has_values else SLOWNESS)
-    return {"comm.timeout_seconds": 120, "comm.init_timeout_seconds": first}
+    return {"comm.timeout_seconds": 120, "comm.init_timeout_seconds": 240 * slowness(setting.has_values)}
 
 
 REFERENCE = "1 rank"
@@ -131,7 +130,7 @@ def stopped(setting: Setting) -> Step:
 
 def disturbance(kind: str, name: str, options: Options, limit: int, setting: Setting) -> list[str]:
     """Return the command of a run whose last rank gets a signal. It ends by itself before the step's limit."""
-    given = [kind, f"--ranks={setting.ranks}", f"--limit={limit * (1 if setting.has_values else SLOWNESS) - 10}"]
+    given = [kind, f"--ranks={setting.ranks}", f"--limit={limit * slowness(setting.has_values) - 10}"]
     job = overrides(setting.job(name, options))
     return [sys.executable, "-m", "benchmarks.gpu.disturbance", *given, "--config", BASE, *job]
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 
-from benchmarks.gpu.__main__ import add_options, fail, no_match
+from benchmarks.gpu.__main__ import add_options, deadline, fail, no_match
 from benchmarks.gpu.requirements import device_problem, requirements_problem
 
 _BUDGET_SECONDS = 2400
@@ -33,7 +33,7 @@ def main() -> int:
     from benchmarks.gpu.suite import Suite, select
 
     has_values = not options.without_values
-    runner = StepRunner(options.output, has_values, began + options.budget)
+    runner = StepRunner(options.output, has_values, deadline(began, options))
     setting = Setting(options.smoke, runner.scratch, has_values)
     selected, (cases, _) = select_steps(groups(setting), options.only), select(options.smoke, options.only)
     if not any(selected) and not cases:
@@ -49,7 +49,7 @@ def main() -> int:
     with runner, ended_by_signals():
         for steps in selected:
             runner.run(steps)
-        suite.run(began + options.budget)
+        suite.run(deadline(began, options))
     return 1 if runner.has_failed or suite.failed else 0
 
 

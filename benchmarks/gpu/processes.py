@@ -21,8 +21,14 @@ REPO = Path(__file__).parents[2]
 _KILL_SECONDS = 10
 """A process that is killed inside a driver call may take a while to end."""
 
-SLOWNESS = 10
-"""Factor of time limits on a device that computes nothing: the processes of all GPUs share a few CPU cores there."""
+_SLOWNESS = 10
+
+
+def slowness(has_values: bool) -> int:
+    """Return the factor of all time limits. It is above 1 on a device that computes nothing, where the processes of all
+    GPUs share a few CPU cores."""
+    return 1 if has_values else _SLOWNESS
+
 
 _running: set[subprocess.Popen[Any]] = set()
 _is_stopping = threading.Event()

@@ -17,7 +17,7 @@ from typing import Literal
 
 from benchmarks.gpu.comparisons import CheckError, Tolerance, agreement, measured_memory, recompilations
 from benchmarks.gpu.comparisons import tokens_per_second as speed
-from benchmarks.gpu.processes import SLOWNESS, log_name, run_process
+from benchmarks.gpu.processes import log_name, run_process, slowness
 from benchmarks.last_error import last_line
 
 _KEPT_SUFFIXES = (".log", ".txt", ".json", ".jsonl")
@@ -177,7 +177,7 @@ class StepRunner:
             return Outcome(step, result, seconds, detail, "".join(outputs[-1:]))
 
         outputs: list[str] = []
-        limit = step.limit * (1 if self._has_values else SLOWNESS)
+        limit = step.limit * slowness(self._has_values)
         for number, command in enumerate(step.commands, 1):
             left = self._deadline - time.monotonic()
             if left <= 0:

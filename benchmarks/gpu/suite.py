@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu import gpu_tests
 from benchmarks.gpu.cases import Case, all_cases, smoke_cases
-from benchmarks.gpu.processes import SLOWNESS, log_name
+from benchmarks.gpu.processes import log_name, slowness
 from benchmarks.gpu.runs import Device, Result, planned_gib, run
 from benchmarks.gpu.table import header, row, table
 
@@ -76,7 +76,7 @@ class Suite:
             if reason := self._misfit(case):
                 self._not_run[case.name] = reason
             elif left > case.expected_s:
-                self._measure(case, min(left, _LIMIT * case.expected_s * (1 if self._has_values else SLOWNESS)))
+                self._measure(case, min(left, _LIMIT * case.expected_s * slowness(self._has_values)))
             self._write()
         if self._with_tests:
             self._test(deadline - time.monotonic())
