@@ -78,11 +78,11 @@ class PrecisionConfig(Section):
     loads of experts. Unset: the dtype that the model gave them (FSDP2 casts no buffers)."""
 
     placement: Literal["auto", "in_place", "own_unit"] = "auto"
-    """Where the rules are carried out. `in_place`: inside the FSDP2 units of the blocks around their modules, without
-    any collective of their own; parameters of one unit then have several compute dtypes, which needs torch 2.15.
-    `own_unit`: in FSDP2 units of their own. `auto`: in place where FSDP2 supports it. It does not for a rule that sets
-    `unit_per` or `reshard_after_forward`, or whose storage dtype, reduce dtype or training differs from those around
-    it."""
+    """FSDP2 units of the modules that rules match. `in_place`: the modules stay in the units of their blocks, so a rule
+    adds no collective. A unit then has parameters of several compute dtypes, which needs torch 2.15. `own_unit`: the
+    modules get units of their own. `auto`: in place, except for rules that FSDP2 does not support there. These are
+    rules with `unit_per` or `reshard_after_forward`, and rules whose modules have another storage dtype or reduce dtype
+    than their block, or are trained in other steps."""
 
     rules: Array[PrecisionRule] = ()
     """Exceptions for modules that match by class or by path. The first rule that matches a module applies. A rule that
