@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from publishing import publish
+from publishing import markdown_table, publish
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -191,7 +191,7 @@ def table(figures: dict[str, Figures]) -> str:
     """Return a Markdown table with one row for each mode."""
     columns = ["mode", "all-gathers", "reduce-scatters", "all-reduces", "gradients held, KiB", "peak, MiB", "predicted"]
     columns += [f"error, {name}, N = {number}" for name in ("fp32", "bf16") for number in (FEW, MANY)]
-    rows = [columns, ["---"] * len(columns)]
+    rows = [columns]
     for name, found in figures.items():
         if found.traffic != found.planned_traffic:
             raise RuntimeError(f"{name}: measured {found.traffic}, planned {found.planned_traffic}")
@@ -207,7 +207,7 @@ def table(figures: dict[str, Figures]) -> str:
             *(f"{error:.0e}" for error in found.errors.values()),
         ]
         rows.append(cells)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(rows)
 
 
 def traffic_cell(calls: int, num_bytes: int) -> str:

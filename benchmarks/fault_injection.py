@@ -49,7 +49,7 @@ from typing import Any
 
 import torch
 from faults import INSTANT, KILL_POINTS, KILLED, Fault, Start, import_rank_modules
-from publishing import publish
+from publishing import markdown_table, publish
 from tampering import TAMPERINGS, kill_launch, undo, vanish
 
 from titan_launch.checkpoint.manifest import (
@@ -462,11 +462,11 @@ def table(outcomes: Iterable[Outcome]) -> str:
         "resumed",
         "lost",
     ]
-    rows = [columns, ["---"] + ["---:"] * (len(columns) - 1)]
+    rows = [columns]
     for point, name in [*KILL_POINTS.items(), (None, "all")]:
         of_point = [death for death in deaths if point in (None, death.fault.point)]
         rows.append([name, *map(str, counts(of_point))])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(rows, texts=1)
 
 
 def counts(deaths: Sequence[Death]) -> list[int]:
@@ -557,13 +557,13 @@ def campaign(folder: Path, options: argparse.Namespace) -> tuple[list[Outcome], 
 
 def table_of_disturbances(others: Sequence[Disturbance]) -> str:
     """Return a Markdown table with one row for each disturbance other than a death."""
-    rows = [["other disturbance", "faults", "as expected", "lost", "orphans"], ["---"] + ["---:"] * 4]
+    rows = [["other disturbance", "faults", "as expected", "lost", "orphans"]]
     for name in DISTURBANCES:
         found = [other for other in others if other.name == name]
         lost = sum(other.lost is not None for other in found)
         orphans = sum(other.orphans for other in found)
         rows.append([name, *map(str, (len(found), len(found) - lost, lost, orphans))])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(rows, texts=1)
 
 
 def problems(outcome: Outcome) -> Iterator[str]:

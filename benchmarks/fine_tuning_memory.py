@@ -17,7 +17,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from publishing import publish
+from publishing import markdown_table, publish
 
 from titan_launch.commands.plan import PlanOptions, print_plan
 from titan_launch.config.job import JobConfig
@@ -65,14 +65,14 @@ def predict(model: str, ranks: int, sections: dict[str, Any]) -> tuple[int, int]
 def table(models: Sequence[str], trained: Sequence[str]) -> str:
     """Return a Markdown table with a row for each way to fine-tune and each model. `trained`: the names of the ways."""
     columns = [f"{ranks} GPU{'s' * (ranks > 1)}{what}" for ranks in RANKS for what in ("", ", host")]
-    lines = [["model", "trained", *columns], ["---", "---", *["---:"] * len(columns)]]
+    lines = [["model", "trained", *columns]]
     for model in models:
         for name in trained:
             sections = ways(model)[name]
             sizes = [size for ranks in RANKS for size in predict(model, ranks, sections)]
             lines.append([model, name, *(f"{size / GIB:.1f}" if size else "" for size in sizes)])
             print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(lines, texts=2)
 
 
 def main(arguments: list[str]) -> int:

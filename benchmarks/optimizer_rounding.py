@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from publishing import publish
+from publishing import markdown_table, publish
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -122,14 +122,13 @@ def table(figures: dict[str, dict[str, list[float]]]) -> str:
             "changed in last step",
         ]
     ]
-    rows.append(["---"] + ["---:"] * 6)
     for name, found in figures.items():
         row = [name, f"{found['bytes'][0]:.0f}"]
         for key in ("training", "validation"):
             apart = [value - other for value, other in zip(found[key], reference[key], strict=True)]
             row += [f"{statistics.mean(found[key]):.4f}", f"{min(apart):+.4f} to {max(apart):+.4f}"]
         rows.append([*row, f"{statistics.mean(found['changed']):.1%} of parameters"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(rows, texts=1)
 
 
 def main() -> None:

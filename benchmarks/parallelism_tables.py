@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from publishing import publish
+from publishing import markdown_table, publish
 
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
@@ -112,7 +112,7 @@ def table(models: Sequence[str], ranks: Sequence[int], names: Sequence[str] | No
 
     The fastest layout for each model and number of ranks is bold.
     """
-    lines: list[Sequence[str]] = [_COLUMNS, ["---"] * len(_COLUMNS)]
+    lines: list[Sequence[str]] = [_COLUMNS]
     for model in models:
         for number in ranks:
             rows = {
@@ -131,7 +131,7 @@ def table(models: Sequence[str], ranks: Sequence[int], names: Sequence[str] | No
         "1F1B. Memory is that of the rank that needs most. Bold: the layout that fits with the lowest lower bound of "
         "the step time; of equal ones, that with the lowest upper bound."
     )
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", notes])
+    return f"{markdown_table(lines)}\n\n{notes}"
 
 
 def _cells(model: str, ranks: int, name: str, row: Row, is_best: bool) -> list[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from publishing import publish
+from publishing import markdown_table, publish
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -181,7 +181,7 @@ def table(job: str, figures: dict[str, Figures]) -> str:
     """Return a Markdown table with one row for each variant. Ranges are over seeds, and those of times over steps."""
     reference, base, *_ = figures.values()
     columns = [job, "training loss", "- fp32", "validation loss", "- fp32", "gradient error", "error of the norms"]
-    rows = [[*columns, "collectives", "step time"], ["---"] * 9]
+    rows = [[*columns, "collectives", "step time"]]
     for name, found in figures.items():
         cells = [
             name,
@@ -195,7 +195,7 @@ def table(job: str, figures: dict[str, Figures]) -> str:
             quartiles(found.relative_time),
         ]
         rows.append(cells)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(rows)
 
 
 def differences(values: Sequence[float], reference: Sequence[float]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from publishing import publish
+from publishing import markdown_table, publish
 
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.hardware import GIB, hardware_of
@@ -103,14 +103,14 @@ def main() -> int:
         "active / published",
         "",
     ]
-    rows, is_right = [columns, ["---"] * len(columns)], True
+    rows, is_right = [columns], True
     for report in REPORTS:
         active, reserved = predict(report)
         ratio = active / report.reserved_gib
         is_right &= 0.75 <= ratio < 1
         figures = [f"{active:.1f}", f"{reserved:.1f}", f"{report.reserved_gib:.1f}", f"{ratio:.2f}"]
         rows.append([report.name, report.checkpointing, *figures, report.remark])
-    publish("\n".join(f"| {' | '.join(row)} |" for row in rows), "published_memory", options.write)
+    publish(markdown_table(rows), "published_memory", options.write)
     return int(not is_right)
 
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from titan_launch.core.commit import commit_of
+
+
+def markdown_table(rows: Sequence[Sequence[str]], texts: int | None = None) -> str:
+    """Return a Markdown table. The first row is its header. The columns behind the first `texts` are numbers, and
+    aligned to the right; None: there are no such columns."""
+    head, *body = rows
+    rule = ["---" if texts is None or index < texts else "---:" for index in range(len(head))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
 
 
 def publish(text: str, name: str, path: Path | None) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.publishing import markdown_table
 from benchmarks.speed.contestants import CONTESTANTS, LAUNCHER
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.runs import Entry, Run
-from benchmarks.speed.summary import markdown
 
 ROUNDS = 1
 """Number of rounds. A second round would find the kernels of the first."""
@@ -42,4 +42,4 @@ def tables(runs: Sequence[Run]) -> str:
             for run in runs
             if run.contestant == name and not run.failure
         ]
-    return markdown(rows)
+    return markdown_table(rows)

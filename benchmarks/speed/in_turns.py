@@ -22,12 +22,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from benchmarks.publishing import publish
+from benchmarks.publishing import markdown_table, publish
 from benchmarks.speed.contestants import launcher_sections, processes
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.machine import machine_line
 from benchmarks.speed.runs import process_environment
-from benchmarks.speed.summary import markdown, quartiles
+from benchmarks.speed.summary import quartiles
 
 JOBS = (
     Job(precision="float32"),
@@ -79,7 +79,7 @@ def table(measured: Sequence[tuple[Job, Sequence[Pair]]]) -> str:
                 ratios.cell(".3f"),
             )
         )
-    return markdown(rows)
+    return markdown_table(rows)
 
 
 def report_table(measured: Sequence[tuple[Job, Sequence[Pair]]]) -> str:
@@ -91,7 +91,7 @@ def report_table(measured: Sequence[tuple[Job, Sequence[Pair]]]) -> str:
         ranks = "one process" if job.ranks == 1 else f"{job.ranks} processes"
         cost = report / (10 * step)
         rows.append((f"{ranks}, {job.precision}", str(len(pairs)), f"{step:.1f}", f"{report:.2f}", f"{cost:.3%}"))
-    return markdown(rows)
+    return markdown_table(rows)
 
 
 def train_in_turns(job: Job, pairs: int, result: Path, reports: bool) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.publishing import markdown_table
 from benchmarks.speed.contestants import Contestant
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.runs import Entry, Run
-from benchmarks.speed.summary import fit, markdown, spread
+from benchmarks.speed.summary import fit, spread
 
 ROUNDS = 3
 WORLDS = (1, 8, 64, 512)
@@ -60,7 +61,7 @@ def tables(runs: Sequence[Run]) -> str:
         if len(points) == len(WORLDS):
             slope = fit(points).slope
             worlds.append((label, *(f"{seconds:.2f}" for _, seconds in points), f"{1000 * slope:.2f}"))
-    return f"{markdown(rows)}\n\n{markdown(worlds)}"
+    return f"{markdown_table(rows)}\n\n{markdown_table(worlds)}"
 
 
 def by_world(runs: Sequence[Run], kind: str) -> list[tuple[float, float]]:

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.publishing import markdown_table
 from benchmarks.speed.contestants import CONTESTANTS, LAUNCHER
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.runs import Entry, Run
-from benchmarks.speed.summary import Line, fit, markdown, spread
+from benchmarks.speed.summary import Line, fit, spread
 
 ROUNDS = 5
 BASE = Job(seq_len=128, steps=5)
@@ -91,4 +92,4 @@ def tables(runs: Sequence[Run]) -> str:
             values = ", ".join(f"{y:.0f} at {x:g}" for x, y in found)
             figures = (f"{fitted.intercept:.1f}", f"{fitted.slope:.3g}", f"{100 * fitted.residual:.1f} %")
             rows.append((axis.name, axis.label, values, *figures))
-    return markdown(rows)
+    return markdown_table(rows)

@@ -60,9 +60,3 @@ def fit(points: Sequence[tuple[float, float]]) -> Line:
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
     intercept = mean_y - slope * mean_x
     return Line(intercept, slope, max(abs(y - intercept - slope * x) / y for x, y in points))
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table. The first row is its header."""
-    head, *body = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.publishing import markdown_table
 from benchmarks.speed.contestants import BARE, CONTESTANTS, LAUNCHER
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.runs import Entry, Run
-from benchmarks.speed.summary import markdown, paired, spread
+from benchmarks.speed.summary import paired, spread
 
 ROUNDS = 5
 PEER_ROUNDS = 3
@@ -70,7 +71,7 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> str:
         own = [run for run in runs if run.contestant == name]
         if own:
             rows.append(_row(CONTESTANTS[name].label, own, baseline))
-    return markdown(rows)
+    return markdown_table(rows)
 
 
 def _row(label: str, runs: Sequence[Run], baseline: Sequence[Run]) -> list[str]:

@@ -22,12 +22,12 @@ from io import FileIO
 from pathlib import Path
 from statistics import median
 
-from benchmarks.publishing import publish
+from benchmarks.publishing import markdown_table, publish
 from benchmarks.speed import training
 from benchmarks.speed.contestants import CONTESTANTS, Environments, command
 from benchmarks.speed.machine import machine_line
 from benchmarks.speed.runs import TIME_LIMIT_S, Entry, process_environment, rotated
-from benchmarks.speed.summary import markdown, quartiles
+from benchmarks.speed.summary import quartiles
 
 ROUNDS = 20
 _WARM_UP = 3
@@ -117,7 +117,7 @@ def table(entries: Sequence[Entry], times: Times) -> str:
         label, typical = CONTESTANTS[entry.contestant.name].label, median(own)
         figures = (f"{1000 * typical:.1f}", f"{entry.job.tokens / typical:,.0f}")
         rows.append((label, str(len(own)), *figures, ratios.cell(".3f")))
-    return markdown(rows)
+    return markdown_table(rows)
 
 
 def main() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.publishing import markdown_table
 from benchmarks.speed.contestants import CONTESTANTS, LAUNCHER
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.runs import Entry, Run
-from benchmarks.speed.summary import markdown, paired, spread
+from benchmarks.speed.summary import paired, spread
 from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
 
 ACCUMULATION_ROUNDS = 2
@@ -80,7 +81,7 @@ def accumulation_tables(runs: Sequence[Run]) -> str:
                     f"{1024 * metrics['memory/max_active_gib']:.2f}",
                 )
             )
-    return markdown(rows)
+    return markdown_table(rows)
 
 
 def precision_tables(runs: Sequence[Run]) -> str:
@@ -94,7 +95,7 @@ def precision_tables(runs: Sequence[Run]) -> str:
             if own:
                 cells = (spread(1000 * run.step_s for run in own).cell(".1f"), ratio.cell(".3f") if ratio else "")
                 rows.append((group.partition(" ")[0], name, *cells))
-    return markdown(rows)
+    return markdown_table(rows)
 
 
 def _of(runs: Sequence[Run], group: str, name: str) -> list[Run]:
