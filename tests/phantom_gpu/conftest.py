@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +31,13 @@ class Phantom:
     def __init__(self, variables: dict[str, str]):
         self._variables = variables
 
-    def run(self, *command: str, timeout: float = 200, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run Python with these arguments. `variables`: further environment variables."""
-        environment = {**self._variables, **variables}
-        arguments = [sys.executable, *command]
-        return subprocess.run(arguments, capture_output=True, text=True, cwd=REPO, env=environment, timeout=timeout)
+    def run(
+        self, *command: str, timeout: float = 200, input: str | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run Python with these arguments. `input`: its standard input. `variables`: further environment variables."""
+        streams: dict[str, Any] = {"capture_output": True, "text": True, "input": input}
+        environment, arguments = {**self._variables, **variables}, [sys.executable, *command]
+        return subprocess.run(arguments, **streams, cwd=REPO, env=environment, timeout=timeout)
 
     def train(
         self, ranks: int, folder: Path, *options: str, timeout: float = 200, **variables: str

@@ -291,7 +291,14 @@ def _rotate(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Tensor
     _host_view(indices).copy_(numbers.view(indices.shape))
 
 
-_ANSWERS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], None]] = {"topk": _rotate}
+def _count(args: tuple[Any, ...], kwargs: dict[str, Any], results: Tensor) -> None:
+    """Count the rows of each expert: `histc` of integers, which PyTorch has for CUDA only."""
+    numbers, *bins = args
+    if numbers.numel() <= _MOST_INTEGERS:
+        _host_view(results).copy_(torch.histc(_host_view(numbers).double(), *bins, **kwargs))
+
+
+_ANSWERS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], None]] = {"topk": _rotate, "histc": _count}
 """Functions that write results which are better than zero."""
 
 
