@@ -16,14 +16,14 @@ import torch
 from titan_launch import __version__
 from titan_launch.checkpoint.background import build_background
 from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
-from titan_launch.checkpoint.manifest import PHANTOM, Manifest, checkpoint_name, complete_steps
+from titan_launch.checkpoint.manifest import Manifest, checkpoint_name, complete_steps
 from titan_launch.checkpoint.retention import Retention, WriteRequest, Written
 from titan_launch.checkpoint.snapshot import shards_of
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.core.errors import RunError
 from titan_launch.core.fingerprint import Fingerprint
-from titan_launch.core.phantom import is_phantom
+from titan_launch.core.phantom import VERSION_KEY, is_phantom
 from titan_launch.distributed.collectives import warn
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class CheckpointManager:
             step=self._progress.step,
             validation_loss=validation_loss,
             base=None if self._state.base is None else self._state.base.record,
-            versions=_VERSIONS | ({PHANTOM: "1"} if is_phantom() else {}),
+            versions=_VERSIONS | ({VERSION_KEY: "1"} if is_phantom() else {}),
             files={},
             **vars(self._origin),
         )

@@ -12,17 +12,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
+from titan_launch.core import phantom
 from titan_launch.core.files import open_regular, read_regular, replace_text
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as
-from titan_launch.core.phantom import is_phantom
 from titan_launch.core.terminal import one_line
 
 MANIFEST_FILE = "manifest.json"
 """Name of the manifest's file. The file is written last: a checkpoint without a manifest is not complete."""
-
-PHANTOM = "phantom GPU"
-"""Key of `Manifest.versions` in checkpoints of runs without values."""
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})")
 _CHUNK_BYTES = 1 << 22
@@ -80,7 +77,7 @@ class Manifest:
     """The folder of `model.weights`; None if the run began without it."""
 
     versions: Mapping[str, str]
-    """Versions of torch and of the launcher; also `PHANTOM` if the run had a phantom GPU, and so no values."""
+    """Versions of torch and of the launcher, and `phantom.VERSION_KEY` if the run had a phantom GPU."""
 
     command: str
     """Command line that started the run."""
@@ -151,7 +148,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise DamagedCheckpointError(
                 f"{MANIFEST_FILE} is of step {file.manifest.step}, but the folder has the name of another step"
             )
-    if PHANTOM in file.manifest.versions and not is_phantom():
+    if phantom.VERSION_KEY in file.manifest.versions and not phantom.is_phantom():
         raise DamagedCheckpointError("it was saved by a run with a phantom GPU, and has no values")
     return file.manifest
 

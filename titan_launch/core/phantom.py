@@ -22,6 +22,9 @@ TAG_PREFIX = "phantom/"
 FILE = "WITHOUT_VALUES"
 """File that marks its run folder."""
 
+VERSION_KEY = "phantom GPU"
+"""Key of `Manifest.versions` that marks its checkpoints."""
+
 TEXT = "This run had a phantom GPU, which computes no values. Its losses, weights and times mean nothing.\n"
 
 
