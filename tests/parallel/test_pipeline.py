@@ -125,7 +125,7 @@ def test_every_pipeline_schedule_trains_like_one_process(tmp_path: Path) -> None
 
 
 def test_fsdp_within_pipeline_stages_trains_like_one_process(tmp_path: Path) -> None:
-    def divided(name: str, schedule: str, mode: str, unsharded: bool = False, replicas: int = 1) -> Any:
+    def divided(name: str, schedule: str, mode: str, unsharded: bool = False, **parallelism: Any) -> Any:
         return job(
             tmp_path / name,
             "rmsnorm",
@@ -133,13 +133,17 @@ def test_fsdp_within_pipeline_stages_trains_like_one_process(tmp_path: Path) -> 
             unsharded,
             pipeline_parallel_degree=2,
             pipeline_parallel_schedule=schedule,
-            data_parallel_replicate_degree=replicas,
+            **parallelism,
         )
 
+    replicas = {"data_parallel_replicate_degree": 2}
+    sharded = {**replicas, "shard_optimizer_over_replicas": True}
     jobs = {
         "1F1B": divided("1F1B", "1F1B", "immediate"),
-        "replicas": divided("replicas", "Interleaved1F1B", "deferred_all_reduce", replicas=2),
+        "replicas": divided("replicas", "Interleaved1F1B", "deferred_all_reduce", **replicas),
         "ZBV": divided("ZBV", "ZBVZeroBubble", "deferred", unsharded=True),
+        "sharded optimizer": divided("sharded", "Interleaved1F1B", "immediate", **sharded),
+        "ZBV, sharded optimizer": divided("ZBV sharded", "ZBVZeroBubble", "deferred", unsharded=True, **sharded),
     }
     compare(jobs, 4, job(tmp_path / "alone"))
 

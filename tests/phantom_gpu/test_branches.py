@@ -118,6 +118,13 @@ SLOW_BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "documents, latent attention, compiled": (1, (*of_family("deepseek_v3"), *DOCUMENTS, *COMPILED)),
     "DPO, LoRA": (2, (DEBUG, *LORA, *DPO, "--loss.dpo.reference=base")),
     "HSDP 2x4": (8, (DEBUG, "--parallelism.data_parallel_replicate_degree=2")),
+    "HSDP 2x2, sharded optimizer": (
+        4,
+        (
+            *(DEBUG, "--parallelism.data_parallel_replicate_degree=2"),
+            "--parallelism.shard_optimizer_over_replicas=true",
+        ),
+    ),
     "tensor parallelism 2, pipeline 2, FSDP 2": (8, (*of_schedule("1F1B"), "--parallelism.tensor_parallel_degree=2")),
     "tensor parallelism of windows, sinks and experts": (
         2,

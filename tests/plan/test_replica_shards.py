@@ -31,11 +31,14 @@ def planned(is_sharded: bool) -> tuple[Footprint, LinkTraffic]:
     return footprint, link_traffic_of_step(traffic, layout, gpus_per_node=8)
 
 
-def test_64_replicas_divide_the_state_of_llama_70b_and_send_no_more_bytes() -> None:
+def test_64_replicas_divide_the_state_and_the_gradients_of_llama_70b_and_send_no_more_bytes() -> None:
     (whole, before), (sharded, after) = planned(False), planned(True)
     state = whole.by_category[Category.OPTIMIZER]
     assert sharded.by_category[Category.OPTIMIZER] * REPLICAS == pytest.approx(state, rel=0.01)
-    assert whole.peak_bytes - sharded.peak_bytes == pytest.approx(state * (1 - 1 / REPLICAS), rel=0.01)
+    gradients = whole.by_category[Category.PARAMETERS]  # both in float32
+    in_update = whole.by_phase()["optimizer"] - sharded.by_phase()["optimizer"]
+    assert in_update == pytest.approx((state + gradients) * (1 - 1 / REPLICAS), rel=0.01)
+    assert whole.peak_bytes - sharded.peak_bytes > (state + 0.75 * gradients) * (1 - 1 / REPLICAS)
     assert after.across == pytest.approx(before.across, rel=0.001)  # 161 norms of 1024 rows have whole rows
     assert after.within == pytest.approx(before.within, rel=0.001)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,7 +221,7 @@ def measure(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
     Nothing is exchanged, because a thread of gloo holds the last tensor that it has sent."""
     for name in ("_reduce_scatter", "_all_gather"):  # the rank ends with the test
-        setattr(replica_shards, name, lambda *args, **kwargs: None)
+        setattr(replica_shards, name, lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
     config = JobConfig.model_validate(job)
     with ExitStack() as stack:
         run = build_run(config, this_rank(), stack)
@@ -245,7 +246,7 @@ def measure(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
         gradients = sum(local_tensor(parameter).nbytes for parameter in run.model.parameters())
         planned.allocate(gradients, Category.GRADIENTS)
         temporaries = temporary_bytes(config.optimizer, groups, run.layout.optimizer_shards)
-        book_update(planned, temporaries, exchanged_units(run.plan, run.layout), run.layout)
+        book_update(planned, temporaries, exchanged_units(run.plan, run.layout).values(), run.layout, False)
         return {
             "state": (sum(local_tensor(state).nbytes for state in states), state_bytes(config.optimizer, groups)),
             "update": (min(found[1:]), planned.footprint().peak_bytes - gradients),

@@ -59,6 +59,10 @@ FREES_EARLIER = torch_release() >= (2, 15)
 """True if FSDP2 frees the previous all-gather buffer before the next copy-out, and gradients before their reduction.
 Before torch 2.15 local variables kept one buffer and the gradients of one unit alive longer."""
 
+KEEPS_REDUCED_GRADIENTS = torch_release() >= (2, 15)
+"""True if FSDP2 keeps the reduced gradients of a unit in the reduce dtype, beside their casts to the storage dtype,
+until it has called the hooks of the parameters. Earlier releases free them at the cast."""
+
 FREES_WITHOUT_GRADIENTS = torch_release() >= (2, 12)
 """True if FSDP2 also frees the reduce-scatter input of the unit before when a unit has no gradients to reduce."""
 

@@ -89,6 +89,17 @@ class LiveMemory(TorchDispatchMode):
 
         return call
 
+    def returning_for(self, category: Category, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `function`, wrapped so that its allocations and its result belong to `category`."""
+        allocate = self.allocating_for(category, function)
+
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            result: Tensor = allocate(*args, **kwargs)
+            self.hold([result], category)
+            return result
+
+        return call
+
     def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, wrapped so that its allocations do not count."""
 

@@ -4,15 +4,17 @@
     -> clipping and update of the chunks -> all-gather -> parameters
 
 FSDP2 knows the ranks of one replica only. The exchange between replicas uses public collectives, once per step and
-unit. Optimizer state exists for the chunks only. A chunk is a box of the whole tensor, so a checkpoint does not depend
-on the number of replicas, nor on whether the optimizer is sharded.
+unit. The gradients of a unit leave during the step's last backward, as soon as FSDP2 has reduced them, so their
+exchange overlaps with the rest of backward. Optimizer state exists for the chunks only. A chunk is a box of the whole
+tensor, so a checkpoint does not depend on the number of replicas, nor on whether the optimizer is sharded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,25 +89,46 @@ class _Place(NamedTuple):
             yield buffer[full, self.start : self.start + rest], flat[full * self.size :]
 
 
-class _ExchangedUnit(NamedTuple):
-    """The trained parameters of an FSDP2 unit, which are exchanged together."""
+@dataclass(eq=False)
+class _ExchangedUnit:
+    """The trained parameters of an FSDP2 unit, which are exchanged together, and the state of their exchange."""
 
     places: list[_Place]
     width: int
     """Elements of a row of the buffers."""
 
     reduce_dtype: torch.dtype
+    seen: set[nn.Parameter] = field(default_factory=set)
+    """The parameters whose gradients FSDP2 has reduced in the last backward, and which have not left yet."""
+
+    left: list[_Place] = field(default_factory=list)
+    """The places whose gradients have left."""
+
+    row: Tensor | None = None
+    """The sums over the replicas of the gradients that have arrived, of this replica's chunks, in the storage dtype."""
+
+
+class _Exchange(NamedTuple):
+    """A reduce-scatter between the replicas that has started. Its tensors live until `work` is done."""
+
+    unit: _ExchangedUnit
+    work: dist.Work
+    received: Tensor
+    sent: Tensor
 
 
 class ReplicaShards:
     """The chunks of this rank, and the exchange of gradients and parameters between the replicas.
 
-    A step calls `reduce_gradients` after its last backward, and `gather_parameters` after the update. Both are
-    collective over the replicas.
+    A step calls `begin_microbatch` before each forward (`parallel.accumulation.ExchangedAsReduced`), `reduce_gradients`
+    after its last backward, and `gather_parameters` after the update. The last backward and both functions are
+    collective over the replicas. All replicas must compute gradients of the same parameters, in the same order, as
+    FSDP2 demands of all ranks.
     """
 
-    def __init__(self, model: nn.Module, plan: ModelPlan, mesh: Mesh):
-        """`model`: wrapped. `plan`: the plan of the whole model. `mesh` has replicas."""
+    def __init__(self, model: nn.Module, plan: ModelPlan, mesh: Mesh, leave_early: bool):
+        """`model`: wrapped. `plan`: the plan of the whole model. `mesh` has replicas. `leave_early`: result of
+        `gradients_leave_early`."""
         assert mesh.replicate is not None, "a sharded optimizer has replicas"
         self.replicas = mesh.replicate.size()
         self.group = mesh.replicate.get_group()
@@ -121,6 +144,11 @@ class ReplicaShards:
         units = [unit for unit in units if unit.width]
         self._units = sorted(units, key=lambda unit: unit.width * unit.reduce_dtype.itemsize, reverse=True)
         self._watchers: list[CollectiveCallback] = []
+        self._is_last = False
+        self._started: _Exchange | None = None
+        for unit in self._units if leave_early else ():
+            for place in unit.places:
+                place.parameter.register_post_accumulate_grad_hook(partial(self._reduced, unit))
 
     def _exchanged(self, unit: Unit, parameters: list[nn.Parameter]) -> _ExchangedUnit:
         places, width = [], 0
@@ -147,30 +175,83 @@ class ReplicaShards:
         within = self.chunk(parameter).offsets
         return Shard(chunk, tuple(a + b for a, b in zip(offsets, within, strict=True)), size)
 
+    def begin_microbatch(self, is_last: bool) -> None:
+        """Let the gradients leave during the next backward if it is the last one of its parameters in the step."""
+        self._is_last = is_last
+
+    @torch.no_grad()
+    def _reduced(self, unit: _ExchangedUnit, parameter: Tensor) -> None:
+        """Start the exchange of a unit when FSDP2 has reduced its last gradient.
+
+        FSDP2 calls this hook in the stream of its reduction. Tensors are made, read and freed in the order of that
+        stream, as FSDP2's own gradients are. FSDP2 orders the stream of computation after it.
+        """
+        if not self._is_last:
+            return
+        assert isinstance(parameter, nn.Parameter), "FSDP2 calls the hook with the sharded parameter"
+        unit.seen.add(parameter)
+        # FSDP2 reduces the parameters of a unit in their order, so the last one mostly decides.
+        if all(p in unit.seen or not p.requires_grad for p, *_ in reversed(unit.places)):
+            self.start(unit)
+
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the replicas. Every gradient is then a DTensor with the shape of the parameter, whose
-        local tensor has this replica's chunk only."""
-        for unit in self._units:
-            self._reduce(unit)
+        """Sum the gradients over the replicas that have not left during the last backward, and wait for the others.
 
-    def _reduce(self, unit: _ExchangedUnit) -> None:
+        Every gradient is then a DTensor with the shape of the parameter, whose local tensor has this replica's chunk
+        only.
+        """
+        for unit in self._units:
+            self.start(unit)
+        self._finish()
+        for unit in self._units:
+            for place in unit.left:
+                assert unit.row is not None
+                place.parameter.grad = self._gradient_of_chunk(place, unit.row)
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the gradients that have left, and expect no last backward. This method is not collective."""
+        self._is_last, self._started = False, None
+        for unit in self._units:
+            unit.seen.clear()
+            unit.left.clear()
+            unit.row = None
+
+    def start(self, unit: _ExchangedUnit) -> None:
+        """Start the reduce-scatter of the gradients that a unit has now. Wait for the previous one, so that the buffers
+        of one unit exist."""
         # FSDP2 demands that all ranks have gradients of the same parameters.
         places = [place for place in unit.places if place.parameter.grad is not None]
-        if not places:  # `training.unfreeze`
+        unit.seen.clear()
+        if not places:  # `training.unfreeze`, or they have left
             return
+        self._finish()
         sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
         _copy_gradients(places, sent)
         for place in places:
             place.parameter.grad = None  # all of them are views of one tensor
         received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
         self._report(REDUCE_SCATTER, received, sent)
-        _reduce_scatter(received, sent.view(-1), group=self.group)
-        del sent
-        stored = local_tensor(places[0].parameter)
-        received = received.to(stored.device, stored.dtype)
-        for place in places:
-            place.parameter.grad = self._gradient_of_chunk(place, received)
+        work = _reduce_scatter(received, sent.view(-1), group=self.group, async_op=True)
+        unit.left += places
+        self._started = _Exchange(unit, work, received, sent)
+
+    def _finish(self) -> None:
+        """Wait for the reduce-scatter that is under way. On CUDA the stream waits instead of the host."""
+        if self._started is None:
+            return
+        self._started.work.wait()
+        unit, received = self._started.unit, self._started.received
+        self._started = None  # frees the buffer that was sent, before the cast
+        # FSDP2 reduces a unit twice if it ran twice in the forward.
+        row = self.stored(received, unit)
+        unit.row = row if unit.row is None else unit.row.add_(row)
+
+    def stored(self, received: Tensor, unit: _ExchangedUnit) -> Tensor:
+        """Return received gradients in the dtype and the memory of the parameters."""
+        stored = local_tensor(unit.places[0].parameter)
+        return received.to(stored.device, stored.dtype)
 
     def _gradient_of_chunk(self, place: _Place, row: Tensor) -> Tensor:
         parameter, chunk = place.parameter, self.chunk(place.parameter)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.optim.replica_shards import ReplicaShards
 
 
 class AccumulationStrategy(Protocol):
@@ -66,6 +67,20 @@ class KeepParamsUnsharded:
         _root(model).set_reshard_after_backward(is_last)
 
 
+class ExchangedAsReduced:
+    """A wrapper around a gradient accumulation mode. It lets gradients leave for the exchange between the replicas
+    during the step's last backward, if the optimizer is sharded over them."""
+
+    def __init__(self, inner: AccumulationStrategy, replicas: ReplicaShards):
+        self._inner = inner
+        self._replicas = replicas
+
+    def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
+        """Enable the exchange for the last microbatch only."""
+        self._inner.begin_microbatch(model, is_last)
+        self._replicas.begin_microbatch(is_last)
+
+
 def _root(model: nn.Module) -> FSDPModule:
     assert isinstance(model, FSDPModule), "parallel.apply must wrap the model before training"
     return model
@@ -78,7 +93,10 @@ STRATEGIES: dict[str, type[AccumulationStrategy]] = {
 }
 
 
-def build_strategy(config: GradientAccumulationConfig) -> AccumulationStrategy:
-    """Return the strategy of `[gradient_accumulation]`."""
-    strategy = STRATEGIES[config.mode]()
-    return KeepParamsUnsharded(strategy) if config.keep_params_unsharded else strategy
+def build_strategy(config: GradientAccumulationConfig, replicas: ReplicaShards | None = None) -> AccumulationStrategy:
+    """Return the strategy of `[gradient_accumulation]`. `replicas`: the exchange of an optimizer that is sharded over
+    replicas."""
+    strategy: AccumulationStrategy = STRATEGIES[config.mode]()
+    if config.keep_params_unsharded:
+        strategy = KeepParamsUnsharded(strategy)
+    return strategy if replicas is None else ExchangedAsReduced(strategy, replicas)

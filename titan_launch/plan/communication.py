@@ -176,20 +176,20 @@ def traffic_of_step(plan: ModelPlan, layout: Layout, accumulation: GradientAccum
         _traffic_of_unit(unit, plan, modules, layout, accumulation)
         for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True)
     )
-    return sum(of_units, start=traffic_of_replicas(exchanged_units(plan, layout), layout.optimizer_replicas))
+    return sum(of_units, start=traffic_of_replicas(exchanged_units(plan, layout).values(), layout.optimizer_replicas))
 
 
-def exchanged_units(plan: ModelPlan, layout: Layout) -> list[ExchangedUnit]:
-    """Return the units whose gradients and parameters a sharded optimizer exchanges between the replicas; an empty list
+def exchanged_units(plan: ModelPlan, layout: Layout) -> dict[Unit, ExchangedUnit]:
+    """Return the units whose gradients and parameters a sharded optimizer exchanges between the replicas; an empty dict
     if the optimizer is not sharded."""
+    found: dict[Unit, ExchangedUnit] = {}
     if layout.optimizer_replicas == 1:
-        return []
-    found = []
+        return found
     for unit, parameters in zip(plan.units, parameters_by_unit(plan.inventory, plan.units), strict=True):
         trained = (parameter for parameter in parameters if parameter.requires_grad)
         shapes = [shard_shape(parameter, layout.shards_of(unit), unit.expert_parallel) for parameter in trained]
         if shapes:
-            found.append(exchanged_unit(shapes, layout.optimizer_replicas, unit.storage_dtype, unit.reduce_dtype))
+            found[unit] = exchanged_unit(shapes, layout.optimizer_replicas, unit.storage_dtype, unit.reduce_dtype)
     return found
 
 

@@ -11,6 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from titan_launch.config.sections.base import DTYPE_BYTES
+from titan_launch.config.sections.training import TrainingConfig
 
 
 def chunk_numel(shape: Sequence[int], replicas: int) -> int:
@@ -34,6 +35,16 @@ def is_within_matrix(shape: Sequence[int], replicas: int) -> bool:
     if len(shape) != 3 or not prod(shape) or replicas <= shape[0] or replicas % shape[0]:
         return False
     return shape[1] % (replicas // shape[0]) == 0
+
+
+def gradients_leave_early(training: TrainingConfig) -> bool:
+    """Return True if the gradients of a unit are exchanged between the replicas as soon as FSDP2 has reduced them in
+    the last backward, False if the exchange begins when backward has ended.
+
+    With CPU offload, FSDP2 copies reduced gradients to the host while backward continues. It would wait for every copy
+    if the parameters had the hook that starts the exchange.
+    """
+    return not training.enable_cpu_offload
 
 
 class ExchangedUnit(NamedTuple):

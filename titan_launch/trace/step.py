@@ -28,7 +28,7 @@ from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.loss import Loss
 from titan_launch.optim.groups import group_parameters
-from titan_launch.optim.replica_shards import trained_by_unit
+from titan_launch.optim.replica_shards import ReplicaShards, trained_by_unit
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.activation_offload import HostCopies
 from titan_launch.parallel.batchnorm import RunningStatistics
@@ -52,12 +52,13 @@ from titan_launch.plan.memory.ledger import (
     with_growth,
 )
 from titan_launch.plan.pipeline import scaled_to_step, sufficient_microbatches
-from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit
+from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit, gradients_leave_early
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
+from titan_launch.train.build import build_replica_shards
 from titan_launch.train.frozen_model import FrozenModel, assemble_frozen_model
 from titan_launch.train.measure import hold_frozen
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model, build_loss
@@ -203,6 +204,10 @@ def _trace_microbatches(
         for name, category in (("to_host", Category.OFFLOADED), ("to_device", Category.ACTIVATIONS)):
             copy = memory.allocating_for(category, getattr(HostCopies, name))
             stack.enter_context(replaced(HostCopies, name, copy))
+        start = memory.allocating_for(Category.REDUCE_SCATTER, ReplicaShards.start)
+        stored = memory.returning_for(Category.GRADIENTS, ReplicaShards.stored)
+        for name, function in (("start", start), ("stored", stored)):
+            stack.enter_context(replaced(ReplicaShards, name, function))
         for module, part in parts(model, plan):
             stack.enter_context(
                 step_points.watch(module, modules_in_order(module, part.inventory), _makes_logits(model, module))
@@ -218,13 +223,18 @@ def _trace_microbatches(
         memory.scope(None)
         loss = build_loss(model, plan, config, batches.num_classes, has_values=False, frozen=frozen)
         hold_frozen(memory, loss)
+        leave_early = gradients_leave_early(config.training)
+        replicas = build_replica_shards(config, assembled) if leave_early else None
         traffic = _Accumulation(
-            config, model, mesh.layout, num_microbatches, batches, loss, step_points, memory, count
+            config, model, mesh.layout, num_microbatches, batches, loss, step_points, memory, count, replicas
         ).run()
         ledger.enter(StepPoint(step_points.microbatch, "optimizer", ""))
+        if replicas is not None:
+            replicas.reduce_gradients()
         # Clipping and update are not traced, because their operations on many DTensors would take longer than the rest.
         units = _exchanged_units(model, plan, mesh.layout)
-        book_update(ledger, temporary_bytes(config.optimizer, groups, mesh.layout.optimizer_shards), units, mesh.layout)
+        temporaries = temporary_bytes(config.optimizer, groups, mesh.layout.optimizer_shards)
+        book_update(ledger, temporaries, units, mesh.layout, leave_early)
         traffic += traffic_of_replicas(units, mesh.layout.optimizer_replicas)
         del statistics
         return TracedStep(ledger.footprint(), traffic)
@@ -249,6 +259,7 @@ class _Accumulation:
     step_points: StepPoints
     memory: LiveMemory
     count: TrafficCount
+    replicas: ReplicaShards | None
 
     def run(self) -> Traffic:
         """Compute the gradients of all microbatches. Return the traffic of the whole step."""
@@ -258,7 +269,7 @@ class _Accumulation:
         return self._run_pipeline(pipeline, num_items)
 
     def _run_in_sequence(self, num_items: Tensor) -> Traffic:
-        strategy = build_strategy(self.config.gradient_accumulation)
+        strategy = build_strategy(self.config.gradient_accumulation, self.replicas)
         traffic = []
         for index in range(self.num_microbatches):
             self.step_points.begin_microbatch(index)
@@ -274,7 +285,7 @@ class _Accumulation:
         """Run the microbatches through the pipeline's stages, by its schedule."""
         config, layout = self.config, self.layout
         microbatch = self.memory.paused(self.batches.make)()  # on the host
-        strategy = build_strategy(config.gradient_accumulation)
+        strategy = build_strategy(config.gradient_accumulation, self.replicas)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
         step([microbatch] * self.num_microbatches, self.loss, num_items)
         traffic = self.count.take()

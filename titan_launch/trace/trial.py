@@ -94,7 +94,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         optimizer = build_model_optimizer(config, model)
         replicas = replicas_of(optimizer)
         loss = build_loss(model.module, plan, config, batches.num_classes)
-        strategy, valid = build_strategy(config.gradient_accumulation), torch.ones((), device=device)
+        strategy, valid = build_strategy(config.gradient_accumulation, replicas), torch.ones((), device=device)
         pipeline = pipeline_of(model.module)
         count = layout.num_microbatches if pipeline else min(layout.num_microbatches, MICROBATCHES)
         pipelined = None if pipeline is None else PipelinedStep(pipeline, config.parallelism, strategy, device)

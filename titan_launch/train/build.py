@@ -24,7 +24,7 @@ from titan_launch.metrics.traffic import communication_counted
 from titan_launch.models.lora import Adapter, adapters_of
 from titan_launch.models.stages import PassThrough
 from titan_launch.optim.ema import WeightEMA
-from titan_launch.optim.registry import build_optimizer
+from titan_launch.optim.registry import build_optimizer, replicas_of
 from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.compile import cache_folder
@@ -32,6 +32,7 @@ from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.fsdp import Unfreezing
 from titan_launch.parallel.pipeline import pipeline_of
+from titan_launch.plan.replica_shards import gradients_leave_early
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.plan.types import ModelPlan
 from titan_launch.plan.units.rule_assignment import matched_modules
@@ -250,9 +251,15 @@ def build_learned(
 
 def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer:
     """Return the optimizer of a wrapped model on its device; also used by traces."""
-    is_sharded = model.mesh.layout.optimizer_replicas > 1
-    replicas = ReplicaShards(model.module, model.plan, model.mesh) if is_sharded else None
+    replicas = build_replica_shards(config, model)
     return build_optimizer(model.module, config.optimizer, model.built.head, config.training.seed, replicas)
+
+
+def build_replica_shards(config: JobConfig, model: AssembledModel) -> ReplicaShards | None:
+    """Return the exchange of an optimizer that is sharded over the replicas; None if it is not. Also used by traces."""
+    if model.mesh.layout.optimizer_replicas == 1:
+        return None
+    return ReplicaShards(model.module, model.plan, model.mesh, gradients_leave_early(config.training))
 
 
 def build_step(
@@ -267,7 +274,7 @@ def build_step(
 ) -> TrainStep:
     """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size.
     `timeline` counts the parts of the step's time. `frozen`: the second model of the loss."""
-    accumulation = build_strategy(config.gradient_accumulation)
+    accumulation = build_strategy(config.gradient_accumulation, replicas_of(optimizer))
     pipeline, pipelined = pipeline_of(model.module), None
     if pipeline is not None:
         from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second

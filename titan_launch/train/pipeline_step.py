@@ -130,9 +130,8 @@ class ScheduledStage(PipelineStage):
         """
         if not self._splits_backward:
             return
+        self._accumulation.begin_microbatch(self._root, is_last=True)
         if hasattr(FSDPModule, "finalize_backward"):
-            self._fsdp_root.set_requires_gradient_sync(True)
-            self._fsdp_root.set_reshard_after_backward(True)
             self._fsdp_root.finalize_backward()
         else:
             hidden, self.submod = self.submod, self._root

@@ -177,6 +177,8 @@ class TrainStep:
             yield
         except BaseException:
             discard_pending(self._model)
+            if self._replicas is not None:
+                self._replicas.discard()
             self.statistics.restore()
             self.experts.reset()
             raise

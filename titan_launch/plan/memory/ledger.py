@@ -382,16 +382,19 @@ def temporary_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes], ranks
     return max(peaks, default=0)
 
 
-def book_update(ledger: Ledger, temporaries: int, units: Iterable[ExchangedUnit], layout: Layout) -> None:
+def book_update(
+    ledger: Ledger, temporaries: int, units: Iterable[ExchangedUnit], layout: Layout, gradients_left: bool
+) -> None:
     """Count the memory of the optimizer's update. `temporaries`: result of `temporary_bytes`. `units`: the units whose
     gradients and parameters are exchanged between the replicas, if the optimizer is sharded over them.
+    `gradients_left`: True if the gradients were exchanged during backward, False if now (`gradients_leave_early`).
 
-    Their exchange begins with the largest unit, whose buffer is the peak: later buffers are smaller, and the gradients
-    of earlier units have been freed. The number of local maxima does not depend on the number of units, so that
+    An exchange begins with the largest unit, whose buffer is the peak: later buffers are smaller, and the gradients of
+    earlier units have been freed. The number of local maxima does not depend on the number of units, so that
     `extrapolate` can pair them.
     """
     units, replicas = list(units), layout.optimizer_replicas
-    if units:
+    if units and not gradients_left:
         _book_briefly(ledger, replicas * max(unit.reduced for unit in units), Category.REDUCE_SCATTER)
         ledger.free(sum(unit.gradients for unit in units), Category.GRADIENTS)
         ledger.allocate(sum(unit.chunks for unit in units), Category.GRADIENTS)

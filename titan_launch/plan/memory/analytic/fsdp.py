@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from typing import NamedTuple
 
 from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.core.torch_release import (
     ACCUMULATES_IN_GRAD,
     FREES_EARLIER,
     FREES_WITHOUT_GRADIENTS,
+    KEEPS_REDUCED_GRADIENTS,
     SKIPS_DIVISION_BY_ONE,
 )
 from titan_launch.plan.communication import padded_numel
@@ -25,6 +27,7 @@ from titan_launch.plan.memory.analytic.autograd import Autograd
 from titan_launch.plan.memory.analytic.ops import cast
 from titan_launch.plan.memory.analytic.tensors import Leaf, Tensor
 from titan_launch.plan.memory.ledger import Category
+from titan_launch.plan.replica_shards import ExchangedUnit
 from titan_launch.plan.types import Policy, TensorInfo, Unit, sharded_dim
 
 
@@ -62,6 +65,7 @@ class Context:
         self.reduce_scatter_inputs: list[Tensor] = []
         self.post_forward_order: list[ShardedUnit] = []
         self.iter_forward_root: ShardedUnit | None = None
+        self._exchange: _Exchange | None = None
 
     def finish_backward(self) -> None:
         """Finish backward, as FSDP2's `_root_post_backward_final_callback` does."""
@@ -76,6 +80,34 @@ class Context:
             unit.finalize_backward()
         self.post_forward_order.clear()
         self.reduce_scatter_inputs.clear()
+
+    def start_exchange(self, unit: ShardedUnit, sizes: ExchangedUnit) -> None:
+        """Start to exchange a unit's gradients between the replicas, as `optim.replica_shards.ReplicaShards` does."""
+        self.finish_exchange()
+        dtype, new = sizes.reduce_dtype, self.autograd.new
+        sent = new(self.layout.optimizer_replicas * sizes.width, dtype, Category.REDUCE_SCATTER)
+        unit.sharded_gradient = None
+        self._exchange = _Exchange(unit, sent, new(sizes.width, dtype, Category.REDUCE_SCATTER))
+
+    def finish_exchange(self) -> None:
+        """Wait for the exchange that was started last."""
+        if self._exchange is None:
+            return
+        unit, received = self._exchange.unit, self._exchange.received
+        self._exchange = None
+        if received.dtype != unit.unit.storage_dtype:
+            received = self.autograd.new(received.numel, unit.unit.storage_dtype, Category.GRADIENTS)
+        assert received.storage is not None
+        received.storage.relabel(Category.GRADIENTS)
+        unit.sharded_gradient = received
+
+
+class _Exchange(NamedTuple):
+    """An exchange of the gradients of a unit that has started."""
+
+    unit: ShardedUnit
+    sent: Tensor
+    received: Tensor
 
 
 class Parameter:
@@ -126,6 +158,10 @@ class ShardedUnit:
         self.forward_prefetch: list[ShardedUnit] = []
         """Units to all-gather ahead in forward: `set_modules_to_forward_prefetch`."""
         self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = True
+        self.exchanged: ExchangedUnit | None = None
+        """Sizes of the gradients if they are exchanged between the replicas when they have been reduced."""
+        self.sharded_gradient: Tensor | None = None
+        """Gradients of the local shards, or of this replica's chunks of them after their exchange."""
         self.state = self.group_state = State.IDLE
         self.modules_to_run: set[str] = set()
         self._post_forward_indices: list[int] = []
@@ -134,7 +170,6 @@ class ShardedUnit:
         self._unsharded_bytes = 0
         self._gradients: dict[int, Tensor] = {}
         self._accumulated: dict[int, Tensor] = {}
-        self._sharded_gradient: Tensor | None = None
         self._partial_reduce_output: Tensor | None = None
         self._all_reduce_input: Tensor | None = None
 
@@ -385,14 +420,17 @@ class ShardedUnit:
             return
         if is_hsdp:
             self._all_reduce_input = output
+        reduced = output if KEEPS_REDUCED_GRADIENTS else None
         if dtype != self.unit.storage_dtype:
             output = new(padded // world, self.unit.storage_dtype, Category.REDUCE_SCATTER)
-        if self._sharded_gradient is None:
+        if self.exchanged is not None:  # in a hook of the parameters; FSDP2 still holds `output`
+            self.context.start_exchange(self, self.exchanged)
+        elif self.sharded_gradient is None:
             assert output.storage is not None
             output.storage.relabel(Category.GRADIENTS)
-            self._sharded_gradient = output
+            self.sharded_gradient = output
         self._partial_reduce_output = None
-        del last, chunked
+        del last, chunked, reduced
 
     def finalize_backward(self) -> None:
         """Drop the buffers of pending collectives at the end of backward."""

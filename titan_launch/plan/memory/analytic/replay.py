@@ -42,7 +42,7 @@ from titan_launch.plan.param_groups import (
     is_undecayed,
     settings_of,
 )
-from titan_launch.plan.replica_shards import chunk_numel
+from titan_launch.plan.replica_shards import chunk_numel, gradients_leave_early
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, TensorInfo, full_name, outermost
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
@@ -155,6 +155,7 @@ class Replay:
         self._autograd = Autograd(self._ledger)
         self._context = Context(self._autograd, layout)
         self._groups = group_sizes(plan, config.optimizer, layout)
+        self._exchanged = exchanged_units(plan, layout)
         self._unit_of_module = self._make_units()
         self._again = again
         blocks = outermost(plan.inventory.blocks) if config.activation_checkpoint.offload else ()
@@ -189,8 +190,10 @@ class Replay:
             self._begin_microbatch(is_last=self._microbatch == count - 1)
             self._forward_and_backward()
         self._ledger.enter(StepPoint(self._microbatch, "optimizer", ""))
+        self._context.finish_exchange()
         temporaries = temporary_bytes(self._config.optimizer, self._groups, self._layout.optimizer_shards)
-        book_update(self._ledger, temporaries, exchanged_units(self._plan, self._layout), self._layout)
+        leave_early = gradients_leave_early(self._config.training)
+        book_update(self._ledger, temporaries, self._exchanged.values(), self._layout, leave_early)
         return self._ledger.footprint()
 
     def _make_units(self) -> dict[str, ShardedUnit]:
@@ -255,6 +258,8 @@ class Replay:
             unit.reduce_grads = is_last or accumulation.mode != "deferred"
             unit.all_reduce_grads = is_last or accumulation.mode == "immediate"
             unit.reshard_after_backward = is_last or not accumulation.keep_params_unsharded
+            if is_last and gradients_leave_early(self._config.training):
+                unit.exchanged = self._exchanged.get(unit.unit)
 
     def _forward_and_backward(self) -> None:
         num_tokens = self._num_tokens
