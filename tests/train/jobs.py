@@ -16,6 +16,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.distributed.mesh import Mesh, build_mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import build_model
+from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import initialize
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.types import ModelPlan
@@ -143,7 +144,7 @@ def sharded_model(config: JobConfig, seq_len: int) -> nn.Module:
 def planned_and_sharded(config: JobConfig, seq_len: int) -> tuple[nn.Module, ModelPlan, Layout]:
     """Return the same model with its plan and the layout of the ranks."""
     ranks = this_rank()
-    built = build_model(config.model, seq_len, lora=config.lora)
+    built = build_model(config.model, seq_len, HostBuild(seed=0, free_bytes=2**40), config.lora)
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     plan = plan_precision(config, built)
     model = shard_model(config, built, plan, build_mesh(layout, ranks.device.type))
