@@ -615,6 +615,7 @@ def plan_of_phases(
 
 
 MIXES = {"layers.0.mix": 0, "layers.1.mix": 0}
+WHOLE_BLOCK = ("layers.1.norm1", "layers.1.mix", "layers.1.inner.0", "layers.1.inner.1")
 
 
 def test_trained_modules_are_in_place_in_frozen_units() -> None:
@@ -629,8 +630,8 @@ def test_trained_modules_are_in_place_in_frozen_units() -> None:
     assert trained.policy.input_dtype is trained.policy.output_dtype is None  # no hooks
     assert set(plan.gathered_dtypes()) == {"bfloat16"}
     own = plan_of_phases(MIXES, placement="own_unit")
-    others = [unit for unit in own.units if unit.reason != "trained"]
-    assert [u.num_gathers for u in plan.units] == [u.num_gathers for u in others]
+    gathers = {unit.name: unit.num_gathers for unit in own.units}
+    assert {unit.name: unit.num_gathers for unit in plan.units} | {"trained": 1} == gathers
 
 
 def test_a_trained_module_that_fsdp_wraps_is_cast_at_its_border_in_place() -> None:
@@ -677,6 +678,17 @@ MIX_IN_FP32 = {"match": "layers.[01].mix", "param_dtype": "float32"}
             {"layers.0.norm1": 0, "layers.0.inner.1": 0},
             [{"match": "layers.*.inner", "param_dtype": "float32", "storage_dtype": "float32"}],
             {"precision.rules.0": "float32", "trained": "bfloat16", "trained, precision.rules.0": "float32"},
+            {},
+        ),
+        (
+            {**dict.fromkeys(WHOLE_BLOCK, 2), "layers.2.norm1": 0, "embedding": 0},
+            [{**NORMS, "storage_dtype": "float32"}, {"match": "embedding", "param_dtype": "float32"}],
+            {
+                "precision.rules.0": "float32",
+                "trained after step 2, precision.rules.0": "float32",
+                "trained, precision.rules.0": "float32",
+                "precision.rules.1": "float32",
+            },
             {},
         ),
         (

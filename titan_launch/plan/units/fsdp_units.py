@@ -2,7 +2,8 @@
 
 A `fully_shard` call has one policy, but from torch 2.15 on, single parameters may keep their storage dtype for
 computation. So most rules are carried out **in place**: the parameters stay in the unit of their block, and hooks cast
-inputs and outputs of the modules. That costs no collective.
+inputs and outputs of the modules. That costs no collective. Trained modules inside of frozen blocks, such as adapters,
+are in place too. Each of these blocks then reduces gradients.
 
 Other rules need units of their own, wrapped before their parents, and so do experts that are divided over ranks (expert
 parallelism). By default all modules of a rule share **one** unit, which does not reshard after forward: it adds 2
@@ -12,11 +13,10 @@ collectives per microbatch. One unit per module would add 3 collectives per modu
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
@@ -109,6 +109,12 @@ def _kept(phases: Iterable[_Phase]) -> _Phase:
     return min(phases, key=_latest_first, default=None)
 
 
+def _without_casts(policy: Policy) -> Policy:
+    """Return the policy of a module inside of a module of a unit. Its inputs and outputs are those that it has if all
+    parameters of the unit are trained."""
+    return replace(policy, output_dtype=None, cast_forward_inputs=False)
+
+
 class _UnitPlanner:
     """Builder of the units of one model. Its result is not in wrapping order."""
 
@@ -164,7 +170,9 @@ class _UnitPlanner:
     def _not_in_place(self, drafts: Sequence[Unit]) -> dict[str, str]:
         """Return, by rule, why rules that `drafts` assume in place cannot be. Raises ConfigError if they must be."""
         owners, parameters = unit_by_module(self.inventory, drafts), parameters_by_unit(self.inventory, drafts)
-        around = self._modules_by_unit([*drafts, *self._in_place_units()])
+        around: list[set[_Phase]] = [set() for _ in drafts]
+        for (index, _), phase in self._kept_phases(drafts, [*drafts, *self._in_place_units()]).items():
+            around[index].add(phase)
         found: dict[str, str] = {}
         for (reason, policy), (assignment, paths) in self._rule_groups().items():
             if reason in self._own_because or reason in found:
@@ -174,8 +182,8 @@ class _UnitPlanner:
                 unit = drafts[owners[path]]
                 others = sum(p.numel for p in parameters[owners[path]]) - self._numel_within[path]
                 why = why or self._why_not_inside(path, policy, assignment, unit, others)
-                phases = _kept(self._phases_within(path)), _kept(around[owners[path]].values())
-                why = why or self._why_not_together(*phases, unit)
+                for phase in around[owners[path]]:
+                    why = why or self._why_not_together(_kept(self._phases_within[path]), phase, unit)
                 why = why or self._why_not_shared(path, owners)
             if why is not None:
                 found[reason] = why
@@ -209,8 +217,9 @@ class _UnitPlanner:
         """Return why a module cannot be inside of `unit`; None if it can. `policy`, `assignment`: those of its rule.
         `others`: number of other parameter elements in the unit.
 
-        FSDP2 requires one storage dtype and one reduce dtype of the trained parameters of a unit."""
-        phases = self._phases_within(path)
+        FSDP2 requires one storage dtype and one reduce dtype of the trained parameters of a unit.
+        """
+        phases = self._phases_within[path]
         stored = {self._storage_dtype(assignment, phase) for phase in phases}
         if unit.expert_parallel > 1:
             return f"expert parallelism divides {unit.name}"
@@ -319,20 +328,19 @@ class _UnitPlanner:
         because FSDP2 wraps whole modules.
         """
         boundaries, shards = [*drafts, *rules], unit_by_module(self.inventory, drafts)
+        kept_in = self._kept_phases(drafts, boundaries)
         groups: dict[tuple[Policy, str, int, str, _Phase, str | None], tuple[Unit, list[str]]] = {}
         units: list[Unit] = []
         in_place: list[Unit] = []
         for index, (unit, own) in enumerate(zip(boundaries, self._modules_by_unit(boundaries), strict=True)):
             is_rule, kept = index >= len(drafts), _kept(own.values())
             moved = {
-                path: self._why_not_together(phase, kept, drafts[shards[path]])
+                path: self._why_not_together(phase, kept_in[shards[path], index], drafts[shards[path]])
                 for path, phase in own.items()
                 if phase != kept and self._can_be_taken(path, own, unit)
             }
             for path, why in moved.items():
-                # A module in a unit of others gets its inputs as it gets them if all parameters are trained.
-                casts: dict[str, Any] = {"output_dtype": None, "cast_forward_inputs": False}
-                policy = unit.policy if path in unit.modules else replace(unit.policy, **casts)
+                policy = unit.policy if path in unit.modules else _without_casts(unit.policy)
                 assignment = self.assignments.governing(path)
                 rule = "" if assignment is None else assignment.reason
                 key = policy, unit.storage_dtype, unit.expert_parallel, rule, own[path], why
@@ -378,9 +386,25 @@ class _UnitPlanner:
             if module.parameters and module.same_as is None
         }
 
-    def _phases_within(self, path: str) -> set[_Phase]:
-        """Return the phases of a module and of all modules inside of it."""
-        return {phase for inner, phase in self._phases.items() if is_within(inner, path)}
+    @cached_property
+    def _phases_within(self) -> Mapping[str, set[_Phase]]:
+        """The phases of each module, including those of the modules inside it, by path."""
+        found: defaultdict[str, set[_Phase]] = defaultdict(set)
+        for path, phase in self._phases.items():
+            found[path].add(phase)
+            while path:
+                path = parent(path)
+                found[path].add(phase)
+        return found
+
+    def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
+        """Return the phase of the parameters that each of `boundaries` keeps in each of `drafts`, by the indices of
+        the draft and the boundary."""
+        shards, policies = unit_by_module(self.inventory, drafts), unit_by_module(self.inventory, boundaries)
+        found: dict[tuple[int, int], list[_Phase]] = {}
+        for path, phase in self._phases.items():
+            found.setdefault((shards[path], policies[path]), []).append(phase)
+        return {key: _kept(phases) for key, phases in found.items()}
 
     def _modules_by_unit(self, units: Sequence[Unit]) -> list[dict[str, _Phase]]:
         """Return the phases of the modules with parameters of each unit, by path."""
