@@ -1,62 +1,73 @@
-"""Collectives of LoRA under FSDP2 in one microbatch, by the units of the adapters: planned, and counted in a trace.
+"""LoRA under FSDP2, by the units of the adapters: planned collectives, those counted in a trace, and times.
 
-    python -m benchmarks.adapter_units [--write docs/how_to/lora.md] [--layers 32]
+    python benchmarks/adapter_units.py [--write docs/how_to/lora.md] [--layers 32]
+    torchrun --nproc-per-node 2 benchmarks/adapter_units.py [--write docs/how_to/lora.md] [--layers 32]
 
-The model is a narrow Llama on 8 ranks, with adapters on all 7 linear layers of each block. Collectives depend on the
-number of blocks, not on their width.
+Without torchrun, the model is a narrow Llama on 8 ranks, with adapters on all 7 linear layers of each block.
+Collectives depend on the number of blocks, not on their width. With torchrun, steps of such models, a narrow and a wide
+one, are measured in turns, in another order each round. CPU time is what other processes disturb least.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
 from titan_launch.config.job import JobConfig
+from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
+from titan_launch.distributed.mesh import build_mesh
+from titan_launch.models.init import initialize
 from titan_launch.plan.communication import Collectives, collectives_of_step
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.types import Unit
 from titan_launch.trace.engine import trace_engine
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.model import build_job_model
+from titan_launch.train.model import build_job_model, shard_model
 
 RANKS = 8
-_ROWS: tuple[tuple[str, dict[str, Any] | None], ...] = (
-    ("one unit for the model (default)", None),
-    ("one unit per block", {"unit_per": "block"}),
-    ("one unit per adapter", {"unit_per": "module"}),
+_VOCABULARY = 64
+_WIDTHS = (64, 256)
+_ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((("in place", {"placement": "in_place"}),) if MIXES_DTYPES_IN_UNIT else ()),
+    ("one unit for the model", {"placement": "own_unit"}),
+    ("one unit per block", {"rules": [{"type": "LoRA", "param_dtype": "bfloat16", "unit_per": "block"}]}),
+    ("one unit per adapter", {"rules": [{"type": "LoRA", "param_dtype": "bfloat16", "unit_per": "module"}]}),
 )
 
 
-def job(layers: int, rule: dict[str, Any] | None) -> JobConfig:
-    """Return a job with adapters. `rule`: keys of a precision rule for them."""
-    args = {"dim": 64, "n_layers": layers, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96, "vocab_size": 64}
+def job(layers: int, precision: dict[str, Any], width: int = _WIDTHS[0], seq_len: int = 16) -> JobConfig:
+    """Return a job with adapters. `precision`: keys of its section."""
+    args = {"dim": width, "n_layers": layers, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": width * 3 // 2}
     return JobConfig.model_validate(
         {
             "job": {"device": "cpu"},
-            "model": {"args": args},
-            "data": {"kind": "synthetic", "vocab_size": 64},
-            "training": {"seq_len": 16, "local_batch_size": 1, "global_batch_size": RANKS},
+            "model": {"args": {**args, "vocab_size": _VOCABULARY}},
+            "data": {"kind": "synthetic", "vocab_size": _VOCABULARY},
+            "training": {"seq_len": seq_len, "local_batch_size": 1},
             "lora": {"targets": ["layers.*.attention.w*", "layers.*.feed_forward.w*"], "rank": 8},
-            "precision": {"rules": [] if rule is None else [{"type": "LoRA", **rule}]},
+            "precision": {"frozen_storage_dtype": "bfloat16", **precision},
         }
     )
 
 
-def counts(layers: int) -> Iterator[tuple[str, Collectives, Collectives, Collectives]]:
-    """Yield a name, the planned collectives of all units, those of the frozen units, and the counted ones of all."""
-    for name, rule in _ROWS:
-        config = job(layers, rule)
+def counts(layers: int) -> Iterator[tuple[str, Collectives, Collectives]]:
+    """Yield a name, the planned collectives of all units, and the counted ones."""
+    for name, precision in _ROWS:
+        config = job(layers, precision)
         layout = plan_layout(config.parallelism, config.training, RANKS)
         units = plan_precision(config, build_job_model(config)).units
         traced = trace_engine(config, layout, "cpu").traffic(configured_choice(config)).collectives
-
-        def planned(of: list[Unit], config: JobConfig = config, layout: Any = layout) -> Collectives:
-            return collectives_of_step(of, layout, config.gradient_accumulation)
-
-        yield name, planned(list(units)), planned([unit for unit in units if not unit.is_trained]), traced
+        yield name, collectives_of_step(units, layout, config.gradient_accumulation), traced
 
 
 def table(layers: int) -> str:
@@ -64,12 +75,60 @@ def table(layers: int) -> str:
     lines = [
         f"A Llama with {layers} blocks and {7 * layers} adapters on {RANKS} ranks, one microbatch:",
         "",
-        "| units of the adapters | planned | counted | of the adapters: all-gathers | reduce-scatters |",
+        "| adapters | planned | counted |",
+        "|---|---|---|",
+        *(f"| {name} | {planned} | {traced} |" for name, planned, traced in counts(layers)),
+    ]
+    return "\n".join(lines)
+
+
+def sharded(config: JobConfig) -> nn.Module:
+    """Return a job's model on this rank, with the initial values of seed 0."""
+    built = build_job_model(config)
+    layout = plan_layout(config.parallelism, config.training, dist.get_world_size())
+    model = shard_model(config, built, plan_precision(config, built), build_mesh(layout, "cpu")).to_empty(device="cpu")
+    initialize(model, built.initializer, 0, torch.device("cpu"))
+    return model
+
+
+def step(model: nn.Module, tokens: Tensor) -> None:
+    """Run forward and backward."""
+    F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+    model.zero_grad()
+
+
+def times(layers: int, width: int, seq_len: int, rounds: int) -> Iterator[str]:
+    """Yield a row of the table of times for each way."""
+    models = {name: sharded(job(layers, precision, width, seq_len)) for name, precision in _ROWS[:-1]}
+    tokens = torch.randint(_VOCABULARY, (1, seq_len + 1), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for model in models.values():
+        step(model, tokens)
+    wall: dict[str, list[float]] = {name: [] for name in models}
+    cpu: dict[str, list[float]] = {name: [] for name in models}
+    names = list(models)
+    for turn in range(rounds):
+        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
+            dist.barrier()
+            began, began_cpu = time.perf_counter(), time.process_time()
+            step(models[name], tokens)
+            wall[name].append(1000 * (time.perf_counter() - began))
+            cpu[name].append(1000 * (time.process_time() - began_cpu))
+    for name in names:
+        yield f"| {width} | {name} | {median(cpu[name]):.1f} | {median(wall[name]):.1f} | {min(wall[name]):.1f} |"
+
+
+def measure(layers: int, rounds: int) -> str:
+    """Return the times as a table."""
+    torch.set_num_threads(1)
+    ranks = dist.get_world_size()
+    lines = [
+        f"{layers} blocks on {ranks} ranks (gloo), forward and backward of one microbatch, {rounds} rounds:",
+        "",
+        "| width | adapters | CPU ms, median | ms, median | ms, minimum |",
         "|---|---|---|---|---|",
     ]
-    for name, planned, frozen, traced in counts(layers):
-        gathers, scatters = planned.all_gathers - frozen.all_gathers, planned.reduce_scatters - frozen.reduce_scatters
-        lines.append(f"| {name} | {planned} | {traced} | {gathers} | {scatters} |")
+    for width in _WIDTHS:
+        lines += times(layers, width, seq_len=128, rounds=rounds)
     return "\n".join(lines)
 
 
@@ -77,7 +136,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="Markdown file with the markers of this benchmark")
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     from publishing import publish  # a test imports this file as part of a package
 
-    publish(table(arguments.layers), "adapter-units", arguments.write)
+    if "RANK" not in os.environ:
+        publish(table(arguments.layers), "adapter-units", arguments.write)
+    else:
+        dist.init_process_group("gloo")
+        measured = measure(arguments.layers, arguments.rounds)
+        if dist.get_rank() == 0:
+            publish(measured, "adapter-times", arguments.write)
+        dist.barrier()
+        os._exit(0)  # gloo's threads can abort an interpreter that shuts down

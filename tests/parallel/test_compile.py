@@ -118,7 +118,7 @@ def train(sections: dict[str, Any], packed: bool = False) -> tuple[dict[str, Ten
             loss = Loss().sums(model(tokens, *([documents] if packed else [])), tokens)[0]
         loss.backward()
         found[f"loss {index}"] = loss.detach()
-    found |= {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
+    found |= {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
     found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     assert not torch._dynamo.utils.counters["graph_break"]
     return found, (kept, torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -139,6 +139,17 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "rules in place": (
         {"model": llama(), "activation_checkpoint": FULL, "precision": FP32_NORMS},
         1 if MIXES_DTYPES_IN_UNIT else 2,
+    ),
+    # the inputs of the first block take no gradient
+    **(
+        {
+            "adapters in place": (
+                {"model": llama(), "lora": {"targets": ["all-linear"]}, "activation_checkpoint": FULL},
+                2,
+            )
+        }
+        if MIXES_DTYPES_IN_UNIT
+        else {}
     ),
     "latents": ({"model": llama(vocab_size=64, n_kv_heads=4, latent_attention=LATENT), "parallelism": TWO}, 1),
     "packed": ({"model": llama(), "activation_checkpoint": FULL}, 1),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
+from tests.models.huggingface_folders import CONFIGS, needs_transformers
 from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal, cross_entropy_sum, full_tensor
 from tests.train.jobs import TINY_ARGS, planned_and_sharded, sharded_model
@@ -24,7 +25,8 @@ def gradients(model: nn.Module, mode: str, inputs: list[Tensor], targets: list[T
     strategy = build_strategy(JobConfig.model_validate({"gradient_accumulation": {"mode": mode}}).gradient_accumulation)
     for index, (x, y) in enumerate(zip(inputs, targets, strict=True)):
         strategy.begin_microbatch(model, is_last=index == len(inputs) - 1)
-        cross_entropy_sum(model(x), y).backward()
+        output = model(x)
+        cross_entropy_sum(getattr(output, "logits", output), y).backward()
     found = {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return found | {name: full_tensor(buffer) for name, buffer in model.named_buffers()}
 
@@ -69,8 +71,13 @@ def with_and_without_rules(norm: str, replicate: int, param_dtype: str) -> None:
 
 
 def tokens_of_this_rank() -> list[Tensor]:
+    """Return the inputs of two microbatches. Their first token, by which `Unusual` chooses modules, is that of all
+    ranks."""
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    return [torch.randint(0, 61, (2, 16), generator=generator) for _ in range(2)]
+    tokens = [torch.randint(0, 61, (2, 16), generator=generator) for _ in range(2)]
+    for index, microbatch in enumerate(tokens):
+        microbatch[0, 0] = index
+    return tokens
 
 
 @pytest.mark.parametrize("norm", rest_is_slow(sorted(MODELS)))
@@ -99,28 +106,118 @@ IN_BF16: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def placements_agree(norm: str, names: list[str], parallelism: dict[str, Any], training: dict[str, Any]) -> None:
-    """Compare rules in place with rules in units of their own."""
+class Handmade(nn.Module):
+    """A block that casts by itself, and calls its modules by keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mix = nn.LayerNorm(16), ByKeywords(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.norm(input=x.float()).to(x.dtype))
+        return x + self.attention(states=x, others={"scale": x.float().mean(), "mask": None}).to(x.dtype)
+
+
+class ByKeywords(nn.Module):
+    """A module with a parameter and a norm, whose arguments are all keywords, and whose results are fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(16), nn.Parameter(torch.ones(16))
+
+    def forward(self, *, states: Tensor, others: dict[str, Any]) -> Tensor:
+        assert others["mask"] is None
+        return self.norm(states).float() * self.scale.float() * others["scale"]
+
+
+class ModelOfOthers(nn.Module):
+    """A model whose blocks cast by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.layers = nn.ModuleList(Handmade() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+QWEN3_EXPERTS = {
+    **CONFIGS["llama"],
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+FP32 = {"param_dtype": "float32"}
+BY_OTHERS: dict[str, tuple[dict[str, Any], list[list[dict[str, Any]]]]] = {
+    "llama": (
+        {"name": "huggingface", "args": CONFIGS["llama"]},
+        [[{"type": "LlamaRMSNorm", **FP32}], [{"match": "model.layers.*.self_attn", **FP32}]],
+    ),
+    "norms in attention, experts": (
+        {"name": "huggingface", "args": QWEN3_EXPERTS},
+        [
+            [{"match": "model.layers.*.self_attn.[qk]_norm", **FP32}],
+            [{"type": "Qwen3MoeRMSNorm", **FP32}, {"match": "model.layers.*.mlp.gate", **FP32}],
+            [{"match": "model.layers.*.mlp.experts", **FP32}],
+        ],
+    ),
+    "casts and keywords": (
+        {"name": f"{__name__}:ModelOfOthers"},
+        [
+            [{"type": "LayerNorm", **FP32}],
+            [{"type": "LayerNorm", **FP32, "cast_forward_inputs": False}],
+            [{"match": ["layers.*.norm", "layers.*.attention"], **FP32}],
+            [{"type": "LayerNorm", "param_dtype": "bfloat16"}, {"type": "ByKeywords", **FP32}],
+        ],
+    ),
+    "twice, sometimes, never": (
+        {"name": f"{__name__}:Unusual"},
+        [[{"type": "LayerNorm", **FP32}], [{"match": ["twice", "never"], **FP32}]],
+    ),
+}
+"""Models that were not written for this package, each with lists of rules. They are called by keywords, cast by
+themselves, or run several times or not at all."""
+
+
+def of_class(norm: str, rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**rule, **({"type": CLASSES[norm]} if rule.get("type") == "CLASS" else {})} for rule in rules]
+
+
+def placements_agree(
+    model: dict[str, Any], rules: list[list[dict[str, Any]]], parallelism: dict[str, Any], training: dict[str, Any]
+) -> None:
+    """Compare rules in place with rules in units of their own, for each list of rules."""
     tokens = tokens_of_this_rank()
-    for name in names:
-        rules = [{**rule, **({"type": CLASSES[norm]} if "type" in rule else {})} for rule in IN_BF16[name]]
+    for own in rules:
         for mode, checkpointing in (("immediate", {"mode": "none"}), *(("deferred", c) for c in CHECKPOINTING)):
             found = []
             for placement in ("own_unit", "in_place"):
                 job = {
-                    "model": MODELS[norm],
+                    "model": model,
                     "training": {"seq_len": 16, **training},
-                    "precision": {"placement": placement, "rules": rules},
+                    "precision": {"placement": placement, "rules": own},
                     "parallelism": parallelism,
                     "activation_checkpoint": checkpointing,
                 }
-                model, plan, _ = planned_and_sharded(JobConfig.model_validate(job), 16)
+                wrapped, plan, _ = planned_and_sharded(JobConfig.model_validate(job), 16)
                 assert bool(plan.in_place) == (placement == "in_place")
-                found.append(gradients(model, mode, tokens, tokens))
+                found.append(gradients(wrapped, mode, tokens, tokens))
             assert_equal(*found)
 
 
-@pytest.mark.skipif(not MIXES_DTYPES_IN_UNIT, reason="before torch 2.15 every rule has units of its own")
+needs_placement = pytest.mark.skipif(
+    not MIXES_DTYPES_IN_UNIT, reason="before torch 2.15 every rule has units of its own"
+)
+
+
+@needs_placement
 @pytest.mark.parametrize(
     ("ranks", "norm", "names", "parallelism", "training"),
     [
@@ -135,7 +232,16 @@ def placements_agree(norm: str, names: list[str], parallelism: dict[str, Any], t
 def test_rules_in_place_and_in_units_of_their_own_give_the_same_bits(
     ranks: int, norm: str, names: list[str], parallelism: dict[str, Any], training: dict[str, Any]
 ) -> None:
-    run_ranks(placements_agree, ranks, norm, names, parallelism, training)
+    rules = [of_class(norm, IN_BF16[name]) for name in names]
+    run_ranks(placements_agree, ranks, MODELS[norm], rules, parallelism, training)
+
+
+@needs_placement
+@needs_transformers
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", sorted(BY_OTHERS))
+def test_placements_give_the_same_bits_in_models_of_others(name: str, ranks: int) -> None:
+    run_ranks(placements_agree, ranks, *BY_OTHERS[name], {}, {})
 
 
 class Unusual(nn.Module):

@@ -15,7 +15,7 @@ from tests.tensors import full_state
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.mesh import Mesh, build_mesh
 from titan_launch.distributed.process_group import Ranks
-from titan_launch.models.build import build_model
+from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import initialize
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.types import ModelPlan
@@ -23,7 +23,7 @@ from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
 from titan_launch.train.loop import compared_loss, due_now, fit, is_saved, report, save, train_one_step
-from titan_launch.train.model import shard_model
+from titan_launch.train.model import build_job_model, shard_model
 from titan_launch.train.run import Run
 
 TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
@@ -143,7 +143,8 @@ def sharded_model(config: JobConfig, seq_len: int) -> nn.Module:
 def planned_and_sharded(config: JobConfig, seq_len: int) -> tuple[nn.Module, ModelPlan, Layout]:
     """Return the same model with its plan and the layout of the ranks."""
     ranks = this_rank()
-    built = build_model(config.model, seq_len, lora=config.lora)
+    training = config.training.model_copy(update={"seq_len": seq_len})
+    built = build_job_model(config.model_copy(update={"training": training}), HostBuild(seed=0, free_bytes=2**40))
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     plan = plan_precision(config, built)
     model = shard_model(config, built, plan, build_mesh(layout, ranks.device.type))

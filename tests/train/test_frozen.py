@@ -17,7 +17,7 @@ from tests.tensors import assert_equal, full_state, full_tensor
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.core.torch_release import CAN_SHARE_UNITS
+from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.memory.analytic.engine import model_inventory
 from titan_launch.train.build import build_run
@@ -174,25 +174,29 @@ def test_a_frozen_batch_norm_keeps_or_updates_its_statistics(tmp_path: Path) -> 
     assert not torch.equal(states["fixed"][1]["output.weight"], states["update"][1]["output.weight"])
 
 
-def planned(**training: Any) -> list[tuple[str, bool, str]]:
-    job = {"model": {"args": {"n_layers": 3}}, "training": training, "precision": {"frozen_storage_dtype": "bfloat16"}}
+def planned(placement: str = "own_unit", **training: Any) -> list[tuple[str, bool, str]]:
+    """Return what is in place, and the units."""
+    precision = {"frozen_storage_dtype": "bfloat16", "placement": placement}
+    job = {"model": {"args": {"n_layers": 3}}, "training": training, "precision": precision}
     config = JobConfig.model_validate(job)
-    units = plan_job(config, model_inventory(config)).units
+    plan = plan_job(config, model_inventory(config))
+    units = (*plan.in_place, *plan.units)
     return [(unit.name, unit.is_trained, unit.storage_dtype) for unit in units if unit.num_parameters]
 
 
 @pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every module of a rule has a unit of its own")
-def test_units_are_uniform() -> None:
-    frozen = (False, "bfloat16")
-    assert planned(**QUERIES) == [
-        ("tok_embeddings", *frozen),
-        ("trained", True, "float32"),
-        ("norm + output", *frozen),
-        *((f"layers.{index}", *frozen) for index in range(3)),
-    ]
+def test_trained_modules_of_frozen_blocks_share_a_unit_or_are_in_place() -> None:
+    frozen, queries = (False, "bfloat16"), ("trained", True, "float32")
+    blocks = [(f"layers.{index}", *frozen) for index in range(3)]
+    assert planned(**QUERIES) == [("tok_embeddings", *frozen), queries, ("norm + output", *frozen), *blocks]
     assert ("norm", *frozen) in planned(trainable=["output.*"])
-    later = planned(trainable=["output.*"], unfreeze=[{"match": "layers.*.*_norm.*", "after_step": 2}])
-    assert ("trained after step 2", True, "float32") in later
+    norms: dict[str, Any] = {"unfreeze": [{"match": "layers.*.*_norm.*", "after_step": 2}]}
+    assert ("trained after step 2", True, "float32") in planned(trainable=["output.*"], **norms)
+    if MIXES_DTYPES_IN_UNIT:
+        inside = planned("in_place", **QUERIES)
+        assert inside[0] == queries and sorted(inside) == sorted(planned(**QUERIES))
+        found = planned("in_place", **QUERIES, **norms)
+        assert found[0] == queries and ("trained after step 2", True, "float32") in found[1:]
 
 
 @pytest.mark.parametrize(

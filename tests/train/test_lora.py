@@ -21,10 +21,11 @@ from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
-from titan_launch.core.torch_release import CAN_SHARE_UNITS
+from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.models.build import build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import allocate, initialize
+from titan_launch.plan.communication import Collectives
 from titan_launch.plan.freezing import is_adapter
 from titan_launch.plan.report.unit_table import summary_of_job
 from titan_launch.precision.audit import compare
@@ -207,24 +208,72 @@ def test_first_steps_are_those_of_the_base_and_dropout_resumes(tmp_path: Path) -
     assert not torch.equal(whole["output.lora.a"], other["output.lora.a"])
 
 
+BF16 = {"param_dtype": "bfloat16", "frozen_storage_dtype": "bfloat16"}
+FP32_ADAPTERS = {**BF16, "rules": [{"type": "LoRA", "param_dtype": "float32"}]}
+FP32_NORMS = {"rules": [{"type": "RMSNorm", "param_dtype": "float32", "storage_dtype": "float32"}]}
+PLACED: dict[str, dict[str, Any]] = {
+    "deferred-selective": {"gradient_accumulation": {"mode": "deferred"}, **DIVISIONS[0][1], "precision": BF16},
+    "fp32-adapters-full": {"activation_checkpoint": {"mode": "full"}, "precision": FP32_ADAPTERS},
+    "fp32-norms": {"precision": {**BF16, **FP32_NORMS}},
+    "replicas": {"parallelism": {"data_parallel_replicate_degree": 2}, "precision": FP32_ADAPTERS},
+    "offload": {"training": {"enable_cpu_offload": True}, "precision": BF16},
+    "TP": {"parallelism": {"tensor_parallel_degree": 2}, "precision": FP32_ADAPTERS},
+    "EP": {**EXPERTS, "parallelism": {"expert_parallel_degree": 2}, "precision": BF16},
+    "embedding": {**USER, "precision": BF16},
+    "unfreeze": {"training": {"unfreeze": [{"match": "layers.1.*_norm.*", "after_step": 2}]}, "precision": BF16},
+}
+"""Jobs whose adapters and their optimizer state have the same bits in place and in units of their own."""
+
+
+def placed_job(folder: Path, name: str, placement: str, run: str) -> dict[str, Any]:
+    sections = {**PLACED[name]}
+    training = sections.pop("training", {})
+    job = lora_job(folder, f"{name}-{run}", **sections, checkpoint={"enable": True, "interval": 2})
+    job["precision"] = {**sections["precision"], "placement": placement}
+    job["training"] |= training
+    return job
+
+
+def placed(folder: Path, names: Sequence[str]) -> list[list[dict[str, Tensor]]]:
+    """Return the states of runs with adapters in units of their own, in place, and in place from step 2 on."""
+    found = []
+    for name in names:
+        states = [run_job(placed_job(folder, name, where, where)) for where in ("own_unit", "in_place")]
+        run_job_until(placed_job(folder, name, "own_unit", "resumed"), 2)
+        found.append([*states, run_job(placed_job(folder, name, "in_place", "resumed"))])
+    return found
+
+
+@pytest.mark.skipif(not MIXES_DTYPES_IN_UNIT, reason="before torch 2.15 adapters have units of their own")
+@sampled("names", list(PLACED))
+def test_adapters_in_place_and_in_units_of_their_own_have_the_same_bits(names: tuple[str, ...], tmp_path: Path) -> None:
+    for ranks, some in ((1, ("fp32-adapters-full",)), (2, names)):
+        folder = tmp_path / str(ranks)
+        found = run_ranks(placed, ranks, folder, some, timeout=400)[0]
+        for name, (own, inside, resumed) in zip(some, found, strict=True):
+            assert_equal(own, inside)
+            assert_equal(own, resumed)
+            assert _curve(folder, f"{name}-own_unit") == _curve(folder, f"{name}-in_place")
+
+
 def audited(folder: Path) -> tuple[list[str], dict[str, dict[str, Any]], list[tuple[int, str]], str]:
     """Return the differences from the plan, the observations of two modules, the units of adapters, and the line about
     adapters in the log."""
-    rules = [{"type": "LoRA", "param_dtype": "float32"}]
-    precision = {"param_dtype": "bfloat16", "frozen_storage_dtype": "bfloat16", "rules": rules}
     with ExitStack() as stack:
-        run = build_run(JobConfig.model_validate(lora_job(folder, "audit", precision=precision)), this_rank(), stack)
+        run = build_run(
+            JobConfig.model_validate(lora_job(folder, "audit", precision=FP32_ADAPTERS)), this_rank(), stack
+        )
         with observe(run.model, run.plan) as observed:
             train_one_step(run)
             look_at_storage(run.model, observed)
         audit = compare(run.plan, run.layout, observed)
     seen = {row.name: {f.what: f.observed for f in row.findings if f.observed} for row in audit.modules}
-    units = [(len(unit.modules), unit.reason) for unit in run.plan.units if unit.is_trained]
+    units = [(len(unit.modules), unit.reason) for unit in run.plan.boundaries if unit.is_trained]
     modules = {name: seen[name] for name in ("layers.0.attention.wq", "layers.0.attention.wq.lora")}
     return audit.differences(), modules, units, dict(summary_of_job(run.config, run.plan, run.layout))["adapters"]
 
 
-def test_adapters_in_fp32_on_a_base_in_bf16_are_one_unit(tmp_path: Path) -> None:
+def test_adapters_in_fp32_on_a_base_in_bf16_are_in_place_or_one_unit(tmp_path: Path) -> None:
     differences, seen, units, line = run_ranks(audited, 2, tmp_path)[0]
     assert "2 x layers.*.attention.wk" in line and line.endswith("1 x output; rank 4, alpha 8")
     expected = [(15, "precision.rules.0")] if CAN_SHARE_UNITS else [(1, "precision.rules.0")] * 15
@@ -235,10 +284,13 @@ def test_adapters_in_fp32_on_a_base_in_bf16_are_one_unit(tmp_path: Path) -> None
     assert (adapter["inputs"], adapter["outputs"], base["outputs"]) == (("float32",), ("bfloat16",), ("bfloat16",))
 
 
-def test_all_adapters_of_a_model_add_two_collectives() -> None:
-    (shared, per_block, per_adapter) = [(p, f, t) for _, p, f, t in adapter_units.counts(4)]
-    for planned, _, traced in (shared, per_block, per_adapter):
-        assert planned == traced
-    extra = [(p.all_gathers - f.all_gathers, p.reduce_scatters) for p, f, _ in (shared, per_block, per_adapter)]
-    assert extra[2][1] == 28
-    assert (extra[0], extra[1][1]) == (((1, 1), 4) if CAN_SHARE_UNITS else (extra[2], 28))
+def test_adapters_add_a_reduce_scatter_to_each_block_or_two_collectives_to_the_model() -> None:
+    found = {name: planned for name, planned, traced in adapter_units.counts(4) if planned == traced}
+    base = 9  # all-gathers of four blocks, the last of them once, and of the embedding and the head
+    per_adapter = Collectives(base + 7 * (2 * 3 + 1), 28)
+    assert found == {
+        **({"in place": Collectives(base, 4)} if MIXES_DTYPES_IN_UNIT else {}),
+        "one unit for the model": Collectives(base + 1, 1) if CAN_SHARE_UNITS else per_adapter,
+        "one unit per block": Collectives(base + 7, 4) if CAN_SHARE_UNITS else per_adapter,
+        "one unit per adapter": per_adapter,
+    }

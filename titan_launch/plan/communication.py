@@ -145,10 +145,11 @@ def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     if not unit.num_parameters:
         return Collectives()
     is_sharded, is_replicated = layout.shards_of(unit) > 1, layout.fsdp_replicas > 1
+    is_reduced = unit.gradient_dtype is not None
     return Collectives(
         all_gathers=unit.num_gathers * is_sharded,
-        reduce_scatters=int(unit.is_trained and is_sharded),
-        all_reduces=int(unit.is_trained and is_replicated),
+        reduce_scatters=int(is_reduced and is_sharded),
+        all_reduces=int(is_reduced and is_replicated),
     )
 
 
@@ -165,7 +166,7 @@ def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: Gra
     """
     units = list(units)
     is_exchanged = layout.optimizer_replicas > 1
-    exchanges = sum(is_exchanged and unit.is_trained and unit.num_parameters > 0 for unit in units)
+    exchanges = sum(is_exchanged and unit.gradient_dtype is not None for unit in units)
     return _times(collectives_of_microbatch(units, layout), layout, accumulation) + Collectives(exchanges, exchanges)
 
 
@@ -188,8 +189,8 @@ def exchanged_units(plan: ModelPlan, layout: Layout) -> dict[Unit, ExchangedUnit
     for unit, parameters in zip(plan.units, parameters_by_unit(plan.inventory, plan.units), strict=True):
         trained = (parameter for parameter in parameters if parameter.requires_grad)
         shapes = [shard_shape(parameter, layout.shards_of(unit), unit.expert_parallel) for parameter in trained]
-        if shapes:
-            found[unit] = exchanged_unit(shapes, layout.optimizer_replicas, unit.storage_dtype, unit.reduce_dtype)
+        if unit.gradient_dtype is not None:
+            found[unit] = exchanged_unit(shapes, layout.optimizer_replicas, unit.gradient_dtype, unit.reduce_dtype)
     return found
 
 

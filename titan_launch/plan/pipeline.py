@@ -20,13 +20,12 @@ from titan_launch.plan.types import (
     ModelPlan,
     ModuleInfo,
     Stage,
-    TensorInfo,
     Unit,
     enclosing,
     full_name,
     is_within,
-    parameters_by_unit,
     parent,
+    with_parameters,
 )
 
 _DEGREE: KeyPath = ("parallelism", "pipeline_parallel_degree")
@@ -244,15 +243,15 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
     def own(units: Sequence[Unit]) -> list[Unit]:
         return [_restricted(unit, foreign) for unit in units if any(not _is_foreign(p, foreign) for p in unit.modules)]
 
-    units, in_place = own(plan.units), own(plan.in_place)
+    units = own(plan.units)
     if stage.index:
         root = units.pop()
         units.append(replace(root, policy=replace(root.policy, cast_forward_inputs=False)))
-    of_all = parameters_by_unit(inventory, [*units, *in_place])
+    counted, in_place_counted = with_parameters(inventory, units, own(plan.in_place))
     return ModelPlan(
         inventory=inventory,
-        units=tuple(map(_with_parameters, units, parameters_by_unit(inventory, units))),
-        in_place=tuple(map(_with_parameters, in_place, of_all[len(units) :])),
+        units=counted,
+        in_place=in_place_counted,
         buffer_dtypes={
             full_name(module.path, buffer.name): plan.buffer_dtypes[full_name(first[module.path], buffer.name)]
             for module in inventory.modules
@@ -264,10 +263,6 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
         float8=_own(plan.float8, foreign),
         loss_head=_own_or_none(plan.loss_head, foreign),
     )
-
-
-def _with_parameters(unit: Unit, own: Sequence[TensorInfo]) -> Unit:
-    return replace(unit, num_parameters=sum(p.numel for p in own), is_trained=any(p.requires_grad for p in own))
 
 
 def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:

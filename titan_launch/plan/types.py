@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -220,7 +221,11 @@ class Unit:
     """Number of elements of its parameters before sharding."""
 
     is_trained: bool = True
-    """True if any of its parameters takes a gradient."""
+    """True if any of its parameters takes a gradient, except parameters in place."""
+
+    gradient_dtype: str | None = None
+    """Dtype of its sharded gradients: the storage dtype of those of its parameters that take one, also in place. FSDP2
+    requires one dtype. None: it reduces no gradients."""
 
     unshard_in_backward: bool = True
     """True if backward all-gathers the parameters again after a reshard. False: backward does not read them."""
@@ -282,8 +287,9 @@ class ModelPlan:
     """Dtypes of all floating buffers by full name: from the model, or from `[precision]`."""
 
     in_place: tuple[Unit, ...] = ()
-    """Precision rules that are carried out inside of the units around their modules (`precision.placement`). They are
-    no FSDP2 units: the units around them all-gather and reduce their parameters, each in its own compute dtype."""
+    """Precision rules that are carried out inside of the units around their modules, and trained modules inside of
+    frozen units (`precision.placement`). They are no FSDP2 units: the units around them all-gather and reduce their
+    parameters, each in its own compute dtype."""
 
     checkpointed: tuple[str, ...] = ()
     """Paths of the modules with activation checkpointing."""
@@ -325,7 +331,7 @@ class ModelPlan:
 
     @property
     def boundaries(self) -> tuple[Unit, ...]:
-        """The units and the rules in place: inputs and outputs of their modules are cast."""
+        """The units, and the rules and trained modules in place: each has a policy, and a storage dtype."""
         return (*self.units, *self.in_place)
 
     @cached_property
@@ -373,6 +379,31 @@ def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int
         inherited = owners.get(parent(module.path), members[""])
         owners[module.path] = members.get(module.same_as or module.path, members.get(module.path, inherited))
     return owners
+
+
+def with_parameters(
+    inventory: Inventory, units: Sequence[Unit], in_place: Sequence[Unit]
+) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """Return units, and what is in place in them, with the facts that follow from their parameters. Tied parameters
+    count once."""
+    of_all = (*units, *in_place)
+    policies, shards = unit_by_module(inventory, of_all), unit_by_module(inventory, units)
+    numel: Counter[int] = Counter()
+    gradients: dict[int, str] = {}
+    trained = set()
+    for module in inventory.modules:
+        parameters = [parameter for parameter in module.parameters if parameter.tied_to is None]
+        own = policies[module.path]
+        for index in {own, shards[module.path]}:
+            numel[index] += sum(parameter.numel for parameter in parameters)
+            if any(parameter.requires_grad for parameter in parameters):
+                gradients[index] = of_all[own].storage_dtype
+                trained.add(own)
+    counted = [
+        replace(unit, num_parameters=numel[i], is_trained=i in trained, gradient_dtype=gradients.get(i))
+        for i, unit in enumerate(of_all)
+    ]
+    return tuple(counted[: len(units)]), tuple(counted[len(units) :])
 
 
 def parameters_by_unit(inventory: Inventory, units: Sequence[Unit]) -> list[list[TensorInfo]]:

@@ -242,8 +242,8 @@ def used_without_a_call(failure: Failure) -> Problem | None:
     user = failure.path
     if user is None:
         return None
-    own = (user, failure.plan.unit_of[user])
-    inside = [(p, unit) for unit in failure.plan.boundaries for p in unit.modules if p != user and is_within(p, user)]
+    own = (user, failure.plan.sharded_by[user])
+    inside = [(p, unit) for unit in failure.plan.units for p in unit.modules if p != user and is_within(p, user)]
     used, unit = next((pair for pair in inside if pair[1].key is not None), inside[0] if inside else own)
     parameters = f"the parameters of {failure.describe(used)}" if used != user else "its own parameters"
     reason = (
@@ -270,7 +270,7 @@ def not_gathered(failure: Failure) -> Problem:
     waiting = [
         unit.modules[0]
         for unit in failure.plan.units
-        if unit.modules[0] and unit.is_trained
+        if unit.modules[0] and unit.gradient_dtype is not None
         if all(p.grad is None for path in unit.modules for p in failure.model.get_submodule(path).parameters())
     ]
     whose = f"of {failure.describe(waiting[-1])} or of a unit after it " if waiting else ""

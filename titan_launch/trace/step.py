@@ -316,6 +316,7 @@ def _exchanged_units(model: nn.Module, plan: ModelPlan, layout: Layout) -> list[
     """Return the units of a model, or of the stages of a rank, that a sharded optimizer exchanges between replicas."""
     replicas = layout.optimizer_replicas
     return [
-        exchanged_unit([local_tensor(p).shape for p in own], replicas, unit.storage_dtype, unit.reduce_dtype)
+        exchanged_unit([local_tensor(p).shape for p in own], replicas, unit.gradient_dtype, unit.reduce_dtype)
         for unit, own in (trained_by_unit(model, plan).items() if replicas > 1 else ())
+        if unit.gradient_dtype is not None
     ]

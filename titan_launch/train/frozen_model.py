@@ -98,7 +98,7 @@ def assemble_frozen_model(config: JobConfig, mesh: Mesh, samples: SampleFormat) 
 
 
 def _untrained(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    return tuple(replace(unit, is_trained=False) for unit in units)
+    return tuple(replace(unit, is_trained=False, gradient_dtype=None) for unit in units)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from titan_launch.models.mixture_of_experts import MixtureOfExperts
 from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import describe_units, format_units
-from titan_launch.plan.types import Inventory, ModelPlan, Policy, Unit
+from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Policy, Unit
 from titan_launch.plan.units.fsdp_units import plan_model
 from titan_launch.plan.units.order import Resharding
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT
@@ -592,18 +593,120 @@ def test_a_rule_that_cannot_be_in_place_has_its_own_unit_and_says_why(
         assert error.value.problems[0].key == ("precision", "placement")
 
 
-def test_shared_parameters_and_frozen_neighbours_need_a_unit_of_their_own() -> None:
+def test_shared_parameters_stay_in_one_unit() -> None:
     both = {"match": ["embedding", "output"], "param_dtype": "float32", "output_dtype": "float32"}
     assert [u.name for u in in_place(both, model={"tied": True}).in_place] == ["precision.rules.0"]  # both in the root
-    inventory = inventory_of()
-    frozen = [
-        replace(m, parameters=tuple(replace(p, requires_grad=m.path != "layers.1.mix") for p in m.parameters))
-        for m in inventory.modules
-    ]
-    config = PrecisionConfig.model_validate({"rules": [NORMS]})
-    plan = plan_model(replace(inventory, modules=tuple(frozen)), config, RESHARDING, mixes_dtypes=True)
-    assert not plan.in_place
-    assert (
-        "not all parameters around layers.1.norm1 are trained"
-        in by_reason(list(plan.units), "precision.rules.0").own_because
-    )
+
+
+def plan_of_phases(
+    phases: Mapping[str, int | None], *rules: dict[str, object], otherwise: int | None = None, **precision: object
+) -> ModelPlan:
+    """Return a plan in which some modules are trained from other steps than all others. None: never."""
+
+    def with_phase(module: ModuleInfo) -> ModuleInfo:
+        phase = phases.get(module.path, otherwise)
+        own = (replace(p, requires_grad=phase is not None, trained_from=phase or 0) for p in module.parameters)
+        return replace(module, parameters=tuple(own))
+
+    inventory = declare_embedding()
+    config = PrecisionConfig.model_validate({"frozen_storage_dtype": "bfloat16", **precision, "rules": list(rules)})
+    modules = tuple(map(with_phase, inventory.modules))
+    return plan_model(replace(inventory, modules=modules), config, RESHARDING, mixes_dtypes=True)
+
+
+MIXES = {"layers.0.mix": 0, "layers.1.mix": 0}
+WHOLE_BLOCK = ("layers.1.norm1", "layers.1.mix", "layers.1.inner.0", "layers.1.inner.1")
+
+
+def test_trained_modules_are_in_place_in_frozen_units() -> None:
+    plan, frozen = plan_of_phases(MIXES), plan_of_phases({})
+    assert [u.modules for u in plan.units] == [u.modules for u in frozen.units]
+    assert {u.storage_dtype for u in plan.units if u.num_parameters} == {"bfloat16"}
+    assert [u.name for u in plan.units if u.gradient_dtype == "float32"] == ["layers.0", "layers.1"]
+    assert not any(u.is_trained for u in plan.units) and not any(u.gradient_dtype for u in frozen.units)
+    (trained,) = plan.in_place
+    assert (trained.reason, trained.modules) == ("trained", tuple(MIXES))
+    assert (trained.is_trained, trained.storage_dtype, trained.compute_dtype) == (True, "float32", "bfloat16")
+    assert trained.policy.input_dtype is trained.policy.output_dtype is None  # no hooks
+    assert set(plan.gathered_dtypes()) == {"bfloat16"}
+    own = plan_of_phases(MIXES, placement="own_unit")
+    gathers = {unit.name: unit.num_gathers for unit in own.units}
+    assert {unit.name: unit.num_gathers for unit in plan.units} | {"trained": 1} == gathers
+
+
+def test_a_trained_module_that_fsdp_wraps_is_cast_at_its_border_in_place() -> None:
+    plan = plan_of_phases({"norm": 0})
+    assert [unit.modules for unit in plan.in_place] == [("norm",)]
+    head = plan.sharded_by["norm"]
+    assert head.modules == ("norm", "output") and not plan.casts_inputs(head)
+    assert plan.policies["norm"] == plan.policies["output"] == head.policy
+
+
+MIX_IN_FP32 = {"match": "layers.[01].mix", "param_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("phases", "rules", "in_place", "own"),
+    [
+        (MIXES, [MIX_IN_FP32], {"precision.rules.0": "float32"}, {}),
+        (MIXES, [NORMS], {"trained": "bfloat16"}, {"precision.rules.0": "layers.0.norm1 computes in float32, neither"}),
+        (
+            MIXES,
+            [{**NORMS, "storage_dtype": "float32"}],
+            {"precision.rules.0": "float32", "trained": "bfloat16"},
+            {},
+        ),
+        (
+            MIXES,
+            [{**MIX_IN_FP32, "storage_dtype": "bfloat16"}],
+            {},
+            {"precision.rules.0": "layers.0.mix is stored in bfloat16, and layers.0 in float32"},
+        ),
+        (
+            {**MIXES, "layers.2.mix": 3},
+            [],
+            {"trained": "bfloat16"},
+            {"trained after step 3": "not all parameters around are trained in the same steps"},
+        ),
+        (
+            dict.fromkeys(MIXES, 2),
+            [MIX_IN_FP32],
+            {},
+            {"precision.rules.0": "not all parameters around are trained in the same steps"},
+        ),
+        (
+            {"layers.0.norm1": 0, "layers.0.inner.1": 0},
+            [{"match": "layers.*.inner", "param_dtype": "float32", "storage_dtype": "float32"}],
+            {"precision.rules.0": "float32", "trained": "bfloat16", "trained, precision.rules.0": "float32"},
+            {},
+        ),
+        (
+            {**dict.fromkeys(WHOLE_BLOCK, 2), "layers.2.norm1": 0, "embedding": 0},
+            [{**NORMS, "storage_dtype": "float32"}, {"match": "embedding", "param_dtype": "float32"}],
+            {
+                "precision.rules.0": "float32",
+                "trained after step 2, precision.rules.0": "float32",
+                "trained, precision.rules.0": "float32",
+                "precision.rules.1": "float32",
+            },
+            {},
+        ),
+        (
+            MIXES,
+            [{**MIX_IN_FP32, "unit_per": "block"}],
+            {},
+            {"precision.rules.0": 'unit_per = "block"'},
+        ),
+    ],
+)
+def test_trained_modules_and_rules_in_frozen_units(
+    phases: dict[str, int | None], rules: list[dict[str, object]], in_place: dict[str, str], own: dict[str, str]
+) -> None:
+    """`in_place`: compute dtypes by reason. `own`: beginnings of the reasons for units of their own."""
+    plan = plan_of_phases(phases, *rules)
+    assert {unit.reason: unit.compute_dtype for unit in plan.in_place} == in_place
+    reasons = {unit.reason: unit.own_because for unit in plan.units if unit.own_because}
+    assert reasons.keys() == own.keys() and all(reasons[name].startswith(why) for name, why in own.items())
+    nothing = plan_of_phases(phases, *rules, placement="own_unit")
+    assert not nothing.in_place
+    assert {u.own_because for u in nothing.units if u.own_because} >= {'precision.placement = "own_unit"'}

@@ -78,11 +78,11 @@ class PrecisionConfig(Section):
     loads of experts. Unset: the dtype that the model gave them (FSDP2 casts no buffers)."""
 
     placement: Literal["auto", "in_place", "own_unit"] = "auto"
-    """FSDP2 units of the modules that rules match. `in_place`: the modules stay in the units of their blocks, so a rule
-    adds no collective. A unit then has parameters of several compute dtypes, which needs torch 2.15. `own_unit`: the
-    modules get units of their own. `auto`: in place, except for rules that FSDP2 does not support there. These are
-    rules with `unit_per` or `reshard_after_forward`, and rules whose modules have another storage dtype or reduce dtype
-    than their block, or are trained in other steps."""
+    """FSDP2 units of the modules that rules match, and of trained modules in frozen blocks, such as adapters.
+    `in_place`: the modules stay in the units of their blocks, so a rule adds no collective. A unit then has parameters
+    of several dtypes, which needs torch 2.15. `own_unit`: the modules get units of their own. `auto`: in place, except
+    for rules that FSDP2 does not support there. These are rules with `unit_per` or `reshard_after_forward`, and rules
+    whose modules have another storage dtype or reduce dtype than their block, or are unfrozen in other steps."""
 
     rules: Array[PrecisionRule] = ()
     """Exceptions for modules that match by class or by path. The first rule that matches a module applies. A rule that

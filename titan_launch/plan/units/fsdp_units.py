@@ -2,7 +2,8 @@
 
 A `fully_shard` call has one policy, but from torch 2.15 on, single parameters may keep their storage dtype for
 computation. So most rules are carried out **in place**: the parameters stay in the unit of their block, and hooks cast
-inputs and outputs of the modules. That costs no collective.
+inputs and outputs of the modules. That costs no collective. Trained modules inside of frozen blocks, such as adapters,
+are in place too. Each of these blocks then reduces gradients.
 
 Other rules need units of their own, wrapped before their parents, and so do experts that are divided over ranks (expert
 parallelism). By default all modules of a rule share **one** unit, which does not reshard after forward: it adds 2
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -35,6 +36,7 @@ from titan_launch.plan.types import (
     parameters_by_unit,
     parent,
     unit_by_module,
+    with_parameters,
 )
 from titan_launch.plan.units.order import Resharding, in_wrapping_order
 from titan_launch.plan.units.rule_assignment import (
@@ -102,6 +104,17 @@ def _latest_first(phase: _Phase) -> float:
     return -math.inf if phase is None else -phase
 
 
+def _kept(phases: Iterable[_Phase]) -> _Phase:
+    """Return the phase of the parameters that a unit keeps if it has parameters of several phases: the latest one."""
+    return min(phases, key=_latest_first, default=None)
+
+
+def _without_casts(policy: Policy) -> Policy:
+    """Return the policy of a module inside of a module of a unit. Its inputs and outputs are those that it has if all
+    parameters of the unit are trained."""
+    return replace(policy, output_dtype=None, cast_forward_inputs=False)
+
+
 class _UnitPlanner:
     """Builder of the units of one model. Its result is not in wrapping order."""
 
@@ -131,18 +144,17 @@ class _UnitPlanner:
         """Reasons, by rule, why rules are not carried out in place."""
 
     def units(self, share: bool) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """Return the units, and the rules in place. Raises ConfigError if a rule cannot be in place that must be."""
+        """Return the units, and what is in place in them. Raises ConfigError if a rule cannot be in place that must
+        be."""
         drafts = self._drafts(share)
         while why := self._not_in_place(drafts):
             self._own_because |= why
             drafts = self._drafts(share)
-        units, in_place = self._uniform(drafts, share), self._in_place_units()
+        units, in_place = with_parameters(self.inventory, *self._uniform(drafts, self._in_place_units(), share))
         before = self._before_gradients()
-        parameters = parameters_by_unit(self.inventory, units)
-        of_all = parameters_by_unit(self.inventory, [*units, *in_place])
         return (
-            tuple(self._with_parameters(unit, own, before) for unit, own in zip(units, parameters, strict=True)),
-            tuple(self._with_parameters(u, own, ()) for u, own in zip(in_place, of_all[len(units) :], strict=True)),
+            tuple(self._finished(unit, self._governing(unit.modules[0]), before) for unit in units),
+            tuple(self._finished(rule, self.assignments.governing(rule.modules[0]), ()) for rule in in_place),
         )
 
     def _drafts(self, share: bool) -> list[Unit]:
@@ -158,15 +170,20 @@ class _UnitPlanner:
     def _not_in_place(self, drafts: Sequence[Unit]) -> dict[str, str]:
         """Return, by rule, why rules that `drafts` assume in place cannot be. Raises ConfigError if they must be."""
         owners, parameters = unit_by_module(self.inventory, drafts), parameters_by_unit(self.inventory, drafts)
+        around: list[set[_Phase]] = [set() for _ in drafts]
+        for (index, _), phase in self._kept_phases(drafts, [*drafts, *self._in_place_units()]).items():
+            around[index].add(phase)
         found: dict[str, str] = {}
         for (reason, policy), (assignment, paths) in self._rule_groups().items():
             if reason in self._own_because or reason in found:
                 continue
-            why, storage = self._why_own_unit(assignment.rule), self.assignments.storage_dtype(assignment)
+            why = self._why_own_unit(assignment.rule)
             for path in paths if why is None else ():
                 unit = drafts[owners[path]]
                 others = sum(p.numel for p in parameters[owners[path]]) - self._numel_within[path]
-                why = why or self._why_not_inside(path, policy, storage, unit, others)
+                why = why or self._why_not_inside(path, policy, assignment, unit, others)
+                for phase in around[owners[path]]:
+                    why = why or self._why_not_together(_kept(self._phases_within[path]), phase, unit)
                 why = why or self._why_not_shared(path, owners)
             if why is not None:
                 found[reason] = why
@@ -175,45 +192,57 @@ class _UnitPlanner:
                     raise config_error(key, f"{reason} cannot be carried out in place: {why}", "in_place")
         return found
 
-    def _why_own_unit(self, rule: PrecisionRule) -> str | None:
-        """Return why a rule makes units of its own, wherever its modules are; None if it need not."""
+    @property
+    def _why_nothing_in_place(self) -> str | None:
+        """The reason why nothing is in place; None if something may be."""
         if self.precision.placement == "own_unit":
             return 'precision.placement = "own_unit"'
         if not self.mixes_dtypes:
-            return f"torch {planned_release()} has one compute dtype in a unit; torch 2.15 has several"
+            return f"torch {planned_release()} has one dtype in a unit; torch 2.15 has several"
+        return None
+
+    def _why_own_unit(self, rule: PrecisionRule) -> str | None:
+        """Return why a rule makes units of its own, wherever its modules are; None if it need not."""
+        if self._why_nothing_in_place:
+            return self._why_nothing_in_place
         if rule.unit_per != "model":
             return f'unit_per = "{rule.unit_per}"'
         if rule.reshard_after_forward is not None:
             return f"reshard_after_forward = {str(rule.reshard_after_forward).lower()}"
         return None
 
-    def _why_not_inside(self, path: str, policy: Policy, storage: str, unit: Unit, others: int) -> str | None:
-        """Return why a module cannot be inside of `unit`; None if it can. `policy`, `storage`: those of its rule.
-        `others`: number of other parameter elements in the unit."""
+    def _why_not_inside(
+        self, path: str, policy: Policy, assignment: RuleAssignment, unit: Unit, others: int
+    ) -> str | None:
+        """Return why a module cannot be inside of `unit`; None if it can. `policy`, `assignment`: those of its rule.
+        `others`: number of other parameter elements in the unit.
+
+        FSDP2 requires one storage dtype and one reduce dtype of the trained parameters of a unit.
+        """
+        phases = self._phases_within[path]
+        stored = {self._storage_dtype(assignment, phase) for phase in phases}
         if unit.expert_parallel > 1:
             return f"expert parallelism divides {unit.name}"
         if not others and unit.modules == ("",):
             return f"there are no other parameters around {path}"
-        if storage != unit.storage_dtype:
-            return f"{path} is stored in {storage}, and {unit.name} in {unit.storage_dtype}"
+        trained = self.assignments.storage_dtype(assignment)
+        if phases != {None} and trained != unit.storage_dtype:
+            return f"{path} is stored in {trained}, and {unit.name} in {unit.storage_dtype}"
         if policy.reduce_dtype != unit.policy.reduce_dtype:
             return f"{path} reduces in {policy.reduce_dtype}, and {unit.name} in {unit.policy.reduce_dtype}"
-        if (policy.param_dtype or storage) not in (storage, unit.compute_dtype):
+        if any((policy.param_dtype or dtype) not in (dtype, unit.policy.param_dtype) for dtype in stored):
             return f"{path} computes in {policy.param_dtype}, neither its storage dtype nor the dtype of {unit.name}"
-        phases = self._phases_around[enclosing(path, self.inventory.blocks)]
-        if len(phases) > 1:
-            return f"not all parameters around {path} are trained in the same steps"
-        if phases == {None} and self.precision.frozen_storage_dtype is not None:
-            return f"{path} is frozen, and frozen parameters have a storage dtype of their own"
         return None
 
-    @cached_property
-    def _phases_around(self) -> defaultdict[str, set[_Phase]]:
-        """The phases of all parameters in each block, by its path, and outside of all blocks (empty path)."""
-        found: defaultdict[str, set[_Phase]] = defaultdict(set)
-        for path, phase in self._phases().items():
-            found[enclosing(path, self.inventory.blocks)].add(phase)
-        return found
+    def _why_not_together(self, one: _Phase, other: _Phase, unit: Unit) -> str | None:
+        """Return why parameters of two phases cannot be in one FSDP2 unit; None if they can."""
+        if one == other:
+            return None
+        if {one, other} != {None, 0}:
+            return "not all parameters around are trained in the same steps"
+        if self._why_nothing_in_place is None and not unit.unshard_in_backward:
+            return f"backward does not gather {unit.name}"
+        return self._why_nothing_in_place
 
     def _why_not_shared(self, path: str, owners: Mapping[str, int]) -> str | None:
         """Return why a module cannot be inside of its unit: another unit uses it, or a parameter inside of it, too.
@@ -257,15 +286,14 @@ class _UnitPlanner:
     def _has_own_unit(self, path: str) -> bool:
         return path in self.inventory.blocks or path in self.experts
 
-    def _with_parameters(self, unit: Unit, own: Sequence[TensorInfo], before: Sequence[str]) -> Unit:
-        """Return a unit with the facts that follow from its parameters. `before`: result of `_before_gradients`."""
-        is_trained = any(p.requires_grad for p in own)
+    def _finished(self, unit: Unit, assignment: RuleAssignment | None, before: Sequence[str]) -> Unit:
+        """Return a unit with the dtype of its storage, and its gathers in backward. `assignment`: the rule that sets
+        its policy. `before`: result of `_before_gradients`."""
         has_no_backward = unit.reshard_after_forward and all(enclosing(path, before) for path in unit.modules)
+        is_frozen = unit.num_parameters > 0 and not unit.is_trained
         return replace(
             unit,
-            num_parameters=sum(p.numel for p in own),
-            is_trained=is_trained,
-            storage_dtype=unit.storage_dtype if is_trained or not own else self._frozen_storage(unit),
+            storage_dtype=self._storage_dtype(assignment, None) if is_frozen else unit.storage_dtype,
             unshard_in_backward=unit.unshard_in_backward and not has_no_backward,
         )
 
@@ -284,67 +312,107 @@ class _UnitPlanner:
         num_before = next((index for index, block in enumerate(blocks) if block in reached), len(blocks))
         return (*self.inventory.embeddings, *blocks[:num_before])
 
-    def _frozen_storage(self, unit: Unit) -> str:
-        """Return the storage dtype of a unit that is never trained."""
-        assignment = self._governing(unit.modules[0])
+    def _storage_dtype(self, assignment: RuleAssignment | None, phase: _Phase) -> str:
+        """Return the storage dtype of parameters. `assignment`: the rule that covers them, or None."""
         ruled = None if assignment is None else assignment.rule.storage_dtype
-        return ruled or self.precision.frozen_storage_dtype or unit.storage_dtype
+        frozen = self.precision.frozen_storage_dtype if phase is None else None
+        return ruled or frozen or self.precision.storage_dtype
 
-    def _uniform(self, drafts: Sequence[Unit], share: bool) -> list[Unit]:
-        """Return the units, divided so that all parameters of a unit are trained from the same step, or never.
+    def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit], share: bool) -> tuple[list[Unit], list[Unit]]:
+        """Return the units, and what is in place in them, divided so that all parameters of an entry are trained from
+        the same step, or never. `rules`: the rules in place.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. Modules that are trained are taken out of a unit
-        with frozen ones. Modules that are taken out of equal units share a unit, as those of a rule do (see `_parts`).
-        Parameters of one module stay together, and so do those of a module with others inside, because FSDP2 wraps
-        whole modules.
+        with frozen ones, or they are in place. Modules that are taken out of equal units share a unit, as those of a
+        rule do (see `_parts`). Parameters of one module stay together, and so do those of a module with others inside,
+        because FSDP2 wraps whole modules.
         """
-        owners, phases = unit_by_module(self.inventory, drafts), self._phases()
-        in_unit: dict[int, dict[str, _Phase]] = {}
-        for path, phase in phases.items():
-            in_unit.setdefault(owners[path], {})[path] = phase
-        taken: dict[tuple[Policy, str, int, str, _Phase], tuple[Unit, list[str]]] = {}
-        left: list[Unit] = []
-        for index, unit in enumerate(drafts):
-            own = in_unit.get(index, {})
-            kept = min(own.values(), key=_latest_first, default=None)
-            moved = [path for path, phase in own.items() if phase != kept and self._can_be_taken(path, own, unit)]
-            for path in moved:
-                policy = unit.policy if path in unit.modules else replace(unit.policy, output_dtype=None)
+        boundaries, shards = [*drafts, *rules], unit_by_module(self.inventory, drafts)
+        kept_in = self._kept_phases(drafts, boundaries)
+        groups: dict[tuple[Policy, str, int, str, _Phase, str | None], tuple[Unit, list[str]]] = {}
+        units: list[Unit] = []
+        in_place: list[Unit] = []
+        for index, (unit, own) in enumerate(zip(boundaries, self._modules_by_unit(boundaries), strict=True)):
+            is_rule, kept = index >= len(drafts), _kept(own.values())
+            moved = {
+                path: self._why_not_together(phase, kept_in[shards[path], index], drafts[shards[path]])
+                for path, phase in own.items()
+                if phase != kept and self._can_be_taken(path, own, unit)
+            }
+            for path, why in moved.items():
+                policy = unit.policy if path in unit.modules else _without_casts(unit.policy)
                 assignment = self.assignments.governing(path)
                 rule = "" if assignment is None else assignment.reason
-                first = replace(unit, policy=policy)
-                like = policy, unit.storage_dtype, unit.expert_parallel, rule, own[path]
-                taken.setdefault(like, (first, []))[1].append(path)
-            modules = tuple(path for path in unit.modules if path not in moved)
+                key = policy, unit.storage_dtype, unit.expert_parallel, rule, own[path], why
+                groups.setdefault(key, (replace(unit, policy=policy), []))[1].append(path)
+            gone = {path for path, why in moved.items() if is_rule or why is not None}
+            modules = tuple(path for path in unit.modules if path not in gone)
             is_sum = unit.name == " + ".join(unit.modules)
             if modules:
-                left.append(replace(unit, modules=modules, name=" + ".join(modules) if is_sum else unit.name))
-        return [*left, *(unit for key, value in taken.items() for unit in self._taken_units(key[-1], *value, share))]
+                left = replace(unit, modules=modules, name=" + ".join(modules) if is_sum else unit.name)
+                (in_place if is_rule else units).append(left)
+        for (*_, phase, why), (like, paths) in groups.items():
+            (in_place if why is None else units).extend(self._taken_units(phase, like, paths, share, why))
+        return units, in_place
 
-    def _taken_units(self, phase: _Phase, like: Unit, paths: list[str], share: bool) -> Iterator[Unit]:
-        """Yield the units of modules that `_uniform` takes out of units like `like`."""
+    def _taken_units(
+        self, phase: _Phase, like: Unit, paths: list[str], share: bool, own_because: str | None
+    ) -> Iterator[Unit]:
+        """Yield the units of modules that `_uniform` takes out of units like `like`. `own_because`: None if the modules
+        are in place; then they share an entry."""
         what = "trained" if not phase else f"trained after step {phase}"
         assignment = self.assignments.governing(paths[0])
         reason = what if assignment is None else f"{what}, {assignment.reason}"
         unit_per = "model" if assignment is None else assignment.rule.unit_per
-        for part in self._parts(list(outermost(paths)), unit_per if share else "module"):
+        modules = list(outermost(paths))
+        for part in [modules] if own_because is None else self._parts(modules, unit_per if share else "module"):
             reshard = self._reshard_together(part) if assignment is None else self._reshard(part, assignment)
             yield replace(
                 like,
                 name=part[0] if len(part) == 1 else reason,
                 modules=tuple(part),
-                reshard_after_forward=reshard,
+                reshard_after_forward=None if own_because is None else reshard,
                 unshard_in_backward=True,  # the backward of an embedding's adapter reads it
                 reason=reason,
+                own_because=own_because or "",
             )
 
+    @cached_property
     def _phases(self) -> dict[str, _Phase]:
-        """Return, by path of each module with parameters, the first step from which one of them is trained."""
+        """The first step from which a parameter of a module is trained, by path of each module with parameters."""
         return {
             module.path: max(map(_phase, module.parameters), key=_latest_first)
             for module in self.inventory.modules
             if module.parameters and module.same_as is None
         }
+
+    @cached_property
+    def _phases_within(self) -> Mapping[str, set[_Phase]]:
+        """The phases of each module, including those of the modules inside it, by path."""
+        found: defaultdict[str, set[_Phase]] = defaultdict(set)
+        for path, phase in self._phases.items():
+            found[path].add(phase)
+            while path:
+                path = parent(path)
+                found[path].add(phase)
+        return found
+
+    def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
+        """Return the phase of the parameters that each of `boundaries` keeps in each of `drafts`, by the indices of
+        the draft and the boundary."""
+        shards, policies = unit_by_module(self.inventory, drafts), unit_by_module(self.inventory, boundaries)
+        found: dict[tuple[int, int], list[_Phase]] = {}
+        for path, phase in self._phases.items():
+            found.setdefault((shards[path], policies[path]), []).append(phase)
+        return {key: _kept(phases) for key, phases in found.items()}
+
+    def _modules_by_unit(self, units: Sequence[Unit]) -> list[dict[str, _Phase]]:
+        """Return the phases of the modules with parameters of each unit, by path."""
+        owners = unit_by_module(self.inventory, units)
+        found: list[dict[str, _Phase]] = [{} for _ in units]
+        for path, phase in self._phases.items():
+            found[owners[path]][path] = phase
+        return found
 
     def _can_be_taken(self, path: str, own: Mapping[str, _Phase], unit: Unit) -> bool:
         """Return True if `fully_shard` can take a module out of a unit, with all modules inside of it. `own`: the

@@ -87,16 +87,16 @@ class Context:
         dtype, new = sizes.reduce_dtype, self.autograd.new
         sent = new(self.layout.optimizer_replicas * sizes.width, dtype, Category.REDUCE_SCATTER)
         unit.sharded_gradient = None
-        self._exchange = _Exchange(unit, sent, new(sizes.width, dtype, Category.REDUCE_SCATTER))
+        self._exchange = _Exchange(unit, sizes, sent, new(sizes.width, dtype, Category.REDUCE_SCATTER))
 
     def finish_exchange(self) -> None:
         """Wait for the exchange that was started last."""
         if self._exchange is None:
             return
-        unit, received = self._exchange.unit, self._exchange.received
+        unit, sizes, received = self._exchange.unit, self._exchange.sizes, self._exchange.received
         self._exchange = None
-        if received.dtype != unit.unit.storage_dtype:
-            received = self.autograd.new(received.numel, unit.unit.storage_dtype, Category.GRADIENTS)
+        if received.dtype != sizes.storage_dtype:
+            received = self.autograd.new(received.numel, sizes.storage_dtype, Category.GRADIENTS)
         assert received.storage is not None
         received.storage.relabel(Category.GRADIENTS)
         unit.sharded_gradient = received
@@ -106,6 +106,7 @@ class _Exchange(NamedTuple):
     """An exchange of the gradients of a unit that has started."""
 
     unit: ShardedUnit
+    sizes: ExchangedUnit
     sent: Tensor
     received: Tensor
 
@@ -114,8 +115,8 @@ class Parameter:
     """A parameter of a unit: sharded, and unsharded after an all-gather. With expert parallelism, this rank's part of a
     parameter of experts."""
 
-    def __init__(self, unit: ShardedUnit, info: TensorInfo, dtype: str, index: int):
-        """`dtype`: compute dtype."""
+    def __init__(self, unit: ShardedUnit, info: TensorInfo, policy: Unit, index: int):
+        """`policy`: the unit, or the rule or module in place, whose dtypes the parameter has."""
         parts, shape = unit.unit.expert_parallel, info.shape
         self.numel = info.numel // parts
         self.padded = padded_numel(info, unit.shards, parts)
@@ -123,9 +124,10 @@ class Parameter:
         self.is_sharded_inside = unit.shards > 1 and sharded_dim(local_shape, unit.shards, info.is_stacked) > 0
         """True if FSDP2 shards another dim than the first one. It then copies the parameter and its gradient once
         more."""
+        dtype, self.stored = policy.compute_dtype, policy.storage_dtype
         self.unsharded = Tensor(None, self.numel, dtype, self._leaf(unit, index) if info.requires_grad else None)
         """The tensor that operations take. The unit counts its memory."""
-        self.is_cast = dtype != unit.unit.storage_dtype
+        self.is_cast = dtype != self.stored
         self.padded_bytes = self.padded * DTYPE_BYTES[dtype]
 
     def _leaf(self, unit: ShardedUnit, index: int) -> Leaf:
@@ -136,10 +138,10 @@ class ShardedUnit:
     """A `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
 
     def __init__(
-        self, context: Context, unit: Unit, casts_inputs: bool, parameters: Sequence[tuple[TensorInfo, str, bool]]
+        self, context: Context, unit: Unit, casts_inputs: bool, parameters: Sequence[tuple[TensorInfo, Unit, bool]]
     ):
-        """`casts_inputs`: result of `ModelPlan.casts_inputs`. `parameters`: each with its compute dtype, and with the
-        result of `Layout.is_ignored`."""
+        """`casts_inputs`: result of `ModelPlan.casts_inputs`. `parameters`: each with its entry in `ModelPlan.unit_of`,
+        and with the result of `Layout.is_ignored`."""
         self.context = context
         self.unit = unit
         self.autograd = context.autograd
@@ -148,11 +150,12 @@ class ShardedUnit:
         self.weights: list[Parameter] = []
         self.parameters: list[Parameter] = []
         """The parameters that FSDP2 manages."""
-        for info, dtype, is_ignored in parameters:
-            self.weights.append(Parameter(self, info, dtype, len(self.parameters)))
+        for info, policy, is_ignored in parameters:
+            self.weights.append(Parameter(self, info, policy, len(self.parameters)))
             if not is_ignored:
                 self.parameters.append(self.weights[-1])
-        self.padded = sum(parameter.padded for parameter in self.weights)
+        self.shard_bytes = sum(p.padded // self.shards * DTYPE_BYTES[p.stored] for p in self.weights)
+        """Bytes of the shards of all parameters on this rank."""
         self.prefetch: list[ShardedUnit] = []
         """Units to all-gather ahead in backward, instead of the default: `set_modules_to_backward_prefetch`."""
         self.forward_prefetch: list[ShardedUnit] = []
@@ -191,13 +194,13 @@ class ShardedUnit:
 
     def _shards_to_send(self) -> list[Tensor]:
         """Return the temporary inputs of an all-gather: casts of the shards, or copies of shards in host memory."""
-        world, stored = self.shards, self.unit.storage_dtype
+        world = self.shards
         if not self.context.offloads:
             cast_bytes = sum(parameter.padded_bytes for parameter in self.parameters if parameter.is_cast)
             return [self.autograd.new(cast_bytes // world, "uint8", Category.ALL_GATHER)] if cast_bytes else []
         shards = []
         for parameter in self.parameters:
-            shard = self.autograd.new(parameter.padded // world, stored, Category.ALL_GATHER)
+            shard = self.autograd.new(parameter.padded // world, parameter.stored, Category.ALL_GATHER)
             if parameter.is_cast:
                 shard = self.autograd.new(parameter.padded_bytes // world, "uint8", Category.ALL_GATHER)
             shards.append(shard)
@@ -235,7 +238,7 @@ class ShardedUnit:
             if not parameter.is_cast:
                 copy = None
             if self.context.offloads:
-                copy = self.autograd.new(parameter.padded, self.unit.storage_dtype, Category.ALL_GATHER)
+                copy = self.autograd.new(parameter.padded, parameter.stored, Category.ALL_GATHER)
             if parameter.is_cast:
                 copy = self.autograd.new(parameter.padded_bytes, "uint8", Category.ALL_GATHER)
             self._count_unsharded(parameter.padded_bytes)
@@ -421,8 +424,8 @@ class ShardedUnit:
         if is_hsdp:
             self._all_reduce_input = output
         reduced = output if KEEPS_REDUCED_GRADIENTS else None
-        if dtype != self.unit.storage_dtype:
-            output = new(padded // world, self.unit.storage_dtype, Category.REDUCE_SCATTER)
+        if dtype != parameters[0].stored:
+            output = new(padded // world, parameters[0].stored, Category.REDUCE_SCATTER)
         if self.exchanged is not None:  # in a hook of the parameters; FSDP2 still holds `output`
             self.context.start_exchange(self, self.exchanged)
         elif self.sharded_gradient is None:

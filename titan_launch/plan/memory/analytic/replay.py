@@ -43,7 +43,7 @@ from titan_launch.plan.param_groups import (
     settings_of,
 )
 from titan_launch.plan.replica_shards import chunk_numel, gradients_leave_early
-from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, TensorInfo, full_name, outermost
+from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, TensorInfo, Unit, full_name, outermost
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
 
@@ -201,10 +201,10 @@ class Replay:
         model's modules."""
         plan, offloads = self._plan, self._config.training.enable_cpu_offload
 
-        def parameters(module: ModuleInfo) -> Iterator[tuple[TensorInfo, str, bool]]:
+        def parameters(module: ModuleInfo) -> Iterator[tuple[TensorInfo, Unit, bool]]:
             policy = plan.unit_of[module.path]
             is_ignored = self._layout.is_ignored(policy, offloads)
-            return ((p, policy.compute_dtype, is_ignored) for p in module.parameters if p.tied_to is None)
+            return ((p, policy, is_ignored) for p in module.parameters if p.tied_to is None)
 
         units = [
             ShardedUnit(
@@ -237,8 +237,7 @@ class Replay:
     def _allocate_state(self) -> None:
         """Allocate the memory that exists before the step: parameter shards, optimizer state and buffers."""
         for unit in self._context.units:
-            size = unit.padded // unit.shards * DTYPE_BYTES[unit.unit.storage_dtype]
-            self._ledger.allocate(size, Category.PARAMETERS)
+            self._ledger.allocate(unit.shard_bytes, Category.PARAMETERS)
         self._ledger.allocate(state_bytes(self._config.optimizer, self._groups), Category.OPTIMIZER)
         self._ledger.allocate(ema_bytes(self._config.ema, self._groups), Category.EMA)
         self._ledger.allocate(sum(self._buffer_bytes()), Category.BUFFERS)
