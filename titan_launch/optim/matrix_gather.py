@@ -93,7 +93,7 @@ class MatrixGather:
         received = divided(self._all_to_all(sent, parts, own), own)
         return [matrix for stack in received for matrix in stack.unbind()]
 
-    def offsets(self, shape: Shape) -> tuple[int, ...]:
+    def offsets(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the offsets of this rank's shard in a tensor of any number of axes."""
         return own_box(shape, self.mesh, self.placements)[0]
 
