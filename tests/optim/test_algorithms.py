@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
 from tests.tensors import Operations
+from titan_launch.config import optimizers
 from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.config.optimizers import matrix_batches
 from titan_launch.config.sections.training import MuonConfig, OptimizerConfig
 from titan_launch.models.mixture_of_experts import Experts
 from titan_launch.optim.groups import group_parameters
@@ -162,6 +164,40 @@ def test_muon_updates_stacked_experts_as_separate_matrices() -> None:
             optimizer.step()
     for stack, of_name in zip(experts.parameters(), matrices, strict=True):
         assert torch.equal(stack, torch.stack([linear.weight for linear in of_name]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"state_dtype": "int8"}, torch.float32),
+        ({"state_dtype": "int8", "muon": {"nesterov": False}}, torch.float32),
+        ({"state_dtype": "bfloat16", "rounding": "stochastic"}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_muon_updates_equal_shapes_together_as_each_alone(
+    settings: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a limit of one element, every matrix is computed alone."""
+    found = []
+    for limit in (optimizers._MUON_LIMIT, 1):
+        monkeypatch.setattr(optimizers, "_MUON_LIMIT", limit)
+        torch.manual_seed(0)
+        shapes = [(40, 300), (40, 300), (300, 40), (64, 64), (300, 40), (40, 300), (64, 64)]
+        model = nn.ModuleList([nn.Linear(*shape, bias=False) for shape in shapes]).to(dtype)
+        optimizer = build_optimizer(model, OptimizerConfig.model_validate({"name": "Muon", **settings}), head=("none",))
+        with Operations() as operations:
+            train(model, optimizer, range(3), skipped=(1,))
+        found.append((values_of(model, optimizer), operations.counts["baddbmm.out"]))
+    (together, few), (alone, many) = found
+    assert_same(together, alone)
+    assert (few, many) == (3 * 3 * 10, 3 * 7 * 10)  # steps x shapes or matrices x two products in five iterations
+
+
+def test_matrices_of_a_shape_are_divided_equally_among_ranks() -> None:
+    shapes = [(4, 8)] * 9 + [(64, 64)] * 3 + [(8, 4)]
+    assert matrix_batches(shapes, 2) == [[[9, 10], [11]], [[0, 1, 2, 3, 4], [5, 6, 7, 8]], [[12]]]
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop", "mixed"])

@@ -87,6 +87,9 @@ def wide_model() -> nn.Module:
         ({"state_dtype": "int8"}, torch.float32, 10),
         ({"rounding": "stochastic"}, torch.bfloat16, 30),
         ({"name": "SGD", "state_dtype": "int8"}, torch.float32, 5),
+        ({"name": "Muon"}, torch.float32, 2),
+        ({"name": "Muon", "state_dtype": "int8"}, torch.float32, 3),
+        ({"name": "Muon", "rounding": "stochastic"}, torch.bfloat16, 10),
     ],
     ids=str,
 )

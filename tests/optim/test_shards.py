@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titan_launch.optim.flat import alike
+from titan_launch.config.optimizers import alike
 from titan_launch.optim.shards import Draw, _mix, random_bits, round_stochastically
 
 

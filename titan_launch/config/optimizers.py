@@ -5,16 +5,18 @@ An algorithm is a row of `ALGORITHMS` and a file in `titan_launch/optim/` with i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from titan_launch.config.sections.base import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from titan_launch.config.sections.training import OptimizerConfig
 
+T = TypeVar("T")
 
 BLOCK = 256
 """Elements that share a scale if the optimizer's state is in 8 bits (`optimizer.state_dtype = "int8"`)."""
@@ -173,10 +175,12 @@ def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
     return config.master_weights and "bfloat16" in storage_dtypes
 
 
-def batches(sizes: Sequence[int]) -> list[range]:
+def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
     """Divide consecutive parameters into batches that are updated together. Return the range of indices of each batch.
-    `sizes`: elements of each parameter. A batch has at most as many elements as the largest parameter."""
-    limit, start, total = max(sizes, default=0), 0, 0
+
+    `sizes`: elements of each parameter. `limit`: most elements of a batch of several parameters; by default, the
+    elements of the largest parameter."""
+    limit, start, total = max(sizes, default=0) if limit is None else limit, 0, 0
     found = []
     for index, size in enumerate(sizes):
         if total + size > limit and index > start:
@@ -194,7 +198,7 @@ def _in_batches(groups: Sequence[GroupSizes]) -> Iterator[list[ShardSize]]:
 def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
     """Return the peak memory in bytes while the state tensors of a batch are copied to float32, with the copies."""
     copies, peak = 0, 0
-    for part in _alike(shards, _row_width):
+    for part in alike(shards, _row_width):
         copies += sum(shard.state_copy(config) for shard in part)
         peak = max(peak, copies + sum(shard.decoding(config) for shard in part))
     return peak
@@ -203,12 +207,12 @@ def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 def _encoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
     """Return the bytes that are allocated to store the state tensors of a batch."""
     key = _row_width if config.state_dtype == "int8" else _inner_axes
-    return max(sum(shard.encoding(config) for shard in part) for part in _alike(shards, key))
+    return max(sum(shard.encoding(config) for shard in part) for part in alike(shards, key))
 
 
 def _draw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
     """Return the bytes that stochastic rounding allocates for a batch."""
-    return max(sum(shard.draw(config) for shard in part) for part in _alike(shards, _inner_axes))
+    return max(sum(shard.draw(config) for shard in part) for part in alike(shards, _inner_axes))
 
 
 def _row_width(shard: ShardSize) -> int:
@@ -220,11 +224,11 @@ def _inner_axes(shard: ShardSize) -> tuple[int, ...]:
     return shard.shape[1:]
 
 
-def _alike(shards: Sequence[ShardSize], key: Callable[[ShardSize], Hashable]) -> list[list[ShardSize]]:
-    """Return lists of the shards that the same operations compute: those with equal keys."""
-    found: dict[Hashable, list[ShardSize]] = {}
-    for shard in shards:
-        found.setdefault(key(shard), []).append(shard)
+def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """Return lists of the items with equal keys, in the order of the items."""
+    found: dict[Hashable, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
     return list(found.values())
 
 
@@ -298,67 +302,97 @@ def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: i
     return max(found)
 
 
-def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    shards = [shard for group in groups for shard in group.shards]
-    matrices = sorted((shard for shard in shards if len(shard.shape) == 2), key=_numel, reverse=True)
-    stacks = (_muon_stack(shard, config) for shard in shards if len(shard.shape) == 3)
-    batches = (_muon_batch(matrices[i : i + ranks], config, ranks) for i in range(0, len(matrices), ranks))
-    return max((*stacks, *batches))
+_MUON_LIMIT = 1 << 24
+"""Most elements that Muon computes with at once, unless one parameter has more. So many elements keep a GPU busy for
+longer than a kernel's launch takes."""
 
 
-_MUON_STACK = 1 << 26
-"""Most elements of the matrices of experts that Muon updates at once, unless one matrix has more."""
+def muon_parts(sizes: Sequence[int]) -> list[range]:
+    """Divide consecutive shards into parts of which Muon has float32 copies at once. `sizes`: elements of each shard.
+    Return the range of indices of each part."""
+    return batches(sizes, _MUON_LIMIT)
 
 
 def matrices_at_once(shape: Sequence[int]) -> int:
-    """Return how many matrices of a stack (matrices, rows, columns) Muon updates at once."""
+    """Return how many of a number of matrices (matrices, rows, columns) Muon's iterations compute together."""
     number, rows, columns = shape
-    return min(number, max(1, _MUON_STACK // (rows * columns)))
+    return min(number, max(1, _MUON_LIMIT // (rows * columns)))
 
 
-def _muon_stack(shard: ShardSize, config: OptimizerConfig) -> int:
+def matrix_batches(shapes: Sequence[Sequence[int]], ranks: int) -> list[list[list[int]]]:
+    """Divide matrices that `ranks` ranks share into batches. Return for each batch the stacks of its ranks: lists of
+    the indices of matrices of one shape, which one rank computes together.
+
+    `shapes`: rows and columns of each matrix. A shape's matrices are divided equally among the ranks. The largest
+    stacks come first, because the ranks wait for the largest stack of a batch.
+    """
+    stacks: list[list[int]] = []
+    for same in alike(range(len(shapes)), lambda index: tuple(shapes[index])):
+        number = len(same)
+        turns = -(-number // (ranks * matrices_at_once((number, *shapes[same[0]]))))
+        size = -(-number // (ranks * turns))
+        stacks += [same[start : start + size] for start in range(0, number, size)]
+    stacks.sort(key=lambda stack: len(stack) * prod(shapes[stack[0]]), reverse=True)
+    return [stacks[start : start + ranks] for start in range(0, len(stacks), ranks)]
+
+
+def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
+    shards = [shard for group in groups for shard in group.shards]
+    matrices = [shard for shard in shards if len(shard.shape) == 2]
+    peaks = [
+        _muon_batch([[matrices[index] for index in stack] for stack in batch], config, ranks)
+        for batch in matrix_batches([shard.shape for shard in matrices], ranks)
+    ]
+    for experts in alike([shard for shard in shards if len(shard.shape) == 3], _inner_axes):
+        peaks += [_muon_experts(part, config) for part in _muon_parts(experts)]
+    return max(peaks)
+
+
+def _muon_parts(shards: Sequence[ShardSize]) -> list[Sequence[ShardSize]]:
+    return [shards[part.start : part.stop] for part in muon_parts([shard.num_elements for shard in shards])]
+
+
+def _muon_experts(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
     """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.muon` updates the matrices of
     this rank's experts."""
-    _, rows, columns = shard.shape
-    at_once = matrices_at_once((shard.num_elements // (rows * columns), rows, columns))
-    directions, whole, gram = (
-        2 * shard.num_elements,
-        2 * at_once * rows * columns,
-        2 * at_once * min(rows, columns) ** 2,
-    )
-    copy = shard.parameter_copy(config)
-    parameters = copy + shard.draw(config) if copy else 0
-    return max(_muon_direction(shard, config), directions + whole + 2 * gram, directions + parameters)
+    _, rows, columns = part[0].shape
+    elements = sum(shard.num_elements for shard in part)
+    computed = matrices_at_once((elements // (rows * columns), rows, columns)) * min(rows, columns)
+    iterations = 2 * computed * (max(rows, columns) + 2 * min(rows, columns))
+    return 2 * elements + max(_muon_direction(part, config), iterations, _muon_update(part, config))
 
 
-def _muon_batch(batch: Sequence[ShardSize], config: OptimizerConfig, ranks: int) -> int:
+def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, ranks: int) -> int:
     """Return the peak memory in bytes of the temporary tensors in `titan_launch.optim.muon`: the maximum over those
-    lines of its code that allocate, on the rank that updates the largest matrix of the batch."""
-    part = [2 * shard.num_elements for shard in batch]
-    directions = max(sum(part[:i]) + _muon_direction(shard, config) for i, shard in enumerate(batch))
-    largest = max(batch, key=_numel)
-    whole, gram = 2 * _numel(largest), 2 * min(largest.shape) ** 2
-    copies = ((shard.parameter_copy(config), shard.draw(config)) for shard in batch)
-    parameters = max(copy + draw if copy else 0 for copy, draw in copies)
+    lines of its code that allocate, on the rank that computes the largest stack of the batch."""
+    shards = [shard for stack in batch for shard in stack]
+    rows, columns = shards[0].shape
+    parts, own = _muon_parts(shards), 2 * sum(shard.num_elements for shard in shards)
+    whole, gram = 2 * len(batch[0]) * rows * columns, 2 * len(batch[0]) * min(rows, columns) ** 2
+    directions = own + max(_muon_direction(part, config) for part in parts)
+    updates = max(_muon_update(part, config) for part in parts)
+    iterations = 2 * (whole + gram)
     if ranks == 1:
-        return max(directions, 2 * (whole + gram), whole + parameters)
-    is_tall = largest.shape[0] > largest.shape[1]
-    there, back = 2 * sum(part) + whole, sum(part) + (3 if is_tall else 2) * whole
-    return max(directions, there, 2 * (whole + gram), back, sum(part) + parameters)
+        return max(directions, iterations, whole + updates)
+    return max(directions, own + whole, iterations, 2 * whole + own, own + updates)
 
 
-def _muon_direction(shard: ShardSize, config: OptimizerConfig) -> int:
-    """Return the bytes that the update direction of one shard allocates: float32 copies of gradient, momentum and
-    direction, and the direction in bfloat16."""
-    momentum = shard.state_copy(config)
-    direction = 4 * shard.num_elements if config.muon.nesterov else 0
-    encoding = shard.encoding(config)
-    return shard.gradient_copy + momentum + max(direction, encoding) + 2 * shard.num_elements
+def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
+    """Return the bytes that the directions of a part's updates allocate, beside the directions in bfloat16: float32
+    copies of gradients, momenta and directions."""
+    gradients = sum(shard.gradient_copy for shard in part)
+    momenta = sum(shard.state_copy(config) for shard in part)
+    directions = 4 * sum(shard.num_elements for shard in part) if config.muon.nesterov else 0
+    return max(
+        gradients + max(_decoding(part, config), momenta + directions),
+        momenta + _encoding(part, config),
+    )
 
 
-def _numel(shard: ShardSize) -> int:
-    rows, columns = shard.shape
-    return rows * columns
+def _muon_update(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
+    """Return the bytes that the update of a part's parameters allocates: float32 copies, and those of `draw`."""
+    copies = sum(shard.parameter_copy(config) for shard in part)
+    return copies + _draw(part, config) if copies else 0
 
 
 ALGORITHMS: dict[str, Algorithm] = {

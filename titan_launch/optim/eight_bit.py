@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from titan_launch.config.optimizers import BLOCK, names_in_8_bits, shape_of_scales
-from titan_launch.optim.flat import alike, divided, joined
+from titan_launch.config.optimizers import BLOCK, alike, names_in_8_bits, shape_of_scales
+from titan_launch.optim.flat import divided, joined
 
 _ROOTS = frozenset({"exp_avg_sq"})
 """State tensors that are stored as square roots."""

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
-
-
-def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Return lists of the items with equal keys, in the order of the items."""
-    found: dict[Hashable, list[T]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return list(found.values())
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Exchange of matrices between ranks: each rank gathers one full matrix of a batch, and scatters its result."""
+"""Exchange of matrices between ranks: each rank gathers some full matrices of a batch, and scatters their results."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from torch.distributed.tensor import Shard as Sharded
 from torch.nn.functional import pad
 
 from titan_launch.distributed.dtensor import chunk_sizes, own_box
-
-Shape = Sequence[int]
-"""Shape of a full matrix."""
+from titan_launch.optim.flat import divided, joined
 
 
 @dataclass(frozen=True)
 class MatrixGather:
     """The sharding of matrices over ranks, and the exchange of matrices with this sharding between the ranks.
 
-    A batch is a list of at most `size` matrices, in the same order on all ranks. Every rank along FSDP2's mesh axis
-    sends its shard of the i-th matrix to the i-th rank in one all-to-all. A second all-to-all returns the shards of the
-    results. If tensor parallelism shards the matrices too, its ranks all-gather each matrix between the two
-    all-to-alls, and all of them compute with the full matrix. All replicas repeat the same work, unless the optimizer
-    is sharded over them: then a shard is a replica's chunk, and the ranks of all replicas divide the matrices.
+    A batch is a list of at most `size` stacks, in the same order on all ranks. A stack is some matrices of one shape;
+    its shape is (matrices, rows, columns). Every rank along FSDP2's mesh axis sends its shards of the i-th stack to the
+    i-th rank in one all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism shards the
+    matrices too, its ranks all-gather each stack between the two all-to-alls, and all of them compute with the full
+    matrices. All replicas repeat the same work, unless the optimizer is sharded over them: then a shard is a replica's
+    chunk, and the ranks of all replicas divide the matrices.
     """
 
     mesh: DeviceMesh | None
@@ -44,49 +43,57 @@ class MatrixGather:
 
     @property
     def size(self) -> int:
-        """Number of ranks that share a matrix, which is the largest number of matrices in a batch."""
+        """Number of ranks that share a matrix, which is the largest number of stacks in a batch."""
         return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis) * self.replicas
 
-    def gather(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor | None:
-        """Return the full matrix of a batch that this rank computes with, gathered from the shards of all ranks.
+    def gather(self, shards: Tensor, shapes: Sequence[torch.Size]) -> Tensor | None:
+        """Return the full stack of a batch that this rank computes with, gathered from the shards of all ranks.
 
-        `parts`: this rank's shards of a batch, one per matrix. `shapes`: the full shapes. The i-th of the ranks that
-        share a matrix gets the i-th matrix, in bfloat16 on the mesh's device. A rank without a matrix gets None.
+        `shards`: this rank's shards of all matrices of the batch, one after another: flat, in bfloat16. `shapes`: those
+        of the full stacks. The i-th of the ranks that share a matrix gets the i-th stack, on the mesh's device. A rank
+        without a stack gets None.
         """
         if self.mesh is None or self._axis is None:
-            return parts[0]
-        mine = self._index(shapes)
+            return shards.view(shapes[0])
+        shards = shards.to(self.mesh.device_type)
         if self.size == 1:
-            return self._gather_tensor_parallel(parts[0].to(self.mesh.device_type), shapes[0])
-        rows, columns = ([0] * self.size, 0) if mine is None else self._rows(shapes[mine])
-        received = self._all_to_all(parts, [count * columns for count in rows])
+            return self._gather_tensor_parallel(shards.view(self._divided(shapes[0])[0]), shapes[0])
+        mine = self._index(shapes)
+        parts = [] if mine is None else self._divided(shapes[mine])
+        received = self._all_to_all(shards, self._own(shapes), parts)
+        del shards
         if mine is None:
             return None
-        if self.replicas > 1:
-            by_rank = received.split([count * columns for count in rows])
-            received = torch.cat([by_rank[rank] for rank in self._order])
-        return self._gather_tensor_parallel(received.view(-1, columns), shapes[mine])
+        by_rank = divided(received, parts)
+        in_order = [by_rank[rank] for rank in self._order]
+        del received, by_rank
+        number, _, columns = parts[0]
+        stack = joined(in_order).view(1, -1, columns) if number == 1 else torch.cat(in_order, dim=1)
+        del in_order
+        return self._gather_tensor_parallel(stack, shapes[mine])
 
-    def scatter(self, full: Tensor | None, shapes: Sequence[Shape]) -> list[Tensor]:
+    def scatter(self, full: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Return this rank's shards of all matrices of a batch.
 
-        `full`: the matrix that this rank has computed; None on a rank without a matrix. `shapes`: as for `gather`.
+        `full`: the stack that this rank has computed; None on a rank without a stack. `shapes`: as for `gather`.
         """
         if self.mesh is None or self._axis is None or self.size == 1:
             assert full is not None
-            return [self._tensor_parallel_part(full)]
-        mine, parts = self._index(shapes), []
-        if full is not None and mine is not None:
-            rows = self._rows(shapes[mine])[0]
-            in_order = self._tensor_parallel_part(full).split([rows[rank] for rank in self._order])
-            parts = [part for _, part in sorted(zip(self._order, in_order, strict=True), key=lambda pair: pair[0])]
-        own = dist.get_rank(self._group)
-        sizes = [(rows[own], columns) for rows, columns in map(self._rows, shapes)]
-        received = self._all_to_all(parts, [rows * columns for rows, columns in sizes])
-        flat = received.split([rows * columns for rows, columns in sizes])
-        return [part.view(size) for part, size in zip(flat, sizes, strict=True)]
+            return list(self._tensor_parallel_part(full).unbind())
+        mine = self._index(shapes)
+        parts = [] if full is None or mine is None else self._divided(shapes[mine])
+        sent = self._empty(parts)
+        if full is not None:
+            by_rank, order = divided(sent, parts), self._order
+            rows = [parts[rank][1] for rank in order]
+            torch._foreach_copy_(
+                [by_rank[rank] for rank in order], list(self._tensor_parallel_part(full).split(rows, dim=1))
+            )
+        own = self._own(shapes)
+        received = divided(self._all_to_all(sent, parts, own), own)
+        return [matrix for stack in received for matrix in stack.unbind()]
 
-    def offsets(self, shape: Shape) -> tuple[int, ...]:
+    def offsets(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the offsets of this rank's shard in a tensor of any number of axes."""
         return own_box(shape, self.mesh, self.placements)[0]
 
@@ -97,27 +104,32 @@ class MatrixGather:
 
     @property
     def _tensor_parallel(self) -> list[tuple[int, int]]:
-        """Pairs for tensor parallelism: an axis of the mesh, and the axis of the matrix that it shards."""
+        """Pairs for tensor parallelism: an axis of the mesh, and the axis of a stack that it shards."""
         start = len(self.placements) if self._axis is None else self._axis + 1
         behind = enumerate(self.placements[start:], start)
-        return [(axis, placement.dim) for axis, placement in behind if isinstance(placement, Sharded)]
+        return [(axis, placement.dim + 1) for axis, placement in behind if isinstance(placement, Sharded)]
 
-    def _index(self, shapes: Sequence[Shape]) -> int | None:
-        """Return the index of the matrix that this rank gathers; None if the batch has no matrix for this rank."""
-        assert self.mesh is not None and self._axis is not None
+    def _index(self, shapes: Sequence[torch.Size]) -> int | None:
+        """Return the index of the stack that this rank gathers; None if the batch has no stack for this rank."""
         own = dist.get_rank(self._group)
         return own if own < len(shapes) else None
 
-    def _rows(self, shape: Shape) -> tuple[list[int], int]:
-        """Return how FSDP2 shards this rank's tensor-parallel part of a matrix, and how replicas divide the shards: the
-        number of rows on each rank, and the number of columns."""
+    def _divided(self, shape: torch.Size) -> list[torch.Size]:
+        """Return the shapes of a stack's shards on all ranks: how FSDP2 shards this rank's tensor-parallel part of the
+        matrices, and how replicas divide the shards."""
         assert self.mesh is not None
-        left = list(shape)
-        for axis, divided in self._tensor_parallel:
-            left[divided] = chunk_sizes(left[divided], self.mesh.size(axis))[self.mesh.get_local_rank(axis)]
+        number, *left = shape
+        for axis, divided_axis in self._tensor_parallel:
+            sizes = chunk_sizes(shape[divided_axis], self.mesh.size(axis))
+            left[divided_axis - 1] = sizes[self.mesh.get_local_rank(axis)]
         of_shards = chunk_sizes(left[0], self.size // self.replicas)
         chunks = [chunk_sizes(rows, self.replicas) for rows in of_shards]
-        return [rows for replica in zip(*chunks, strict=True) for rows in replica], left[1]
+        return [torch.Size((number, rows, left[1])) for replica in zip(*chunks, strict=True) for rows in replica]
+
+    def _own(self, shapes: Sequence[torch.Size]) -> list[torch.Size]:
+        """Return the shapes of this rank's shards of all stacks."""
+        own = dist.get_rank(self._group)
+        return [self._divided(shape)[own] for shape in shapes]
 
     @property
     def _order(self) -> list[int]:
@@ -131,41 +143,42 @@ class MatrixGather:
         assert self.mesh is not None and self._axis is not None
         return self.ranks or self.mesh.get_group(self._axis)
 
-    def _all_to_all(self, parts: Sequence[Tensor], received: Sequence[int]) -> Tensor:
-        """Send the i-th part to the i-th rank, and return the elements that this rank receives, in one flat tensor.
+    def _all_to_all(self, sent: Tensor, parts: Sequence[torch.Size], received: Sequence[torch.Size]) -> Tensor:
+        """Send the i-th part of a flat tensor to the i-th rank. Return the parts that this rank receives, in one flat
+        tensor.
 
-        `received`: number of elements from each rank. Both lists may be shorter than the group: the missing ranks
-        exchange no elements.
+        `parts`: shapes of the sent parts. `received`: shapes of the parts from each rank. Both lists may be shorter
+        than the group: the missing ranks exchange no elements.
         """
-        assert self.mesh is not None and self._axis is not None
-        device = self.mesh.device_type
-        sent = [part.numel() for part in parts]
-        nothing = torch.empty(0, dtype=torch.bfloat16, device=device)
-        source = torch.cat([nothing, *(part.reshape(-1).to(device) for part in parts)])
-        output = torch.empty(sum(received), dtype=torch.bfloat16, device=device)
-        dist.all_to_all_single(output, source, self._padded(received), self._padded(sent), group=self._group)
+        output = self._empty(received)
+        dist.all_to_all_single(output, sent, self._counts(received), self._counts(parts), group=self._group)
         return output
 
-    def _padded(self, counts: Sequence[int]) -> list[int]:
-        return [*counts, *[0] * (self.size - len(counts))]
-
-    def _gather_tensor_parallel(self, part: Tensor, shape: Shape) -> Tensor:
-        """Return the full matrix, from this rank's tensor-parallel part."""
+    def _empty(self, shapes: Sequence[torch.Size]) -> Tensor:
         assert self.mesh is not None
-        for axis, divided in self._tensor_parallel:
-            sizes = chunk_sizes(shape[divided], self.mesh.size(axis))
-            missing = sizes[0] - part.shape[divided]
-            part = pad(part, (0, 0, 0, missing) if divided == 0 else (0, missing)).contiguous()
+        numel = sum(shape.numel() for shape in shapes)
+        return torch.empty(numel, dtype=torch.bfloat16, device=self.mesh.device_type)
+
+    def _counts(self, shapes: Sequence[torch.Size]) -> list[int]:
+        return [*(shape.numel() for shape in shapes), *[0] * (self.size - len(shapes))]
+
+    def _gather_tensor_parallel(self, part: Tensor, shape: torch.Size) -> Tensor:
+        """Return the full stack, from this rank's tensor-parallel part."""
+        assert self.mesh is not None
+        for axis, divided_axis in self._tensor_parallel:
+            sizes = chunk_sizes(shape[divided_axis], self.mesh.size(axis))
+            missing = sizes[0] - part.shape[divided_axis]
+            part = pad(part, (0, 0, 0, missing) if divided_axis == 1 else (0, missing)).contiguous()
             gathered = [torch.empty_like(part) for _ in sizes]
             dist.all_gather(gathered, part, group=self.mesh.get_group(axis))
-            part = torch.cat(gathered, divided).narrow(divided, 0, shape[divided])
+            part = torch.cat(gathered, divided_axis).narrow(divided_axis, 0, shape[divided_axis])
         return part
 
     def _tensor_parallel_part(self, full: Tensor) -> Tensor:
-        for axis, divided in self._tensor_parallel:
+        for axis, divided_axis in self._tensor_parallel:
             assert self.mesh is not None
-            sizes = chunk_sizes(full.shape[divided], self.mesh.size(axis))
-            full = full.split(sizes, divided)[self.mesh.get_local_rank(axis)]
+            sizes = chunk_sizes(full.shape[divided_axis], self.mesh.size(axis))
+            full = full.split(sizes, divided_axis)[self.mesh.get_local_rank(axis)]
         return full
 
 

@@ -1,23 +1,26 @@
-"""Muon (K. Jordan, 2024; arXiv:2502.16982) for sharded matrices. In each step, one rank gathers each full matrix.
+"""Muon (K. Jordan, 2024; arXiv:2502.16982) for sharded matrices. Each matrix is gathered on one rank, which computes
+its update.
 
-The stacked parameters of experts have three axes: the first counts the experts. Each of their matrices is updated by
-the rank that holds it, without communication.
+A rank computes the updates of equal shapes together: those of several matrices, and those of experts. The stacked
+parameters of experts have three axes: the first counts the experts. Each of their matrices is updated by the rank that
+holds it, without communication.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_launch.config.optimizers import matrices_at_once
+from titan_launch.config.optimizers import alike, matrices_at_once, matrix_batches, muon_parts
 from titan_launch.config.sections.training import MuonConfig, OptimizerConfig
+from titan_launch.optim.flat import divided
 from titan_launch.optim.matrix_gather import MatrixGather
-from titan_launch.optim.shards import LocalShard, ShardGroup, masters, moments, store
+from titan_launch.optim.shards import LocalShard, ShardGroup, count_step, in_float32, masters, moments, store
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial. Its slope at 0 is large, so small singular values grow fast."""
@@ -26,7 +29,7 @@ _EPS = 1e-7
 
 
 class Matrix(NamedTuple):
-    """A matrix that Muon updates, with the settings of its group."""
+    """A matrix, or a stack of matrices, that Muon updates, with the settings of its group."""
 
     shard: LocalShard
     lr: float
@@ -39,31 +42,41 @@ def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: 
     `applied`: scalar on the device, 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
     does not wait for the device.
     """
+    for group in groups:
+        count_step(group.shards, applied)
     matrices = [Matrix(shard, group.lr, group.weight_decay) for group in groups for shard in group.shards]
-    for stack in (matrix for matrix in matrices if matrix.shard.full.ndim == 3):
-        _update_stack(stack, config.muon, applied)
-    for division, batch in _batches([matrix for matrix in matrices if matrix.shard.full.ndim == 2]):
-        _update(division, batch, config.muon, applied)
+    experts = [matrix for matrix in matrices if matrix.shard.full.ndim == 3]
+    for same in alike(experts, lambda matrix: matrix.shard.full.shape[1:]):
+        for part in _parts(same):
+            _update_experts(part, config.muon, applied)
+    others = [matrix for matrix in matrices if matrix.shard.full.ndim == 2]
+    for same in alike(others, lambda matrix: matrix.shard.gather):
+        division = same[0].shard.gather
+        for batch in matrix_batches([matrix.shard.full.shape for matrix in same], division.size):
+            _update(division, [[same[index] for index in stack] for stack in batch], config.muon, applied)
 
 
-def _update_stack(stack: Matrix, config: MuonConfig, applied: Tensor) -> None:
+def _update_experts(experts: Sequence[Matrix], config: MuonConfig, applied: Tensor) -> None:
     """Update the matrices of this rank's experts. `check_stacks` ensures that this rank holds whole matrices."""
-    directions = _direction(stack.shard, config, applied)
-    device = stack.shard.full.device_mesh.device_type if isinstance(stack.shard.full, DTensor) else directions.device
-    for matrices in directions.split(matrices_at_once(directions.shape)):  # a launch of a kernel for many experts
+    parts = _directions(experts, config, applied)
+    full = experts[0].shard.full
+    device = full.device_mesh.device_type if isinstance(full, DTensor) else full.device
+    directions = parts.view(-1, *full.shape[1:])
+    for matrices in directions.split(matrices_at_once(directions.shape)):
         matrices.copy_(orthogonalized(matrices.to(device), config.ns_steps).mul_(applied))
-    _apply(stack, directions, config, applied)
+    _apply(experts, divided(parts, [matrix.shard.gradient.shape for matrix in experts]), config, applied)
 
 
-def _update(division: MatrixGather, batch: Sequence[Matrix], config: MuonConfig, applied: Tensor) -> None:
-    shapes = [matrix.shard.full.shape for matrix in batch]
-    full = division.gather([_direction(matrix.shard, config, applied) for matrix in batch], shapes)
+def _update(division: MatrixGather, batch: Sequence[Sequence[Matrix]], config: MuonConfig, applied: Tensor) -> None:
+    """Update the matrices of a batch: for each rank that shares them, the matrices of one shape that it computes."""
+    matrices = [matrix for stack in batch for matrix in stack]
+    shapes = [torch.Size((len(stack), *stack[0].shard.full.shape)) for stack in batch]
+    full = division.gather(_directions(matrices, config, applied), shapes)
     if full is not None:
         full = orthogonalized(full, config.ns_steps).mul_(applied)
     updates = division.scatter(full, shapes)
     del full
-    for matrix, update in zip(batch, updates, strict=True):
-        _apply(matrix, update, config, applied)
+    _apply(matrices, updates, config, applied)
 
 
 def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
@@ -74,18 +87,19 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     smaller of the two products of the matrix with its transpose. `matrices` may be overwritten.
     """
     a, b, c = _COEFFICIENTS
-    x = matrices.bfloat16()
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
+    given = matrices.bfloat16()
+    is_tall = given.shape[-2] > given.shape[-1]
+    x = given.mT if is_tall else given
     x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS))
-    result, gram = torch.empty_like(x), x.new_empty(*x.shape[:-1], x.shape[-2])
+    # The results use the same four buffers. All are row-major: otherwise a stack's last bits would not be a matrix's.
+    results = x.new_empty(x.shape), given.reshape(x.shape)
+    gram = x.new_empty(*x.shape[:-1], x.shape[-2])
     polynomial = torch.empty_like(gram)
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
-    for _ in range(steps):  # the results use the same four buffers
+    for step in range(steps):
         torch.matmul(x, x.mT, out=gram)
         add_product(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        add_product(x, polynomial, x, beta=a, out=result)
-        x, result = result, x
+        x = add_product(x, polynomial, x, beta=a, out=results[step % 2])
     return x.mT if is_tall else x
 
 
@@ -96,34 +110,48 @@ def scale_of_update(config: MuonConfig, rows: int, columns: int) -> float:
     return 0.2 * math.sqrt(max(rows, columns))
 
 
-def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[MatrixGather, list[Matrix]]]:
-    """Yield batches of matrices with equal sharding, with at most one matrix per rank.
-
-    Matrices are sorted by size, because ranks wait for the largest matrix of a batch.
-    """
-    divided_alike: dict[MatrixGather, list[Matrix]] = {}
-    for matrix in sorted(matrices, key=lambda matrix: matrix.shard.full.numel(), reverse=True):
-        divided_alike.setdefault(matrix.shard.gather, []).append(matrix)
-    for division, group in divided_alike.items():
-        for start in range(0, len(group), division.size):
-            yield division, group[start : start + division.size]
+def _parts(matrices: Sequence[Matrix]) -> list[Sequence[Matrix]]:
+    parts = muon_parts([matrix.shard.gradient.numel() for matrix in matrices])
+    return [matrices[part.start : part.stop] for part in parts]
 
 
-def _direction(shard: LocalShard, config: MuonConfig, applied: Tensor) -> Tensor:
-    """Update the momentum in the state with this step's gradient. Return the update's direction, in bfloat16."""
-    shard.state["step"].add_(applied)
-    gradient, (momentum,) = shard.gradient.float(), moments([shard], "momentum_buffer")
-    momentum.lerp_(gradient, ((1 - config.momentum) * applied).float())
-    direction = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
-    direction = direction.to(torch.bfloat16, copy=True)
-    store([shard], "momentum_buffer", [momentum])
-    return direction
+def _directions(matrices: Sequence[Matrix], config: MuonConfig, applied: Tensor) -> Tensor:
+    """Update the momenta in the state with this step's gradients. Return the directions of the updates in bfloat16: a
+    flat tensor of all shards, one after another."""
+    shapes = [matrix.shard.gradient.shape for matrix in matrices]
+    device = matrices[0].shard.gradient.device
+    flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=torch.bfloat16, device=device)
+    remaining = iter(divided(flat, shapes))
+    for part in _parts(matrices):
+        _direct([matrix.shard for matrix in part], [next(remaining) for _ in part], config, applied)
+    return flat
 
 
-def _apply(matrix: Matrix, update: Tensor, config: MuonConfig, applied: Tensor) -> None:
-    shard = matrix.shard
-    rows, columns = shard.full.shape[-2:]
-    (parameter,) = masters([shard])
-    parameter.mul_(1 - matrix.lr * matrix.weight_decay * applied)
-    parameter.add_(update.to(parameter.device), alpha=-matrix.lr * scale_of_update(config, rows, columns))
-    store([shard], "parameter", [parameter])
+def _direct(shards: Sequence[LocalShard], targets: Sequence[Tensor], config: MuonConfig, applied: Tensor) -> None:
+    """Update the momenta of some shards, and store the directions of their updates in `targets`."""
+    gradients, momenta = in_float32([shard.gradient for shard in shards]), moments(shards, "momentum_buffer")
+    torch._foreach_lerp_(momenta, gradients, [((1 - config.momentum) * applied).float()] * len(shards))
+    directions = torch._foreach_lerp(gradients, momenta, config.momentum) if config.nesterov else momenta
+    torch._foreach_copy_(targets, directions)
+    del gradients, directions
+    store(shards, "momentum_buffer", momenta)
+
+
+def _apply(matrices: Sequence[Matrix], updates: Sequence[Tensor], config: MuonConfig, applied: Tensor) -> None:
+    """Add the updates to the parameters."""
+    remaining = iter(updates)
+    for part in _parts(matrices):
+        parameters = masters([matrix.shard for matrix in part])
+        changes = zip(part, parameters, remaining, strict=False)
+        for same in alike(changes, lambda change: _factors(change[0], config)):
+            decay, factor = _factors(same[0][0], config)
+            changed = [parameter for _, parameter, _ in same]
+            torch._foreach_mul_(changed, (1 - decay * applied).float())
+            torch._foreach_add_(changed, [update.to(changed[0].device) for _, _, update in same], alpha=-factor)
+        store([matrix.shard for matrix in part], "parameter", parameters)
+
+
+def _factors(matrix: Matrix, config: MuonConfig) -> tuple[float, float]:
+    """Return the factors of a matrix's weight decay and of its update."""
+    scale = scale_of_update(config, *matrix.shard.full.shape[-2:])
+    return matrix.lr * matrix.weight_decay, matrix.lr * scale

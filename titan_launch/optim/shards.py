@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_launch.config.optimizers import names_in_8_bits
+from titan_launch.config.optimizers import alike, names_in_8_bits
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.optim.eight_bit import Codes, decode, encode
-from titan_launch.optim.flat import alike, divided, joined, on_device
+from titan_launch.optim.flat import divided, joined, on_device
 from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
 from titan_launch.optim.replica_shards import ReplicaShards
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
+from titan_launch.config import optimizers
 from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.training import OptimizerConfig
@@ -20,6 +21,9 @@ from titan_launch.models.mixture_of_experts import Experts
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint, state_bytes, temporary_bytes
+
+HEAD = "8"
+"""Path of the output layer."""
 
 CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "foreach": ({"implementation": "foreach"}, torch.float32),
@@ -54,14 +58,17 @@ def measure(
     The measured number is the minimum of several steps: gloo's thread may briefly hold a tensor that it has sent.
     """
     config = OptimizerConfig.model_validate(settings)
-    layers = nn.Linear(128, 320), nn.Linear(320, 192, bias=False), nn.Linear(192, 256), nn.Linear(256, 256)
+    layers = (
+        *(nn.Linear(128, 320), nn.Linear(320, 192, bias=False), nn.Linear(192, 256), nn.Linear(256, 256)),
+        *(nn.Linear(256, 256) for _ in range(4)),
+    )
     experts = Experts(64, ExpertArgs(num_experts=6, top_k=1, hidden_dim=stacked, expert_bias=True), nn.functional.silu)
     model = nn.Sequential(*layers, nn.Linear(256, 96), experts).to(dtype)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = build_optimizer(model, config, head=("4",))
+    optimizer = build_optimizer(model, config, head=(HEAD,))
     seen = []
     for _ in range(4):
         ledger = Ledger()
@@ -74,7 +81,7 @@ def measure(
             seen.append((ledger.footprint().peak_bytes - before, ledger.live[Category.OPTIMIZER]))
     groups = [
         GroupSizes(group.settings, [shard_size(p) for p in group.parameters.values()])
-        for group in group_parameters(model, config, head=("4",))
+        for group in group_parameters(model, config, head=(HEAD,))
     ]
     return min(seen[1:]), (temporary_bytes(config, groups, shape[-1]), state_bytes(config, groups))
 
@@ -85,14 +92,18 @@ def shard_size(parameter: nn.Parameter) -> ShardSize:
 
 
 def measure_all() -> dict[str, Any]:
-    return {
-        f"{name} {shape}": measure(*case, shape, hidden_dim)
-        for name, case in CASES.items()
-        for shape, hidden_dim in (((2,), 8), ((2, 1), 256))  # experts are the smallest and the largest parameters
-    }
+    found = {}
+    for name, case in CASES.items():
+        for shape, hidden_dim in (((2,), 8), ((2, 1), 256)):  # experts are the smallest and the largest parameters
+            found[f"{name} {shape}"] = measure(*case, shape, hidden_dim)
+            if name.startswith("muon"):  # its batches are smaller than the model
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(optimizers, "_MUON_LIMIT", 40_000)
+                    found[f"{name} {shape}, in parts"] = measure(*case, shape, hidden_dim)
+    return found
 
 
 def test_planned_bytes_are_the_measured_ones() -> None:
     """The rank has the larger of two shards, or the only one."""
     for name, (measured, planned) in run_ranks(measure_all, 2)[0].items():
-        assert measured == pytest.approx(planned, rel=0.01, abs=64), name  # a few scalars
+        assert measured == pytest.approx(planned, rel=0.01, abs=128), name  # a few scalars
