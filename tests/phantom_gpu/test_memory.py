@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,43 @@ def test_planned_memory_is_measured_memory(phantom: Phantom, name: str) -> None:
     assert abs(trial["requested"] - planned) < 0.003 * planned
     pools = 2**26  # the allocator takes at least 20 MiB at a time, for each size of blocks and each stream
     assert trial["requested"] <= trial["active"] < trial["reserved"] < 1.4 * trial["active"] + pools
+
+
+LATENT = """
+[model]
+name = "deepseek_v3"
+
+[training]
+seq_len = 1024
+local_batch_size = 4
+global_batch_size = 8
+"""
+
+
+@pytest.mark.phantom
+@pytest.mark.parametrize(
+    ("device", "section"),
+    [
+        ("h100-80gb", ""),  # cuDNN takes values that are narrower than queries
+        ("a100-80gb", ""),  # flash attention needs padded ones
+        pytest.param("h100-80gb", 'kernels = {attention = "flash"}', marks=pytest.mark.slow),
+        pytest.param("a100-80gb", 'kernels = {attention = "efficient"}', marks=pytest.mark.slow),
+        pytest.param("a100-80gb", 'precision = {param_dtype = "float32"}', marks=pytest.mark.slow),
+        pytest.param("h100-80gb", 'activation_checkpoint = {mode = "full"}', marks=pytest.mark.slow),
+        pytest.param("h100-80gb", 'activation_checkpoint = {mode = "selective"}', marks=pytest.mark.slow),
+    ],
+)
+def test_values_of_latent_attention_are_planned_as_padded_where_they_are(
+    phantom: Phantom, tmp_path: Path, device: str, section: str
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(section + LATENT)
+    command = ["-m", "titan_launch", "plan", f"--config={job}", "--world-size=2", "--rows=own", "--json", "--measure"]
+    ended = phantom.run(*command, f"--device={device}")
+    assert ended.returncode == 0, ended.stderr
+    plan = json.loads(ended.stdout)
+    planned = plan["rows"][0]["active_bytes"]
+    assert abs(plan["trial"]["requested"] - planned) < 0.003 * planned
 
 
 @pytest.mark.phantom

@@ -166,7 +166,9 @@ FP32_NORM = {"rules": [{"type": "LayerNorm", "param_dtype": "float32", "output_d
 
 
 def differences_of_casts(folder: Path) -> None:
-    sections = tiny_job(folder, model={**CASTS, "args": {}}, precision={"param_dtype": "bfloat16", **FP32_NORM})
+    own = {"placement": "own_unit"}  # the hook of a rule in place runs after that of the model
+    precision = {"param_dtype": "bfloat16", **FP32_NORM, **own}
+    sections = tiny_job(folder, model={**CASTS, "args": {}}, precision=precision)
     sections["model"].pop("args")
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(sections), this_rank(), stack, locate_key=lambda _: "job.toml:7")

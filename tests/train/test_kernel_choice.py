@@ -18,6 +18,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
 from titan_launch.models.layers import LatentAttention
+from titan_launch.plan.attention_kernels import priority
 from titan_launch.plan.layout import Layout
 from titan_launch.train import kernel_choice as kernels
 from titan_launch.train.auto_mode import plan_precision
@@ -25,7 +26,6 @@ from titan_launch.train.kernel_choice import (
     BACKENDS,
     attention_dtypes,
     choose,
-    priority,
     refusal,
     set_precision,
     unsafe_cudnn,

@@ -72,6 +72,12 @@ class AttentionHeads:
     queries_from: str
     """Glob of the modules whose output becomes the queries. Attention computes in the dtype of these modules."""
 
+    def widths(self, pads_values: bool) -> tuple[int, int]:
+        """Return the features of a head of queries and of values, as attention passes them to a kernel. `pads_values`:
+        pad the narrower ones."""
+        widest = max(self.width, self.value_width)
+        return (widest, widest) if pads_values else (self.width, self.value_width)
+
 
 @dataclass(frozen=True)
 class ModelSpec:

@@ -132,7 +132,7 @@ def _direct(shards: Sequence[LocalShard], targets: Sequence[Tensor], config: Muo
     gradients, momenta = in_float32([shard.gradient for shard in shards]), moments(shards, "momentum_buffer")
     torch._foreach_lerp_(momenta, gradients, [((1 - config.momentum) * applied).float()] * len(shards))
     directions = torch._foreach_lerp(gradients, momenta, config.momentum) if config.nesterov else momenta
-    torch._foreach_copy_(targets, directions)
+    torch._foreach_copy_(list(targets), directions)
     del gradients, directions
     store(shards, "momentum_buffer", momenta)
 

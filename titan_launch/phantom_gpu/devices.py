@@ -1,4 +1,4 @@
-"""The GPUs that a phantom can be. Memory is that of `plan.hardware.DEVICES`."""
+"""The GPUs that a phantom can be. Memory and compute capability are those of `plan.hardware.DEVICES`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class PhantomDevice:
     driver_name: str
     """Name that the driver reports."""
 
-    capability: tuple[int, int]
     processors: int
     """Number of streaming multiprocessors."""
 
@@ -25,32 +24,22 @@ class PhantomDevice:
     bus_bits: int
     """Width of the memory's bus."""
 
-    @property
-    def threads_per_processor(self) -> int:
-        """Most resident threads of a streaming multiprocessor (CUDA C++ programming guide, compute capabilities)."""
-        return 1536 if self.capability in ((8, 6), (8, 9)) else 2048
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a streaming multiprocessor. A block gets at most 1 KiB less (the same guide)."""
-        return {(8, 0): 164, (8, 6): 100, (8, 9): 100}.get(self.capability, 228) * _KIB
-
 
 # From the vendor's white papers and data sheets.
 PHANTOMS = {
-    "a100-40gb": PhantomDevice("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40 * _MIB, 5120),
-    "a100-80gb": PhantomDevice("NVIDIA A100-SXM4-80GB", (8, 0), 108, 40 * _MIB, 5120),
-    "h100-80gb": PhantomDevice("NVIDIA H100 80GB HBM3", (9, 0), 132, 50 * _MIB, 5120),
-    "h100-pcie": PhantomDevice("NVIDIA H100 PCIe", (9, 0), 114, 50 * _MIB, 5120),
-    "h100-nvl": PhantomDevice("NVIDIA H100 NVL", (9, 0), 132, 60 * _MIB, 6144),
-    "gh200-96gb": PhantomDevice("NVIDIA GH200 480GB", (9, 0), 132, 60 * _MIB, 6144),
-    "h200": PhantomDevice("NVIDIA H200", (9, 0), 132, 60 * _MIB, 6144),
-    "b200": PhantomDevice("NVIDIA B200", (10, 0), 148, 126 * _MIB, 8192),
-    "l40s": PhantomDevice("NVIDIA L40S", (8, 9), 142, 96 * _MIB, 384),
-    "a10": PhantomDevice("NVIDIA A10", (8, 6), 72, 6 * _MIB, 384),
-    "l4": PhantomDevice("NVIDIA L4", (8, 9), 58, 48 * _MIB, 192),
-    "rtx-4090": PhantomDevice("NVIDIA GeForce RTX 4090", (8, 9), 128, 72 * _MIB, 384),
-    "rtx-3090": PhantomDevice("NVIDIA GeForce RTX 3090", (8, 6), 82, 6 * _MIB, 384),
+    "a100-40gb": PhantomDevice("NVIDIA A100-SXM4-40GB", 108, 40 * _MIB, 5120),
+    "a100-80gb": PhantomDevice("NVIDIA A100-SXM4-80GB", 108, 40 * _MIB, 5120),
+    "h100-80gb": PhantomDevice("NVIDIA H100 80GB HBM3", 132, 50 * _MIB, 5120),
+    "h100-pcie": PhantomDevice("NVIDIA H100 PCIe", 114, 50 * _MIB, 5120),
+    "h100-nvl": PhantomDevice("NVIDIA H100 NVL", 132, 60 * _MIB, 6144),
+    "gh200-96gb": PhantomDevice("NVIDIA GH200 480GB", 132, 60 * _MIB, 6144),
+    "h200": PhantomDevice("NVIDIA H200", 132, 60 * _MIB, 6144),
+    "b200": PhantomDevice("NVIDIA B200", 148, 126 * _MIB, 8192),
+    "l40s": PhantomDevice("NVIDIA L40S", 142, 96 * _MIB, 384),
+    "a10": PhantomDevice("NVIDIA A10", 72, 6 * _MIB, 384),
+    "l4": PhantomDevice("NVIDIA L4", 58, 48 * _MIB, 192),
+    "rtx-4090": PhantomDevice("NVIDIA GeForce RTX 4090", 128, 72 * _MIB, 384),
+    "rtx-3090": PhantomDevice("NVIDIA GeForce RTX 3090", 82, 6 * _MIB, 384),
 }
 """The devices by their names in `plan.hardware.DEVICES`."""
 
@@ -65,9 +54,12 @@ def describe_device(name: str, memory_gib: float | None = None) -> str:
         known = f"there are {', '.join(PHANTOMS)}{did_you_mean(name, PHANTOMS)}"
         raise UserError(f'error: no phantom GPU has the name "{name}"; {known}')
     device = PHANTOMS[name]
-    known_gib = next(row.memory_gib for row in DEVICES if row.name == name)
-    memory = int((memory_gib or known_gib) * GIB)
-    major, minor = device.capability
-    shared = device.shared_bytes
-    numbers = (memory, major, minor, device.processors, device.threads_per_processor, shared, shared - _KIB)
+    row = next(row for row in DEVICES if row.name == name)
+    memory = int((memory_gib or row.memory_gib) * GIB)
+    assert row.capability is not None
+    # Most resident threads and shared memory of a processor (CUDA C++ programming guide, compute capabilities). A block
+    # gets at most 1 KiB less of the shared memory.
+    threads = 1536 if row.capability in ((8, 6), (8, 9)) else 2048
+    shared = {(8, 0): 164, (8, 6): 100, (8, 9): 100}.get(row.capability, 228) * _KIB
+    numbers = (memory, *row.capability, device.processors, threads, shared, shared - _KIB)
     return "|".join(map(str, (device.driver_name, *numbers, device.l2_bytes, device.bus_bits)))

@@ -240,8 +240,14 @@ class Device:
     """Bandwidth to other nodes in GB/s, in one direction: one device's share of the network adapters of a usual
     server."""
 
-    workspace_mib: float = _WORKSPACE_MIB
-    """Workspace of cuBLAS in a matrix product, in MiB."""
+    capability: tuple[int, int] | None = None
+    """Compute capability. None: not of NVIDIA."""
+
+    @property
+    def workspace_mib(self) -> float:
+        """Workspace of cuBLAS in a matrix product, in MiB."""
+        is_older = self.capability is not None and self.capability < (9, 0)
+        return _SMALL_WORKSPACE_MIB if is_older else _WORKSPACE_MIB
 
 
 # Peaks are from the vendors' data sheets. NVIDIA prints most peaks with 2:4 sparsity, which is twice the dense peak.
@@ -260,25 +266,25 @@ class Device:
 # planner.inter_node_gb_per_s overrides it.
 DEVICES = (
     # NVIDIA A100 data sheet: 312, the same for PCIe and SXM. The links are those of SXM.
-    Device("a100-40gb", ("a100", "40gb"), 39.3, 312, 300, 25, _SMALL_WORKSPACE_MIB),
-    Device("a100-80gb", ("a100", "80gb"), 79.1, 312, 300, 25, _SMALL_WORKSPACE_MIB),
+    Device("a100-40gb", ("a100", "40gb"), 39.3, 312, 300, 25, (8, 0)),
+    Device("a100-80gb", ("a100", "80gb"), 79.1, 312, 300, 25, (8, 0)),
     # NVIDIA H100 data sheet, with sparsity: SXM 1,979, PCIe 1,513, NVL 1,671.
-    Device("h100-80gb", ("h100", "80gb", "hbm3"), 79.1, 989, 450, 50),
-    Device("h100-pcie", ("h100", "pcie"), 79.1, 756, 64, 12.5),
-    Device("h100-nvl", ("h100", "nvl"), 93.0, 835, 64, 12.5),
+    Device("h100-80gb", ("h100", "80gb", "hbm3"), 79.1, 989, 450, 50, (9, 0)),
+    Device("h100-pcie", ("h100", "pcie"), 79.1, 756, 64, 12.5, (9, 0)),
+    Device("h100-nvl", ("h100", "nvl"), 93.0, 835, 64, 12.5, (9, 0)),
     # NVIDIA GH200 data sheet, with sparsity: 1,979. The name counts the CPU's memory; the GPU has 96 GB.
-    Device("gh200-96gb", ("gh200", "480gb"), 94.5, 989, 450, 50),
+    Device("gh200-96gb", ("gh200", "480gb"), 94.5, 989, 450, 50, (9, 0)),
     # NVIDIA H200 data sheet, with sparsity: 1,979 (SXM).
-    Device("h200", ("h200",), 139.7, 989, 450, 50),
+    Device("h200", ("h200",), 139.7, 989, 450, 50, (9, 0)),
     # NVIDIA HGX B200 data sheet, with sparsity: 36 PFLOP/s for 8.
-    Device("b200", ("b200",), 178.3, 2250, 900, 50),
+    Device("b200", ("b200",), 178.3, 2250, 900, 50, (10, 0)),
     # NVIDIA L40S (733 with sparsity), A10 (250), L4 (242) data sheets. PCIe of generation 4.
-    Device("l40s", ("l40s",), 44.3, 362, 32, 12.5, _SMALL_WORKSPACE_MIB),
-    Device("a10", ("a10",), 21.9, 125, 32, 12.5, _SMALL_WORKSPACE_MIB),
-    Device("l4", ("l4",), 21.9, 121, 32, 12.5, _SMALL_WORKSPACE_MIB),
+    Device("l40s", ("l40s",), 44.3, 362, 32, 12.5, (8, 9)),
+    Device("a10", ("a10",), 21.9, 125, 32, 12.5, (8, 6)),
+    Device("l4", ("l4",), 21.9, 121, 32, 12.5, (8, 9)),
     # NVIDIA Ada and Ampere GA102 architecture white papers: bf16 with fp32 accumulation, dense. PCIe of generation 4.
-    Device("rtx-4090", ("rtx", "4090"), 23.5, 165, 32, 12.5, _SMALL_WORKSPACE_MIB),
-    Device("rtx-3090", ("rtx", "3090"), 23.5, 71, 32, 12.5, _SMALL_WORKSPACE_MIB),
+    Device("rtx-4090", ("rtx", "4090"), 23.5, 165, 32, 12.5, (8, 9)),
+    Device("rtx-3090", ("rtx", "3090"), 23.5, 71, 32, 12.5, (8, 6)),
     # AMD Instinct data sheets. An MI250X is two devices (GCDs): 383 for both.
     Device("mi250x", ("mi250x",), 63.9, 191.5, 50, 12.5),
     Device("mi300x", ("mi300x",), 191.9, 1307, 448, 50),

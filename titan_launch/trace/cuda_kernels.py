@@ -9,7 +9,8 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
 - LayerNorm: both devices run the same operation. CUDA saves mean and factor of the rows in fp32 even for a bf16 input.
 - Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. The
   kernel that stores all scores runs for other shapes than (batch, heads, tokens, head_dim), and for grouped queries in
-  fp32.
+  fp32. cuDNN's kernel saves as much as flash attention. It runs here for values of another width than the queries,
+  which `plan.attention_kernels` permits.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
   inputs, its output, and an fp32 logarithm for each query. Its table of blocks is not counted.
 - Products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). Other dtypes and a CPU run one
@@ -44,6 +45,7 @@ from titan_launch.distributed.torch_private import shapes_computed_by, shard_to_
 from titan_launch.models import attention, layers, mixture_of_experts
 from titan_launch.models.mixture_of_experts import ExpertProduct, grouped_product, looped_product
 from titan_launch.parallel import expert_parallel
+from titan_launch.plan.attention_kernels import WIDEST_FLASH
 from titan_launch.plan.experts import equal_parts, is_grouped, received_rows
 from titan_launch.plan.hardware import Kernels
 
@@ -148,8 +150,16 @@ def scaled_dot_product_attention(
     is_plain = query.dim() == key.dim() == value.dim() == 4
     has_equal_heads = is_plain and query.shape[1] == key.shape[1]
     if is_plain and query.dtype in _REDUCED and attn_mask is None:
-        flash = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-        return _first(flash)
+        if query.shape[-1] == value.shape[-1]:
+            flash = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+            return _first(flash)
+        if has_equal_heads and max(query.shape[-1], value.shape[-1]) <= WIDEST_FLASH:  # else padded for flash attention
+            needs_gradient = torch.is_grad_enabled()
+            return _first(
+                _aten._scaled_dot_product_cudnn_attention(
+                    query, key, value, None, needs_gradient, dropout_p, is_causal, False, scale=scale
+                )
+            )
     if has_equal_heads and query.dtype in (*_REDUCED, torch.float32):
         needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])

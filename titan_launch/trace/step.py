@@ -36,7 +36,7 @@ from titan_launch.parallel.context_parallel import SequencePart, sequence_part
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
 from titan_launch.plan.communication import Traffic, on_line, traffic_of_replicas
-from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.hardware import Kernels, find_device
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import (
     MICROBATCHES,
@@ -60,6 +60,7 @@ from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
 from titan_launch.train.build import build_replica_shards
 from titan_launch.train.frozen_model import FrozenModel, assemble_frozen_model
+from titan_launch.train.kernel_choice import use_planned_kernels
 from titan_launch.train.measure import hold_frozen
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model, build_loss
 from titan_launch.train.pipeline_step import PipelinedStep
@@ -170,6 +171,9 @@ def assemble_without_values(
     stack.enter_context(silence())
     stack.enter_context(fake_process_group(layout.world_size, rank))
     mesh = build_mesh(layout, "cpu")
+    device = find_device(config.planner.device or "") if kernels == "cuda" else None
+    if device is not None and device.capability is not None:
+        use_planned_kernels(config, built, plan, layout, device.capability)
     batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
     model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
     frozen = assemble_frozen_model(config, mesh, batches)

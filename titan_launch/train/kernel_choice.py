@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from titan_launch.models.attention import takes_equal_heads_only
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.layers import LatentAttention
 from titan_launch.parallel.float8 import check_tensor_cores
+from titan_launch.plan.attention_kernels import priority, takes
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import torch_dtype
@@ -40,11 +41,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""PyTorch's backends by the values of `kernels.attention`, the fastest on Hopper first."""
-
-_HOPPER = 9
-"""Major number of the compute capability. On later GPUs, cuDNN computes fewer than 8 heads of keys and values wrongly
-(pytorch issue 193893)."""
+"""PyTorch's backends by the values of `kernels.attention`."""
 
 _SAFE_CUDNN = 91501
 """The oldest version of cuDNN that may compute attention: 9.15.1, as `torch.backends.cudnn.version()` writes it."""
@@ -79,19 +76,14 @@ def use_kernels(
     unsafe = unsafe_cudnn(torch.backends.cudnn.version())
     if unsafe is not None:
         order = without_cudnn(kernels.attention, order, unsafe)
-    chosen: list[str] = []
-    takes_unpadded: list[bool] = []
-    for dtype in attention_dtypes(config.data, built, plan):
-        padded, unpadded = (
-            _check_on(device, built, layout, dtype, config.training.seq_len, pads_values)
-            for pads_values in (True, False)
-        )
-        name, *reasons = choose(kernels.attention, order, _either(unpadded, padded))
+
+    def obstacle(dtype: str, pads_values: bool) -> Obstacle:
+        return _check_on(device, built, layout, dtype, config.training.seq_len, pads_values)
+
+    found = _choose_attention(config, built, plan, layout, order, obstacle)
+    for dtype, (name, *reasons) in found.items():
         _log.info("attention (%s): %s", dtype, "; ".join([name, *reasons]))
-        chosen.append(name)
-        takes_unpadded.append(unpadded(name) is None)
-    if chosen and all(takes_unpadded) and layout.context == 1:  # ring attention has not been tried with other widths
-        _leave_values_unpadded(built.module)
+    chosen = [name for name, *_ in found.values()]
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
     else:  # PyTorch follows the order in every call, also for models whose attention is not known
@@ -99,6 +91,45 @@ def use_kernels(
         if built.attention is None:  # this model may pass masks, with which cuDNN's gradients can be NaN (issue 196678)
             tried = tuple(name for name in tried if name != "cudnn")
         stack.enter_context(sdpa_kernel([BACKENDS[name] for name in tried], set_priority=True))
+
+
+def use_planned_kernels(
+    config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, capability: tuple[int, int]
+) -> None:
+    """Let the model pad values as `use_kernels` would on a GPU of this compute capability, for a plan. `takes` answers
+    in place of PyTorch. If `takes` refuses the backend `kernels.attention`, values are padded."""
+
+    def obstacle(dtype: str, pads_values: bool) -> Obstacle:
+        assert built.attention is not None
+        widths = built.attention.widths(pads_values)
+        return lambda name: None if takes(name, dtype, widths, capability) else "it does not take these shapes"
+
+    with suppress(ConfigError):
+        _choose_attention(config, built, plan, layout, priority(capability), obstacle)
+
+
+def _choose_attention(
+    config: JobConfig,
+    built: BuiltModel,
+    plan: ModelPlan,
+    layout: Layout,
+    order: Sequence[str],
+    obstacle: Callable[[str, bool], Obstacle],
+) -> dict[str, list[str]]:
+    """Return the result of `choose` for each dtype of attention. Let attention pass values of their own width if the
+    chosen backends take them.
+
+    `obstacle`: function of a dtype and of `ScoreOptions.pads_values` that returns the obstacle of each backend.
+    """
+    found: dict[str, list[str]] = {}
+    takes_unpadded: list[bool] = []
+    for dtype in attention_dtypes(config.data, built, plan):
+        padded, unpadded = obstacle(dtype, True), obstacle(dtype, False)
+        found[dtype] = choose(config.kernels.attention, order, _either(unpadded, padded))
+        takes_unpadded.append(unpadded(found[dtype][0]) is None)
+    if found and all(takes_unpadded) and layout.context == 1:  # ring attention has not been tried with other widths
+        _leave_values_unpadded(built.module)
+    return found
 
 
 @contextmanager
@@ -133,11 +164,6 @@ def set_precision(kernels: KernelsConfig) -> None:
     _log.info(
         "float32 matrix products: %s; partial sums of bfloat16 matrix products: %s", kernels.float32_precision, sums
     )
-
-
-def priority(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the attention backends in the order of their speed on a GPU of this compute capability, fastest first."""
-    return tuple(BACKENDS) if capability[0] == _HOPPER else ("flash", "cudnn", "efficient", "math")
 
 
 def unsafe_cudnn(version: int | None) -> str | None:
@@ -177,11 +203,14 @@ def attention_dtypes(data: DataSource, built: BuiltModel, plan: ModelPlan) -> li
     return list(dict.fromkeys(plan.unit_of[path].compute_dtype for path in paths))
 
 
-def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | None]) -> list[str]:
+Obstacle = Callable[[str], str | None]
+"""A function of a backend's name that returns the reason why the backend cannot be used, or None."""
+
+
+def choose(wanted: str, order: Sequence[str], obstacle: Obstacle) -> list[str]:
     """Return the name of the backend to use, then a reason for each faster backend that cannot be used.
 
-    `order`: names of the backends, fastest first. `obstacle`: function that returns the reason why a backend cannot be
-    used, or None. Raise ConfigError if the wanted backend cannot be used.
+    `order`: names of the backends, fastest first. Raise ConfigError if the wanted backend cannot be used.
     """
     if wanted != "auto":
         reason = obstacle(wanted)
@@ -199,7 +228,7 @@ def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | No
     raise AssertionError("math can always be used")
 
 
-def _either(first: Callable[[str], str | None], second: Callable[[str], str | None]) -> Callable[[str], str | None]:
+def _either(first: Obstacle, second: Obstacle) -> Obstacle:
     """Return a function that returns the second obstacle, or None if one of the functions returns None."""
     return lambda name: None if first(name) is None else second(name)
 
@@ -213,13 +242,12 @@ def _leave_values_unpadded(model: nn.Module) -> None:
 
 def _check_on(
     device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int, pads_values: bool
-) -> Callable[[str], str | None]:
+) -> Obstacle:
     """Return a function that takes the name of a backend, and returns why the backend refuses the model's attention, or
     None. The function makes one call of attention with the shapes of a rank. `pads_values`: as in `ScoreOptions`."""
     heads = built.attention
     assert heads is not None
-    tokens, widest = seq_len // layout.context, max(heads.width, heads.value_width)
-    width, value_width = (widest, widest) if pads_values else (heads.width, heads.value_width)
+    tokens, (width, value_width) = seq_len // layout.context, heads.widths(pads_values)
 
     def made(num_heads: int, width: int) -> Tensor:
         shape = (layout.local_batch_size, tokens, num_heads // layout.tensor, width)

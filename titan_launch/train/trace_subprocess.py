@@ -19,7 +19,7 @@ from titan_launch.config.loading.load import dump_job
 from titan_launch.core.errors import RunError, UserError, config_error
 from titan_launch.core.process import BAD_INPUT, rank_folder
 from titan_launch.core.signals import AGENT_PID
-from titan_launch.plan.hardware import Hardware
+from titan_launch.plan.hardware import Hardware, find_device
 from titan_launch.train.forward import FORWARD
 
 OUT_OF_MEMORY = "out of memory"
@@ -111,9 +111,10 @@ def _last_json_object(text: str) -> dict[str, Any]:
 
 def _with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
     """Return the job with the hardware of this run in its section `[planner]`."""
+    known = hardware.device if hardware.kernels == "cuda" and find_device(hardware.device or "") else None
     planner = config.planner.model_copy(
         update={
-            "device": None,
+            "device": known,
             "memory_gib": hardware.memory_gib,
             "intra_node_gb_per_s": hardware.intra_node_gb_per_s,
             "inter_node_gb_per_s": hardware.inter_node_gb_per_s,

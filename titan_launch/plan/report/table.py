@@ -275,9 +275,11 @@ def _unknowns(hardware: Hardware, flops: ModelFlops) -> list[str]:
 def accuracy(flops: ModelFlops, config: JobConfig) -> list[tuple[str, str]]:
     """Return pairs (accuracy, numbers): which numbers are exact, predicted or estimated, and which features are
     ignored."""
+    ignored = [name for name in ("compile", "float8") if getattr(config, name).enable]
+    replaced = f"active memory of the job without {' and '.join(ignored)}; --measure finds that of the job itself"
     lines = [
         ("exact", f"collectives and the bytes of their buffers{', FLOPs' if flops.is_exact else ''}"),
-        ("predicted", "active memory, a lower bound"),
+        ("predicted", replaced if ignored else "active memory, a lower bound"),
         ("estimated", "every number with ~: reserved memory, link traffic and seconds"),
     ]
     if config.compile.enable:

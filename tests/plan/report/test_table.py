@@ -1,0 +1,29 @@
+"""What a plan says about the accuracy of its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from titan_launch.config.job import JobConfig
+from titan_launch.plan.report.table import accuracy
+from titan_launch.plan.step_time import ModelFlops
+
+WITHOUT = "active memory of the job without {}; --measure finds that of the job itself"
+
+
+@pytest.mark.parametrize(
+    ("sections", "predicted"),
+    [
+        ({}, "active memory, a lower bound"),
+        ({"compile": {"enable": True}}, WITHOUT.format("compile")),
+        ({"float8": {"enable": True}}, WITHOUT.format("float8")),
+        ({"compile": {"enable": True}, "float8": {"enable": True}}, WITHOUT.format("compile and float8")),
+    ],
+)
+def test_the_memory_of_a_compiled_or_float8_job_is_said_to_be_another_jobs(
+    sections: dict[str, Any], predicted: str
+) -> None:
+    lines = accuracy(ModelFlops(None, ()), JobConfig.model_validate(sections))
+    assert dict(lines)["predicted"] == predicted
