@@ -24,8 +24,8 @@ WIDTHS = (
     (80, 64),
     (44, 28),
 )
-OF_RELEASE = {"2.15": ((160, 128), (192, 64), (256, 128))}
-"""Widths for which releases differ: cuDNN takes them in torch 2.11, not in 2.15. The description has the latter."""
+OF_RELEASE = {"2.15": ((192, 192), (256, 256), (160, 128), (192, 64), (256, 128))}
+"""Widths for which cuDNN's limits differ from those of torch 2.11. The description has the limits of 2.15."""
 
 _ASK = """
 import json, sys
