@@ -12,18 +12,7 @@ from titan_launch.phantom_gpu.devices import describe_device
 from titan_launch.plan.attention_kernels import priority, takes
 from titan_launch.plan.hardware import find_device
 
-WIDTHS = (
-    (192, 128),
-    (192, 192),
-    (48, 32),
-    (128, 64),
-    (128, 128),
-    (256, 256),
-    (320, 320),
-    (320, 256),
-    (80, 64),
-    (44, 28),
-)
+WIDTHS = ((192, 128), (48, 32), (128, 64), (128, 128), (320, 320), (320, 256), (80, 64), (44, 28))
 OF_RELEASE = {"2.15": ((192, 192), (256, 256), (160, 128), (192, 64), (256, 128))}
 """Widths for which cuDNN's limits differ from those of torch 2.11. The description has the limits of 2.15."""
 
