@@ -12,20 +12,9 @@ from titan_launch.phantom_gpu.devices import describe_device
 from titan_launch.plan.attention_kernels import priority, takes
 from titan_launch.plan.hardware import find_device
 
-WIDTHS = (
-    (192, 128),
-    (192, 192),
-    (48, 32),
-    (128, 64),
-    (128, 128),
-    (256, 256),
-    (320, 320),
-    (320, 256),
-    (80, 64),
-    (44, 28),
-)
-OF_RELEASE = {"2.15": ((160, 128), (192, 64), (256, 128))}
-"""Widths for which releases differ: cuDNN takes them in torch 2.11, not in 2.15. The description has the latter."""
+WIDTHS = ((192, 128), (48, 32), (128, 64), (128, 128), (320, 320), (320, 256), (80, 64), (44, 28))
+OF_RELEASE = {"2.15": ((192, 192), (256, 256), (160, 128), (192, 64), (256, 128))}
+"""Widths for which cuDNN's limits differ from those of torch 2.11. The description has the limits of 2.15."""
 
 _ASK = """
 import json, sys
