@@ -90,6 +90,17 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
             "precision": {"reduce_dtype": "float32", "storage_dtype": "bfloat16"},
         },
     ),
+    "sharded optimizer, the exchange is the peak": (
+        (4, 2),
+        1,
+        "cuda",
+        {"dim": 64, "vocab_size": 200, "n_layers": 9},
+        {
+            "parallelism": {"shard_optimizer_over_replicas": True},
+            "precision": {"storage_dtype": "bfloat16"},
+            "training": {"seq_len": 4, "local_batch_size": 1, "global_batch_size": 8},
+        },
+    ),
     "qwen3_moe, sharded optimizer": (
         (2, 4),
         2,
