@@ -33,7 +33,8 @@ def format_memory(num_bytes: float) -> str:
 
 
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
-"""Defaults on a GPU. The first is a guess. The second was fitted to TorchTitan's published figures for Llama 3 8B."""
+"""Defaults on a GPU. The first is a guess. The second covers what PyTorch's allocator needs for the shipped jobs on a
+phantom GPU (`benchmarks/phantom_memory.py`)."""
 
 _WORKSPACE_MIB, _SMALL_WORKSPACE_MIB = 32.0, 8.125
 """Workspace of cuBLAS in a matrix product: from Hopper on, and before (PyTorch's CublasHandlePool.cpp)."""
