@@ -22,6 +22,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
+from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import initialize
 from titan_launch.parallel.batchnorm import (
     Divergence,
@@ -173,7 +174,7 @@ def train(model: nn.Module, batches: list[Tensor], num_targets: int) -> dict[str
 
 def model_on_one_rank(config: JobConfig) -> nn.Module:
     """Return the model without FSDP2, with the same initial values."""
-    built = build_model(config.model, 16)
+    built = build_model(config.model, 16, HostBuild(seed=0, free_bytes=2**40))
     built.module.to_empty(device=CPU)
     initialize(built.module, built.initializer, 0, CPU)
     return built.module
