@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -16,6 +19,7 @@ from titan_launch.config import optimizers
 from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.training import OptimizerConfig
+from titan_launch.core.patches import replaced
 from titan_launch.metrics.memory import track
 from titan_launch.models.mixture_of_experts import Experts
 from titan_launch.optim.groups import group_parameters
@@ -55,7 +59,7 @@ def measure(
     """Return temporary and state bytes of a step that is not the first: measured, and planned. `stacked`: width of
     experts.
 
-    The measured number is the minimum of several steps: gloo's thread may briefly hold a tensor that it has sent.
+    A step waits until gloo's thread, which may briefly hold a tensor that it has sent, has released it.
     """
     config = OptimizerConfig.model_validate(settings)
     layers = (
@@ -75,7 +79,7 @@ def measure(
         ledger.enter(StepPoint(0, "step", ""))
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        with track(model, ledger, optimizer):
+        with track(model, ledger, optimizer), replaced(dist, "all_to_all_single", released(dist.all_to_all_single)):
             before = ledger.total
             optimizer.step()
             seen.append((ledger.footprint().peak_bytes - before, ledger.live[Category.OPTIMIZER]))
@@ -84,6 +88,22 @@ def measure(
         for group in group_parameters(model, config, head=(HEAD,))
     ]
     return min(seen[1:]), (temporary_bytes(config, groups, shape[-1]), state_bytes(config, groups))
+
+
+def released(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collective that returns when nobody else holds its tensors any more."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        before = [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]
+        result = exchange(*args, **kwargs)
+        deadline = time.monotonic() + 60
+        while [tensor._use_count() for tensor in tensors] != before:  # type: ignore[attr-defined]
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return result
+
+    return call
 
 
 def shard_size(parameter: nn.Parameter) -> ShardSize:
