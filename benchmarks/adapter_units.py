@@ -70,16 +70,10 @@ def counts(layers: int) -> Iterator[tuple[str, Collectives, Collectives]]:
         yield name, collectives_of_step(units, layout, config.gradient_accumulation), traced
 
 
-def table(layers: int) -> str:
-    """Return the counts as a table."""
-    lines = [
-        f"A Llama with {layers} blocks and {7 * layers} adapters on {RANKS} ranks, one microbatch:",
-        "",
-        "| adapters | planned | counted |",
-        "|---|---|---|",
-        *(f"| {name} | {planned} | {traced} |" for name, planned, traced in counts(layers)),
-    ]
-    return "\n".join(lines)
+def table(layers: int) -> tuple[str, list[list[str]]]:
+    """Return a title, and the counts as the rows of a table."""
+    title = f"A Llama with {layers} blocks and {7 * layers} adapters on {RANKS} ranks, one microbatch:"
+    return title, [["adapters", "planned", "counted"], *([*map(str, row)] for row in counts(layers))]
 
 
 def sharded(config: JobConfig) -> nn.Module:
@@ -97,7 +91,7 @@ def step(model: nn.Module, tokens: Tensor) -> None:
     model.zero_grad()
 
 
-def times(layers: int, width: int, seq_len: int, rounds: int) -> Iterator[str]:
+def times(layers: int, width: int, seq_len: int, rounds: int) -> Iterator[list[str]]:
     """Yield a row of the table of times for each way."""
     models = {name: sharded(job(layers, precision, width, seq_len)) for name, precision in _ROWS[:-1]}
     tokens = torch.randint(_VOCABULARY, (1, seq_len + 1), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -114,22 +108,19 @@ def times(layers: int, width: int, seq_len: int, rounds: int) -> Iterator[str]:
             wall[name].append(1000 * (time.perf_counter() - began))
             cpu[name].append(1000 * (time.process_time() - began_cpu))
     for name in names:
-        yield f"| {width} | {name} | {median(cpu[name]):.1f} | {median(wall[name]):.1f} | {min(wall[name]):.1f} |"
+        figures = (median(cpu[name]), median(wall[name]), min(wall[name]))
+        yield [str(width), name, *(f"{figure:.1f}" for figure in figures)]
 
 
-def measure(layers: int, rounds: int) -> str:
-    """Return the times as a table."""
+def measure(layers: int, rounds: int) -> tuple[str, list[list[str]]]:
+    """Return a title, and the times as the rows of a table."""
     torch.set_num_threads(1)
     ranks = dist.get_world_size()
-    lines = [
-        f"{layers} blocks on {ranks} ranks (gloo), forward and backward of one microbatch, {rounds} rounds:",
-        "",
-        "| width | adapters | CPU ms, median | ms, median | ms, minimum |",
-        "|---|---|---|---|---|",
-    ]
+    title = f"{layers} blocks on {ranks} ranks (gloo), forward and backward of one microbatch, {rounds} rounds:"
+    rows = [["width", "adapters", "CPU ms, median", "ms, median", "ms, minimum"]]
     for width in _WIDTHS:
-        lines += times(layers, width, seq_len=128, rounds=rounds)
-    return "\n".join(lines)
+        rows += times(layers, width, seq_len=128, rounds=rounds)
+    return title, rows
 
 
 if __name__ == "__main__":
@@ -138,14 +129,15 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    from publishing import publish  # a test imports this file as part of a package
+    from publishing import markdown_table, publish  # a test imports this file as part of a package
 
     if "RANK" not in os.environ:
-        publish(table(arguments.layers), "adapter-units", arguments.write)
+        title, rows = table(arguments.layers)
+        publish(f"{title}\n\n{markdown_table(rows)}", "adapter-units", arguments.write)
     else:
         dist.init_process_group("gloo")
-        measured = measure(arguments.layers, arguments.rounds)
+        title, rows = measure(arguments.layers, arguments.rounds)
         if dist.get_rank() == 0:
-            publish(measured, "adapter-times", arguments.write)
+            publish(f"{title}\n\n{markdown_table(rows)}", "adapter-times", arguments.write)
         dist.barrier()
         os._exit(0)  # gloo's threads can abort an interpreter that shuts down

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from publishing import publish
+from publishing import markdown_table, publish
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -32,6 +32,7 @@ from titan_launch.models.decoder import Decoder
 WAYS = ("in every backward", "in the last backward (`set_is_last_backward`)", "by `GradientReductionHandle`")
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 128, 2, 4096, 4
 COLUMNS = (
+    "waits for the reductions",
     "step ms",
     "minimum",
     "CPU ms",
@@ -58,15 +59,13 @@ def main() -> None:
         shift = turn % len(WAYS)
         for way in (*WAYS[shift:], *WAYS[:shift]):
             rows[way].append(step(models[way], way, tokens)[0])
-    lines = [f"| waits for the reductions | {' | '.join(COLUMNS)} |", "|---|" + "---:|" * len(COLUMNS)]
+    table = [[*COLUMNS]]
     for way, measured in rows.items():
         steps, cpu, in_reductions, after, held = zip(*measured, strict=True)
         whole = (median(steps), min(steps), median(cpu), median(in_reductions))
-        lines.append(
-            f"| {way} | {' | '.join(f'{number:.0f}' for number in whole)} | {median(after):.2f} | {max(held):.1f} |"
-        )
+        table.append([way, *(f"{number:.0f}" for number in whole), f"{median(after):.2f}", f"{max(held):.1f}"])
     if dist.get_rank() == 0:
-        publish("\n".join(lines), "last_reductions", options.write)
+        publish(markdown_table(table, texts=1), "last_reductions", options.write)
     dist.barrier()
     os._exit(0)  # gloo's threads can abort an interpreter that shuts down
 

@@ -67,7 +67,7 @@ class Figures(NamedTuple):
     planned_reserved: float
     reserved: float
     fragmentation: float
-    """That of the plan."""
+    """Value of `planner.fragmentation` in the plan."""
 
     @classmethod
     def of(cls, plan: dict[str, Any]) -> Figures:

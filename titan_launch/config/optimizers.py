@@ -307,10 +307,10 @@ _MUON_LIMIT = 1 << 24
 longer than a kernel's launch takes."""
 
 
-def muon_parts(sizes: Sequence[int]) -> list[range]:
-    """Divide consecutive shards into parts of which Muon has float32 copies at once. `sizes`: elements of each shard.
-    Return the range of indices of each part."""
-    return batches(sizes, _MUON_LIMIT)
+def muon_parts(shards: Sequence[T], num_elements: Callable[[T], int]) -> list[Sequence[T]]:
+    """Divide consecutive shards into parts of which Muon has float32 copies at once."""
+    parts = batches([num_elements(shard) for shard in shards], _MUON_LIMIT)
+    return [shards[part.start : part.stop] for part in parts]
 
 
 def matrices_at_once(shape: Sequence[int]) -> int:
@@ -344,12 +344,12 @@ def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> 
         for batch in matrix_batches([shard.shape for shard in matrices], ranks)
     ]
     for experts in alike([shard for shard in shards if len(shard.shape) == 3], _inner_axes):
-        peaks += [_muon_experts(part, config) for part in _muon_parts(experts)]
+        peaks += [_muon_experts(part, config) for part in muon_parts(experts, _num_elements)]
     return max(peaks)
 
 
-def _muon_parts(shards: Sequence[ShardSize]) -> list[Sequence[ShardSize]]:
-    return [shards[part.start : part.stop] for part in muon_parts([shard.num_elements for shard in shards])]
+def _num_elements(shard: ShardSize) -> int:
+    return shard.num_elements
 
 
 def _muon_experts(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
@@ -367,7 +367,7 @@ def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, r
     lines of its code that allocate, on the rank that computes the largest stack of the batch."""
     shards = [shard for stack in batch for shard in stack]
     rows, columns = shards[0].shape
-    parts, own = _muon_parts(shards), 2 * sum(shard.num_elements for shard in shards)
+    parts, own = muon_parts(shards, _num_elements), 2 * sum(shard.num_elements for shard in shards)
     whole, gram = 2 * len(batch[0]) * rows * columns, 2 * len(batch[0]) * min(rows, columns) ** 2
     directions = own + max(_muon_direction(part, config) for part in parts)
     updates = max(_muon_update(part, config) for part in parts)

@@ -111,8 +111,7 @@ def scale_of_update(config: MuonConfig, rows: int, columns: int) -> float:
 
 
 def _parts(matrices: Sequence[Matrix]) -> list[Sequence[Matrix]]:
-    parts = muon_parts([matrix.shard.gradient.numel() for matrix in matrices])
-    return [matrices[part.start : part.stop] for part in parts]
+    return muon_parts(matrices, lambda matrix: matrix.shard.gradient.numel())
 
 
 def _directions(matrices: Sequence[Matrix], config: MuonConfig, applied: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -153,6 +153,14 @@ def is_within(path: str, ancestor: str) -> bool:
 def parent(path: str) -> str:
     """Return the path of the enclosing module; empty for the root."""
     return path.rpartition(".")[0]
+
+
+def outward(path: str) -> Iterator[str]:
+    """Yield the path of a module, and those of all modules around it; the root last."""
+    yield path
+    while path:
+        path = parent(path)
+        yield path
 
 
 def enclosing(path: str, modules: Collection[str]) -> str:

@@ -23,7 +23,7 @@ from titan_launch.metrics.traffic import TrafficCount
 from titan_launch.models.blocks import has_forward
 from titan_launch.plan.communication import Exchange, Traffic
 from titan_launch.plan.memory.ledger import Ledger, StepPoint
-from titan_launch.plan.types import Inventory, full_name, outermost, parent
+from titan_launch.plan.types import Inventory, full_name, outermost, outward, parent
 from titan_launch.precision.observation import floating_tensors
 
 
@@ -108,7 +108,7 @@ def modules_in_order(model: nn.Module, inventory: Inventory) -> list[str]:
     A forward runs these modules one after another. Modules of other pipeline stages are omitted."""
     blocks = outermost(inventory.blocks)
     found: list[str] = []
-    _collect(model, "", set(blocks), {around for block in blocks for around in _ancestors(block)}, found)
+    _collect(model, "", set(blocks), {around for block in blocks for around in outward(parent(block))}, found)
     return [path for path in found if path in inventory.by_path]
 
 
@@ -119,11 +119,6 @@ def _collect(module: nn.Module, path: str, blocks: set[str], around: set[str], f
             _collect(child, child_path, blocks, around, found)
         else:
             found.append(child_path)
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    while path := parent(path):
-        yield path
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a plan says about the accuracy of its numbers."""
+"""Tests of the sentences that tell how accurate the numbers of a plan are."""
 
 from __future__ import annotations
 

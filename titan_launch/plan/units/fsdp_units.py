@@ -33,6 +33,7 @@ from titan_launch.plan.types import (
     full_name,
     is_within,
     outermost,
+    outward,
     parameters_by_unit,
     parent,
     unit_by_module,
@@ -391,10 +392,8 @@ class _UnitPlanner:
         """The phases of each module, including those of the modules inside it, by path."""
         found: defaultdict[str, set[_Phase]] = defaultdict(set)
         for path, phase in self._phases.items():
-            found[path].add(phase)
-            while path:
-                path = parent(path)
-                found[path].add(phase)
+            for around in outward(path):
+                found[around].add(phase)
         return found
 
     def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
@@ -474,10 +473,8 @@ class _UnitPlanner:
         """Number of parameter elements of each module, including those of the modules inside it, by path."""
         numel: Counter[str] = Counter()
         for module in self.inventory.modules:
-            own, path = sum(p.numel for p in module.parameters), module.path
-            numel[path] += own
-            while path and own:
-                path = parent(path)
+            own = sum(p.numel for p in module.parameters)
+            for path in outward(module.path):
                 numel[path] += own
         return numel
 

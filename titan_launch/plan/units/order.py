@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.plan.types import Inventory, ModelPlan, Unit, is_within, parent
+from titan_launch.plan.types import Inventory, ModelPlan, Unit, is_within, outward
 
 
 def in_wrapping_order(units: Sequence[Unit]) -> tuple[Unit, ...]:
@@ -30,10 +30,9 @@ def _inner_units(units: Sequence[Unit]) -> dict[int, list[int]]:
     index_of = {path: index for index, unit in enumerate(units) for path in unit.modules}
     inner: dict[int, set[int]] = {index: set() for index in range(len(units))}
     for path, index in index_of.items():
-        while path:
-            path = parent(path)
-            if index_of.get(path, index) != index:
-                inner[index_of[path]].add(index)
+        for around in outward(path):
+            if index_of.get(around, index) != index:
+                inner[index_of[around]].add(index)
     return {outer: sorted(found) for outer, found in inner.items()}
 
 
