@@ -216,6 +216,51 @@ def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]
 
 
 @contextmanager
+def hooks_watched(on_hook: Callable[[str, nn.Module], None]) -> Iterator[None]:
+    """Call `on_hook(name, module)` before each hook of FSDP2 runs, in units that are made in the block. `module`: a
+    module of the unit.
+
+    Names: `pre_forward`, `unshard_in_forward` (the inputs are cast), `prefetch_in_forward`, `post_forward`,
+    `complete_forward` (the end of a forward in which not all modules of the unit have run), `pre_backward`,
+    `post_backward`, `finish_backward` (of a whole model). Hooks that `finish_backward` calls are not reported.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    is_finishing = False
+
+    def watched(owner: Any, name: str, hook: str, after: str | None = None) -> None:
+        function = getattr(owner, name)
+
+        def call(unit: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_finishing
+            modules = unit._modules if owner is FSDPState else unit.modules
+            if name == "post_forward" and args[0] is not None:  # reported by FSDPState
+                return function(unit, *args, **kwargs)
+            if not is_finishing:
+                on_hook(hook, modules[0])
+            is_finishing, before = is_finishing or hook == "finish_backward", is_finishing
+            try:
+                return function(unit, *args, **kwargs)
+            finally:
+                is_finishing = before
+                if after is not None and not is_finishing:
+                    on_hook(after, modules[0])
+
+        stack.enter_context(replaced(owner, name, call))
+
+    with ExitStack() as stack:
+        watched(FSDPState, "_pre_forward", "pre_forward", after="prefetch_in_forward")
+        watched(FSDPParamGroup, "pre_forward", "unshard_in_forward")
+        watched(FSDPState, "_post_forward", "post_forward")
+        watched(FSDPParamGroup, "post_forward", "complete_forward")
+        watched(FSDPState, "_pre_backward", "pre_backward")
+        watched(FSDPParamGroup, "post_backward", "post_backward")
+        watched(FSDPState, "_root_post_backward_final_callback", "finish_backward")
+        yield
+
+
+@contextmanager
 def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Replace the function in which DTensor computes shapes on unsharded tensors by `wrap(function)`."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator

@@ -214,7 +214,7 @@ def _trace_microbatches(
             stack.enter_context(replaced(ReplicaShards, name, function))
         for module, part in parts(model, plan):
             stack.enter_context(
-                step_points.watch(module, modules_in_order(module, part.inventory), _makes_logits(model, module))
+                step_points.watch(module, modules_in_order(module, part.inventory), makes_logits(model, module))
             )
             stack.enter_context(dtype_failures_explained(module, part, config.precision))
         count = stack.enter_context(count_collectives(model, *([] if frozen is None else [frozen.module])))
@@ -244,7 +244,7 @@ def _trace_microbatches(
         return TracedStep(ledger.footprint(), traffic)
 
 
-def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
+def makes_logits(model: nn.Module, module: nn.Module) -> bool:
     """Return True if the loss is computed from the output of `module`: the model, or the last pipeline stage."""
     pipeline = pipeline_of(model)
     return pipeline is None or (pipeline.has_last and module is pipeline.local[-1].module)

@@ -1,0 +1,441 @@
+"""FSDP2's schedule of allocations, all-gathers, frees and reductions, unit by unit. No torch.
+
+A transcription of `torch.distributed.fsdp._fully_shard` (torch 2.13 and 2.15: `_fsdp_state`, `_fsdp_param_group`,
+`_fsdp_collectives`), with sizes instead of tensors. Names are FSDP2's, so that both can be read side by side. Lifetimes
+are also FSDP2's. Comments mark tensors that a local variable in FSDP2 keeps alive longer. The schedule is that of the
+installed release, or of the newest tested release if torch is not installed. Casts at the borders of units are on the
+tape of the model (`plan.memory.tape`), which calls the hooks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from math import prod
+from typing import NamedTuple
+
+from titan_launch.config.sections.base import DTYPE_BYTES
+from titan_launch.core.torch_release import (
+    ACCUMULATES_IN_GRAD,
+    FREES_EARLIER,
+    FREES_WITHOUT_GRADIENTS,
+    KEEPS_REDUCED_GRADIENTS,
+    SKIPS_DIVISION_BY_ONE,
+)
+from titan_launch.plan.communication import padded_numel
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.ledger import Category, Ledger
+from titan_launch.plan.replica_shards import ExchangedUnit
+from titan_launch.plan.types import TensorInfo, Unit, sharded_dim
+
+
+class Storage:
+    """Memory that is allocated while a reference to this object exists. (This relies on CPython's reference counts, as
+    the memory of a PyTorch program does.)"""
+
+    __slots__ = ("_category", "_ledger", "num_bytes")
+
+    def __init__(self, ledger: Ledger, num_bytes: int, category: Category, taken_from: Category | None = None):
+        """`taken_from`: the category under which the memory was allocated before; None for new memory."""
+        self._ledger = ledger
+        self.num_bytes = num_bytes
+        self._category = category
+        if taken_from is None:
+            ledger.allocate(num_bytes, category)
+        else:
+            ledger.move(num_bytes, taken_from, category)
+
+    def __del__(self) -> None:
+        self._ledger.free(self.num_bytes, self._category)
+
+    def relabel(self, category: Category) -> None:
+        """Count the memory under another category."""
+        self._ledger.move(self.num_bytes, self._category, category)
+        self._category = category
+
+
+class State(Enum):
+    """FSDP2's `TrainingState`."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class Context:
+    """State that all units share: FSDP2's `FSDPCommContext` and `FSDPStateContext`."""
+
+    def __init__(self, ledger: Ledger, layout: Layout):
+        self.ledger = ledger
+        self.layout = layout
+        self.offloads = Category.GRADIENTS in ledger.on_host
+        """True with CPU offload: shards of parameters and gradients are in host memory."""
+        self.units: list[ShardedUnit] = []
+        """Units in the order of the model's modules, parents before children."""
+        self.all_gather: Storage | None = None
+        """Buffer of the last all-gather in forward. It lives until the copy-out of the next all-gather."""
+        self.reduce_scatter_inputs: list[Storage] = []
+        self.post_forward_order: list[ShardedUnit] = []
+        self.iter_forward_root: ShardedUnit | None = None
+        self._exchange: _Exchange | None = None
+
+    def new(self, numel: int, dtype: str, category: Category) -> Storage:
+        """Return new memory for `numel` elements."""
+        return Storage(self.ledger, numel * DTYPE_BYTES[dtype], category)
+
+    def finish_backward(self) -> None:
+        """Finish backward, as FSDP2's `_root_post_backward_final_callback` does."""
+        self.iter_forward_root = None  # set by a unit that the second forward of a block ran only in part
+        for unit in self.units:
+            if unit.parameters:
+                if unit.group_state is not State.POST_BACKWARD:
+                    unit.post_backward()
+                unit.group_state = State.IDLE
+            unit.state = State.IDLE
+            unit.finalize_backward()
+        self.post_forward_order.clear()
+        self.reduce_scatter_inputs.clear()
+
+    def start_exchange(self, unit: ShardedUnit, sizes: ExchangedUnit) -> None:
+        """Start to exchange a unit's gradients between the replicas, as `optim.replica_shards.ReplicaShards` does."""
+        self.finish_exchange()
+        sent = self.new(self.layout.optimizer_replicas * sizes.width, sizes.reduce_dtype, Category.REDUCE_SCATTER)
+        unit.sharded_gradient = None
+        received = self.new(sizes.width, sizes.reduce_dtype, Category.REDUCE_SCATTER)
+        self._exchange = _Exchange(unit, sizes, sent, received)
+
+    def finish_exchange(self) -> None:
+        """Wait for the exchange that was started last."""
+        if self._exchange is None:
+            return
+        unit, sizes, received = self._exchange.unit, self._exchange.sizes, self._exchange.received
+        self._exchange = None
+        if sizes.reduce_dtype != sizes.storage_dtype:
+            received = self.new(sizes.width, sizes.storage_dtype, Category.GRADIENTS)
+        received.relabel(Category.GRADIENTS)
+        unit.sharded_gradient = received
+
+
+class _Exchange(NamedTuple):
+    """An exchange of the gradients of a unit that has started."""
+
+    unit: ShardedUnit
+    sizes: ExchangedUnit
+    sent: Storage
+    received: Storage
+
+
+class Parameter:
+    """A parameter of a unit, as it is left to this rank by tensor and expert parallelism: sharded, and unsharded after
+    an all-gather."""
+
+    def __init__(self, info: TensorInfo, policy: Unit, shards: int):
+        """`info`: with the shape of this rank's part. `policy`: the unit, or the rule or module in place, whose dtypes
+        the parameter has."""
+        self.numel = prod(info.shape)
+        self.is_trained = info.requires_grad
+        self.padded = padded_numel(info, shards)
+        self.is_sharded_inside = shards > 1 and sharded_dim(info.shape, shards, info.is_stacked) > 0
+        """True if FSDP2 shards another dim than the first one. It then copies the parameter and its gradient once
+        more."""
+        self.stored, self.computed = policy.storage_dtype, policy.compute_dtype
+        self.is_cast = self.computed != self.stored
+        self.padded_bytes = self.padded * DTYPE_BYTES[self.computed]
+
+
+class ShardedUnit:
+    """A `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
+
+    def __init__(self, context: Context, unit: Unit, parameters: Sequence[tuple[TensorInfo, Unit, bool]]):
+        """`parameters`: each as `Parameter` takes it, and the result of `Layout.is_ignored`."""
+        self.context = context
+        self.unit = unit
+        self.shards = context.layout.shards_of(unit)
+        weights = [(Parameter(info, policy, self.shards), is_ignored) for info, policy, is_ignored in parameters]
+        self.parameters = [parameter for parameter, is_ignored in weights if not is_ignored]
+        """The parameters that FSDP2 manages."""
+        self.shard_bytes = sum(p.padded // self.shards * DTYPE_BYTES[p.stored] for p, _ in weights)
+        """Bytes of the shards of all parameters on this rank."""
+        self.prefetch: list[ShardedUnit] = []
+        """Units to all-gather ahead in backward, instead of the default: `set_modules_to_backward_prefetch`."""
+        self.forward_prefetch: list[ShardedUnit] = []
+        """Units to all-gather ahead in forward: `set_modules_to_forward_prefetch`."""
+        self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = True
+        self.exchanged: ExchangedUnit | None = None
+        """Sizes of the gradients if they are exchanged between the replicas when they have been reduced."""
+        self.sharded_gradient: Storage | None = None
+        """Gradients of the local shards, or of this replica's chunks of them after their exchange."""
+        self.state = self.group_state = State.IDLE
+        self._prefetches_forward = False
+        self._post_forward_indices: list[int] = []
+        self._pending: Storage | None = None
+        """Buffer of a started all-gather, until `wait_for_unshard`. With one shard, empty memory marks the start."""
+        self._unsharded_bytes = 0
+        self._gradients: dict[int, Storage] = {}
+        self._accumulated: dict[int, Storage] = {}
+        self._partial_reduce_output: Storage | None = None
+        self._all_reduce_input: Storage | None = None
+
+    # Parameters
+
+    def unshard(self) -> None:
+        """Start the all-gather."""
+        if self._pending is not None or self._unsharded_bytes or not self.parameters:
+            return
+        if not self.unit.unshard_in_backward and self.group_state is State.PRE_BACKWARD:
+            return
+        if self.shards == 1:
+            self._pending = self._new_bytes(0)
+            return
+        shards = self._shards_to_send()
+        self._pending = self._new_bytes(sum(parameter.padded_bytes for parameter in self.parameters))
+        del shards
+
+    def _new_bytes(self, num_bytes: int, category: Category = Category.ALL_GATHER) -> Storage:
+        return Storage(self.context.ledger, num_bytes, category)
+
+    def _shards_to_send(self) -> list[Storage]:
+        """Return the temporary inputs of an all-gather: casts of the shards, or copies of shards in host memory."""
+        world = self.shards
+        if not self.context.offloads:
+            cast_bytes = sum(parameter.padded_bytes for parameter in self.parameters if parameter.is_cast)
+            return [self._new_bytes(cast_bytes // world)] if cast_bytes else []
+        shards = []
+        for parameter in self.parameters:
+            shard = self.context.new(parameter.padded // world, parameter.stored, Category.ALL_GATHER)
+            if parameter.is_cast:
+                shard = self._new_bytes(parameter.padded_bytes // world)
+            shards.append(shard)
+        return shards
+
+    def wait_for_unshard(self) -> None:
+        """Copy the all-gathered buffer into the parameters."""
+        if self._pending is None:
+            return
+        is_forward, world = self.group_state is State.FORWARD, self.shards
+        # Before torch 2.15, a local variable in FSDP2 keeps this buffer alive during the copy.
+        before = self.context.all_gather if is_forward and not FREES_EARLIER else None
+        if is_forward:
+            self.context.all_gather = None
+        if world == 1:
+            self._cast_one_by_one()
+        else:
+            self._copy_out()
+        if is_forward and world > 1:
+            self.context.all_gather = self._pending
+        self._pending = None
+        del before
+
+    def _copy_out(self) -> None:
+        copies = []
+        for parameter in self.parameters:
+            self._count_unsharded(parameter.padded_bytes)
+            if parameter.is_sharded_inside:
+                copies.append(self._new_bytes(parameter.padded_bytes, Category.UNSHARDED_PARAMETERS))
+
+    def _cast_one_by_one(self) -> None:
+        """Copy every parameter from its cast, one after the other. With one shard there is no all-gather."""
+        copy = None
+        for parameter in self.parameters:
+            if not parameter.is_cast:
+                copy = None
+            if self.context.offloads:
+                copy = self.context.new(parameter.padded, parameter.stored, Category.ALL_GATHER)
+            if parameter.is_cast:
+                copy = self._new_bytes(parameter.padded_bytes)
+            self._count_unsharded(parameter.padded_bytes)
+        del copy
+
+    def _count_unsharded(self, num_bytes: int) -> None:
+        self.context.ledger.allocate(num_bytes, Category.UNSHARDED_PARAMETERS)
+        self._unsharded_bytes += num_bytes
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters; after forward, only if the unit reshards after forward."""
+        if self.group_state is State.FORWARD and not self._reshards_after_forward:
+            return
+        self.context.ledger.free(self._unsharded_bytes, Category.UNSHARDED_PARAMETERS)
+        self._unsharded_bytes = 0
+
+    @property
+    def _reshards_after_forward(self) -> bool:
+        # None leaves the choice to FSDP2, which does not reshard the root.
+        return self.unit.reshard_after_forward is True
+
+    # Forward
+
+    def pre_forward(self) -> None:
+        """Begin the forward of a module of the unit. FSDP2 casts its inputs afterwards."""
+        if self.state is State.PRE_BACKWARD:  # the second forward of a checkpointed block
+            if not self._unsharded_bytes:
+                self.unshard()
+                self.wait_for_unshard()
+            return
+        if self.state is not State.FORWARD:
+            if self.context.iter_forward_root is None:
+                self.context.iter_forward_root = self
+            self._prefetches_forward = True
+        self.state = State.FORWARD
+
+    def unshard_in_forward(self) -> None:
+        """Unshard the parameters before a module of the unit runs, after the cast of its inputs."""
+        self.group_state = State.FORWARD
+        self.unshard()
+        self.wait_for_unshard()
+
+    def prefetch_in_forward(self) -> None:
+        """Start the all-gather of the next units, once for all modules of the unit."""
+        if self._prefetches_forward:
+            self._prefetches_forward = False
+            for unit in self.forward_prefetch:
+                unit.prefetch_as(State.FORWARD)
+
+    def post_forward(self, in_backward: bool = False) -> None:
+        """Reshard after the unit's last module has run. FSDP2 casts its output afterwards. `in_backward`: True in the
+        second forward of a checkpointed block."""
+        if self.state is State.PRE_BACKWARD:
+            return
+        self.complete_forward(in_backward)
+        if self.context.iter_forward_root is self:
+            self.context.all_gather = None
+            self.context.iter_forward_root = None
+
+    def complete_forward(self, in_backward: bool = False) -> None:
+        """End the unit's forward, even if not all of its modules have run."""
+        if self.parameters:
+            if not in_backward:
+                self.reshard()
+                self._post_forward_indices.append(len(self.context.post_forward_order))
+                self.context.post_forward_order.append(self)
+            self.group_state = State.IDLE
+        self.state = State.IDLE
+
+    # Backward
+
+    def pre_backward(self) -> None:
+        """Begin the unit's backward when the gradient of its output exists. Start the all-gather of the next units."""
+        self.state = State.PRE_BACKWARD
+        if self.parameters and self.group_state is not State.PRE_BACKWARD:
+            self.group_state = State.PRE_BACKWARD
+            self.unshard()
+            self.wait_for_unshard()
+            if not self.prefetch:
+                self._prefetch_previous()
+        for unit in self.prefetch:
+            unit.prefetch_as(State.PRE_BACKWARD)
+
+    def _prefetch_previous(self) -> None:
+        if self._post_forward_indices and (index := self._post_forward_indices.pop()) > 0:
+            self.context.post_forward_order[index - 1].prefetch_as(State.PRE_BACKWARD)
+
+    def prefetch_as(self, state: State) -> None:
+        """Start the all-gather of this unit early, in the forward or the backward of another unit."""
+        with self._as_if(state):
+            self.unshard()
+
+    @contextmanager
+    def _as_if(self, state: State) -> Iterator[None]:
+        before, self.group_state = self.group_state, state
+        yield
+        self.group_state = before
+
+    def accumulate(self, index: int, gradient: Storage) -> None:
+        """Take the unsharded gradient of a parameter from autograd, whose memory counts under UNSHARDED_GRADIENTS from
+        now on. A second gradient is added in place.
+
+        From torch 2.15 on, autograd first converts the gradient to the dtype that FSDP2's `_set_unsharded_grad_dtypes`
+        has set."""
+        parameter, dtype = self.parameters[index], self._grad_dtype(index)
+        if dtype != parameter.computed:
+            gradient = self.context.new(parameter.numel, dtype, Category.BACKWARD)
+        if index in self._gradients:
+            return
+        gradient.relabel(Category.UNSHARDED_GRADIENTS)
+        self._gradients[index] = gradient
+
+    def _grad_dtype(self, index: int) -> str:
+        computed = self.parameters[index].computed
+        if not ACCUMULATES_IN_GRAD:
+            return computed
+        is_wider = DTYPE_BYTES[self.unit.reduce_dtype] > DTYPE_BYTES[computed]
+        is_added = self.reduce_grads or index in self._gradients
+        return computed if is_wider and is_added else self.unit.reduce_dtype
+
+    def post_backward(self) -> None:
+        """Accumulate or reduce the gradients of the unit when all of them exist."""
+        self.group_state = State.POST_BACKWARD
+        for index in self._accumulated:
+            self._gradients.pop(index, None)
+        if not self.reduce_grads:
+            if self.reshard_after_backward:
+                self.reshard()
+            if not ACCUMULATES_IN_GRAD:
+                self.accumulate_in_reduce_dtype()
+            return
+        unsharded = {**self._gradients, **self._accumulated}
+        gradients = [unsharded[index] for index in sorted(unsharded)]
+        self._gradients.clear()
+        self._accumulated.clear()
+        unsharded.clear()
+        if self.reshard_after_backward:
+            self.reshard()
+        if gradients or FREES_WITHOUT_GRADIENTS:
+            del self.context.reduce_scatter_inputs[:1]
+        if gradients:
+            self._all_reduce_input = None
+            self._reduce(gradients, [parameter for parameter in self.parameters if parameter.is_trained])
+
+    def accumulate_in_reduce_dtype(self) -> None:
+        """Add the gradients to those of earlier microbatches, in the reduce dtype."""
+        if self.unit.reduce_dtype == self.unit.compute_dtype:
+            return
+        for index in sorted(self._gradients):
+            numel = self.parameters[index].numel
+            self._accumulated[index] = self.context.new(numel, self.unit.reduce_dtype, Category.UNSHARDED_GRADIENTS)
+            del self._gradients[index]
+
+    def _reduce(self, gradients: list[Storage], parameters: Sequence[Parameter]) -> None:
+        """Replay FSDP2's `foreach_reduce`: reduce-scatter, all-reduce, and cast to the storage dtype."""
+        world, is_hsdp = self.shards, self.context.layout.fsdp_replicas > 1
+        new, dtype = self.context.new, self.unit.reduce_dtype
+        padded = sum(parameter.padded for parameter in parameters)
+        # Before torch 2.15, a loop variable in FSDP2 keeps the last gradient alive until the function ends.
+        last = gradients[-1] if world > 1 and not FREES_EARLIER else None
+        chunked = None  # a local variable in FSDP2 keeps the last gradient that is copied alive
+        for index, parameter in enumerate(parameters):
+            if parameter.is_sharded_inside:
+                chunked = gradients[index]
+                gradients[index] = self._new_bytes(chunked.num_bytes, Category.REDUCE_SCATTER)
+        reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
+        gradients.clear()
+        output = new(padded // world, dtype, Category.REDUCE_SCATTER)
+        if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # FSDP2 divides by 1
+            divided = new(padded, dtype, Category.REDUCE_SCATTER)
+            del divided
+        self.context.reduce_scatter_inputs.append(reduce_input)
+        if is_hsdp and not self.all_reduce_grads:
+            if self._partial_reduce_output is None:
+                if not self.context.offloads:  # with offload, `output` stays on the device until the all-reduce
+                    output.relabel(Category.GRADIENTS)
+                self._partial_reduce_output = output
+            return
+        if is_hsdp:
+            self._all_reduce_input = output
+        reduced = output if KEEPS_REDUCED_GRADIENTS else None
+        if dtype != parameters[0].stored:
+            output = new(padded // world, parameters[0].stored, Category.REDUCE_SCATTER)
+        if self.exchanged is not None:  # in a hook of the parameters; FSDP2 still holds `output`
+            self.context.start_exchange(self, self.exchanged)
+        elif self.sharded_gradient is None:
+            output.relabel(Category.GRADIENTS)
+            self.sharded_gradient = output
+        self._partial_reduce_output = None
+        del last, chunked, reduced
+
+    def finalize_backward(self) -> None:
+        """Drop the buffers of pending collectives at the end of backward."""
+        self._all_reduce_input = None
+        self._pending = None
+        self._post_forward_indices.clear()

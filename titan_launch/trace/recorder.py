@@ -1,0 +1,194 @@
+"""Recording of a tape: one microbatch of one rank, forward and backward, with tensors that have shapes and no values.
+
+The functions of a run build, wrap and train the model. Memory that FSDP2 allocates is left out; the calls of its hooks
+are recorded instead. So the tape does not depend on the mode of gradient accumulation, and not on the number of shards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_launch.config.job import JobConfig
+from titan_launch.core.patches import replaced
+from titan_launch.distributed.torch_private import (
+    parameter_groups,
+    unit_steps_wrapped,
+    hooks_watched,
+    unsharded_parameter,
+)
+from titan_launch.metrics.memory import is_in_backward, track
+from titan_launch.metrics.traffic import TrafficCount
+from titan_launch.models.build import BuiltModel
+from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.activation_offload import HostCopies
+from titan_launch.parallel.batchnorm import RunningStatistics
+from titan_launch.parallel.pipeline import parts
+from titan_launch.plan.communication import Traffic
+from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
+from titan_launch.plan.memory.tape import OF_FSDP, Bytes, Event, Gradient, Segment, Sent, Step, Tape, compact
+from titan_launch.plan.types import ModelPlan
+from titan_launch.precision.diagnosis import dtype_failures_explained
+from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
+from titan_launch.trace.step import assemble_without_values, makes_logits
+from titan_launch.train.model import build_loss
+from titan_launch.train.measure import hold_frozen
+from titan_launch.train.step import forward_backward
+
+
+class _Recorder(Ledger):
+    """A ledger that notes what happens instead of adding it up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.segments: list[tuple[StepPoint, list[Event]]] = []
+        self.taking: str | None = None
+        """Full name of the parameter that takes its gradient."""
+        self._events: list[Event] = []
+
+    def allocate(self, num_bytes: int, category: Category) -> None:
+        if category not in OF_FSDP:
+            self._events.append(Bytes(((category, num_bytes),)))
+
+    def free(self, num_bytes: int, category: Category) -> None:
+        self.allocate(-num_bytes, category)
+
+    def move(self, num_bytes: int, old: Category, new: Category) -> None:
+        if new is Category.UNSHARDED_GRADIENTS and old not in OF_FSDP:
+            assert self.taking is not None
+            self._events.append(Gradient(self.taking, num_bytes, old))
+        elif old != new:
+            assert new not in OF_FSDP or old in OF_FSDP, (old, new)
+            self.free(num_bytes, old)
+            self.allocate(num_bytes, new)
+
+    def enter(self, point: StepPoint) -> None:
+        self._events = []
+        self.segments.append((point, self._events))
+
+    def product(self) -> None:
+        self._events.append(Bytes((), in_product=True))
+
+    def note(self, event: Event) -> None:
+        """Note an event that is no change of memory."""
+        self._events.append(event)
+
+
+class _Exchanges(TrafficCount):
+    """Notes collectives along the axes that are not FSDP2's."""
+
+    def __init__(self, recorder: _Recorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def add(self, traffic: Traffic) -> None:
+        for axis in ("tensor", "context", "pipeline", "expert"):
+            exchange = getattr(traffic, axis)
+            if exchange.calls:
+                self._recorder.note(Sent(axis, exchange.sent_bytes))
+
+
+def record_microbatch(
+    config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int = 0
+) -> Tape:
+    """Record a microbatch on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped in place.
+
+    Raises the errors of `trace.step.trace_step`.
+    """
+    recorder = _Recorder()
+    recorder.enter(StepPoint(0, "forward", ""))
+    path_of: dict[nn.Module, str] = {}
+
+    def on_hook(name: str, module: nn.Module) -> None:
+        if name in ("post_forward", "complete_forward") and is_in_backward():
+            name += " again"
+        recorder.note(Step(name, path_of[module]))
+
+    with ExitStack() as stack:
+        stack.enter_context(hooks_watched(on_hook))
+        assembled, frozen, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
+        model, mesh = assembled.module, assembled.mesh
+        path_of |= {module: path for path, module in model.named_modules()}
+        stack.enter_context(_gradients_named(model, recorder))
+        steps = StepPoints(recorder)
+        memory = stack.enter_context(track(model, recorder))
+        for name, category in (("to_host", Category.OFFLOADED), ("to_device", Category.ACTIVATIONS)):
+            copy = memory.allocating_for(category, getattr(HostCopies, name))
+            stack.enter_context(replaced(HostCopies, name, copy))
+        for module, part in parts(model, plan):
+            stack.enter_context(
+                steps.watch(module, modules_in_order(module, part.inventory), makes_logits(model, module))
+            )
+            stack.enter_context(dtype_failures_explained(module, part, config.precision))
+        stack.enter_context(count_exchanges(mesh, _Exchanges(recorder)))
+        memory.scope(Category.BUFFERS)
+        statistics = RunningStatistics(model)
+        memory.scope(None)
+        loss = build_loss(model, plan, config, batches.num_classes, has_values=False, frozen=frozen)
+        hold_frozen(memory, loss)
+        strategy, num_items = build_strategy(config.gradient_accumulation), torch.ones((), dtype=torch.int64)
+        held = _sum(event for _, events in recorder.segments for event in events)
+        recorder.segments.clear()
+        steps.begin_microbatch(0)
+        strategy.begin_microbatch(model, is_last=True)
+        microbatch = batches.make()
+        memory.hold(microbatch, Category.INPUTS)
+        forward_backward(model, microbatch, torch.device("cpu"), lambda: num_items, loss)
+        del microbatch
+        shapes = _divided_shapes(model)
+        segments = tuple(
+            Segment(point.phase, point.unit, tuple(compact(events))) for point, events in recorder.segments
+        )
+        del statistics
+    return Tape(plan.inventory.blocks, segments, held, shapes)
+
+
+def _sum(events: Iterable[Event]) -> Bytes:
+    total: Counter[Category] = Counter()
+    for event in events:
+        if isinstance(event, Bytes):
+            total.update(dict(event.changes))
+    return Bytes(tuple(total.items()))
+
+
+@contextmanager
+def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Note the name of each parameter that takes its gradient until the end of the block."""
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    with ExitStack() as stack:
+
+        def naming(init_unsharded_param: Any) -> Any:
+            def init_and_name(fsdp_param: Any) -> None:
+                is_new = not hasattr(fsdp_param, "_unsharded_param")
+                init_unsharded_param(fsdp_param)
+                parameter, name = unsharded_parameter(fsdp_param), name_of[id(fsdp_param.sharded_param)]
+                if parameter.requires_grad and is_new:
+
+                    def note(_: Tensor) -> None:
+                        recorder.taking = name
+
+                    stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
+
+            return init_and_name
+
+        stack.enter_context(unit_steps_wrapped({"init_unsharded_param": naming}))
+        yield
+
+
+def _divided_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parts of parameters that tensor or expert parallelism leaves to this rank."""
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    shapes = {}
+    for group in parameter_groups(model):
+        for parameter in group.fsdp_params:
+            whole, own = parameter.sharded_param.shape, parameter._orig_size
+            if tuple(whole) != tuple(own):
+                shapes[name_of[id(parameter.sharded_param)]] = tuple(own)
+    return shapes
