@@ -14,6 +14,17 @@ from titan_launch.core.errors import UserError
 
 MIB = 1 << 20
 
+CACHE_VARIABLE = "TITAN_LAUNCH_CACHE"
+"""Environment variable that names the cache folder."""
+
+
+def cache_folder() -> Path:
+    """Return the cache folder: `$TITAN_LAUNCH_CACHE`, `$XDG_CACHE_HOME/titan_launch`, or `~/.cache/titan_launch`."""
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "titan_launch"
+
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file atomically. Readers see the old text or the new text, even if the writer is killed."""

@@ -9,6 +9,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -42,6 +43,17 @@ def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[...,
             key, f"{path} is of type {type(found).__name__}, which is not callable; name a function or a class", name
         )
     return found
+
+
+def user_files() -> list[str]:
+    """Return the files of the modules that this process has imported, except those of Python, of installed packages
+    and of this package."""
+    folders = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
+    installed = tuple(os.path.realpath(folder) + os.sep for folder in folders) + (_OWN_FOLDER,)
+    files = {
+        os.path.realpath(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))
+    }
+    return sorted(file for file in files if not file.startswith(installed) and os.path.isfile(file))
 
 
 class RefusedImportError(ImportError):

@@ -18,6 +18,8 @@ from typing import Any
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import (
+    CACHE_VARIABLE,
+    cache_folder,
     file_state,
     refuse_weights_folder,
     remove,
@@ -35,17 +37,6 @@ _VERSION = 1
 
 _FILES = "files.json"
 """Name of the list of an entry's files: `{name: [digest, state]}`."""
-
-VARIABLE = "TITAN_LAUNCH_CACHE"
-"""Environment variable that names the cache folder."""
-
-
-def cache_folder() -> Path:
-    """Return the cache folder: `$TITAN_LAUNCH_CACHE`, `$XDG_CACHE_HOME/titan_launch`, or `~/.cache/titan_launch`."""
-    if own := os.environ.get(VARIABLE):
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "titan_launch"
 
 
 def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: str = "") -> Path:
@@ -86,7 +77,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
         if _is_folder(folder) and _has_known_content(folder):
             return folder  # of a cache that this process can only read
         reason = f"{error.filename or folder.parent}: {error.strerror}"
-        remedy = f"set the environment variable {VARIABLE} to a folder on a disk with enough space"
+        remedy = f"set the environment variable {CACHE_VARIABLE} to a folder on a disk with enough space"
         raise UserError(f"the cache of prepared data cannot be written ({reason}); {remedy}") from None
     return folder
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from titan_launch.plan.freezing import freeze
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import checkpointed_modules, compiled_modules, float8_modules, loss_head
 from titan_launch.plan.pipeline import plan_stages
-from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.plan.types import Inventory, ModelPlan, Unit
 from titan_launch.plan.units.fsdp_units import plan_model
 from titan_launch.plan.units.order import plan_resharding
 
@@ -144,6 +144,17 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
         stages=plan_stages(inventory, config.parallelism),
     )
     return replace(plan, loss_head=loss_head(config, plan))
+
+
+def plan_untrained(config: JobConfig, inventory: Inventory) -> ModelPlan:
+    """Return the plan of the second model of a loss, which is never trained. `config`: result of `frozen_job`. Raises
+    ConfigError as `plan_job` does."""
+
+    def untrained(units: Sequence[Unit]) -> tuple[Unit, ...]:
+        return tuple(replace(unit, is_trained=False, gradient_dtype=None) for unit in units)
+
+    plan = plan_job(config, inventory)
+    return replace(plan, units=untrained(plan.units), in_place=untrained(plan.in_place))
 
 
 def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:

@@ -76,7 +76,7 @@ def _trace_short(
     third depth, show that memory is not affine in depth; for example, if blocks read the outputs of all earlier blocks.
     The third depth is not traced for models of this package, because their memory is affine.
     """
-    try:
+    with whole_traced_on_error():
         shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)
         longer = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_longer)
         whole = _extrapolated(shorter, longer, shortcut.factor)
@@ -84,19 +84,26 @@ def _trace_short(
             seen = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_for_check)
             whole = whole if _are_alike(_extrapolated(shorter, longer, 2), seen) else None
         if whole is None:
-            _log.warning(
-                "all blocks are traced, which takes longer: the model's memory does not grow linearly with its depth"
-            )
+            log_whole_trace("its memory does not grow linearly with its depth")
         return whole
+    return None
+
+
+def log_whole_trace(reason: str) -> None:
+    """Log why all blocks of a model are traced."""
+    _log.warning("all blocks are traced, which takes longer: %s", reason)
+
+
+@contextmanager
+def whole_traced_on_error() -> Iterator[None]:
+    """Suppress the errors of a model without some of its blocks, such as one that counts its blocks. The trace of all
+    blocks raises others."""
+    try:
+        yield
     except ConfigError:  # the trace of all blocks most likely raises the same error
-        return None
-    except (
-        Exception
-    ) as error:  # for example, a model that counts its blocks; the trace of all blocks raises other errors
-        _log.warning(
-            "all blocks are traced, which takes longer: the model does not run without some of its blocks (%s)", error
-        )
-        return None
+        pass
+    except Exception as error:
+        log_whole_trace(f"the model does not run without some of its blocks ({error})")
 
 
 def _are_alike(a: TracedStep | None, b: TracedStep) -> bool:
@@ -251,8 +258,13 @@ def trace_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> TraceEn
     `kernels`: the device family whose memory is predicted. For CUDA, `trace.cuda_kernels` replaces CPU operations.
     Raises UserError on an untested release of PyTorch.
     """
+    check_release()
+    return TraceEngine(config, layout, kernels)
+
+
+def check_release() -> None:
+    """Raise UserError on an untested release of PyTorch, on which jobs cannot be traced."""
     if not is_tested_release():
         release, newest = (".".join(map(str, numbers)) for numbers in (torch_release(), NEWEST_TESTED))
         reason = f"torch {release} is newer than the newest release that was tested, {newest}, so jobs cannot be traced"
         raise UserError(f"{reason}; plan with an older release")
-    return TraceEngine(config, layout, kernels)

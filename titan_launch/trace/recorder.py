@@ -9,37 +9,68 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
+from titan_launch.core.import_string import user_files
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import (
+    end_forward as fsdp_end_forward,
+)
+from titan_launch.distributed.torch_private import (
+    hooks_watched,
     parameter_groups,
     unit_steps_wrapped,
-    hooks_watched,
     unsharded_parameter,
 )
-from titan_launch.metrics.memory import is_in_backward, track
+from titan_launch.metrics.memory import is_in_backward
 from titan_launch.metrics.traffic import TrafficCount
 from titan_launch.models.build import BuiltModel
+from titan_launch.models.parallel_plans import shapes_explained
+from titan_launch.parallel import fsdp
 from titan_launch.parallel.accumulation import build_strategy
-from titan_launch.parallel.activation_offload import HostCopies
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.depth import Repeat, block_repeat, without_blocks
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
-from titan_launch.plan.memory.tape import OF_FSDP, Bytes, Event, Gradient, Segment, Sent, Step, Tape, compact
-from titan_launch.plan.types import ModelPlan
+from titan_launch.plan.memory.recordings import Subject
+from titan_launch.plan.memory.tape import (
+    OF_FSDP,
+    SECOND,
+    Bytes,
+    Event,
+    Gradient,
+    Segment,
+    Sent,
+    Step,
+    Tape,
+    compact,
+    is_uniform,
+    omitted_blocks,
+)
+from titan_launch.plan.types import ModelPlan, outermost, parent
 from titan_launch.precision.diagnosis import dtype_failures_explained
+from titan_launch.trace.engine import (
+    check_release,
+    failures_explained,
+    log_whole_trace,
+    remove_blocks,
+    whole_traced_on_error,
+)
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
-from titan_launch.trace.step import assemble_without_values, makes_logits
-from titan_launch.train.model import build_loss
+from titan_launch.trace.step import assemble_without_values, makes_logits, watched_memory
+from titan_launch.train.auto_mode import inspect_model
+from titan_launch.train.frozen_model import inspect_frozen_model
 from titan_launch.train.measure import hold_frozen
+from titan_launch.train.model import build_job_model, build_loss
 from titan_launch.train.step import forward_backward
 
 
@@ -95,13 +126,51 @@ class _Exchanges(TrafficCount):
                 self._recorder.note(Sent(axis, exchange.sent_bytes))
 
 
-def record_microbatch(
-    config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int = 0
-) -> Tape:
-    """Record a microbatch on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped in place.
+class TorchRecorder:
+    """Records jobs with PyTorch (`plan.memory.recordings.Recorder`). The process must have no process group."""
 
-    Raises the errors of `trace.step.trace_step`.
-    """
+    def subject(self, job: JobConfig) -> Subject:
+        """Build the model of a job on the meta device. Raises ConfigError as a run does."""
+        built = build_job_model(job)
+        second = job.loss.frozen_model()
+        inventory = None if second is None else inspect_frozen_model(job, second)
+        return Subject(inspect_model(job, built), built.flops_per_sample, inventory)
+
+    def tape(self, job: JobConfig, layout: Layout, kernels: Kernels, subject: Subject, pipeline_rank: int) -> Tape:
+        """Record a microbatch of a job: with the blocks that differ, if that shows all, else with all blocks.
+
+        Raises ConfigError for most dtype errors, as a run does, and for a model that cannot be traced. UserError on an
+        untested release of PyTorch.
+        """
+        check_release()
+        plan, rank = plan_job(job, subject.inventory), pipeline_rank * layout.ranks_per_stage
+
+        def record(removed: tuple[str, ...], repeat: Repeat | None) -> Tape:
+            built = build_job_model(job)
+            remove_blocks(built.module, removed)
+            tape = record_microbatch(job, built, without_blocks(plan, removed), layout, kernels, rank)
+            return replace(tape, blocks=outermost(plan.inventory.blocks), repeat=repeat)
+
+        repeat = block_repeat(plan)
+        omitted = omitted_blocks(outermost(plan.inventory.blocks), repeat)
+        if omitted:
+            with whole_traced_on_error():
+                tape = record(omitted, repeat)
+                if is_uniform(tape):
+                    return tape
+                log_whole_trace("its blocks do not all allocate the same memory")
+        with failures_explained(job.model), shapes_explained(job.model, layout.tensor):
+            return record((), None)
+
+    def files(self) -> list[str]:
+        """Return the files of modules that this process has imported from outside of Python's folders."""
+        return user_files()
+
+
+def record_microbatch(
+    config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int
+) -> Tape:
+    """Record a microbatch on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped in place."""
     recorder = _Recorder()
     recorder.enter(StepPoint(0, "forward", ""))
     path_of: dict[nn.Module, str] = {}
@@ -111,17 +180,21 @@ def record_microbatch(
             name += " again"
         recorder.note(Step(name, path_of[module]))
 
+    def end_forward(root: nn.Module) -> None:
+        recorder.note(Step("end_forward", path_of[root]))
+        fsdp_end_forward(root)
+
     with ExitStack() as stack:
         stack.enter_context(hooks_watched(on_hook))
+        stack.enter_context(replaced(fsdp, "end_forward", end_forward))
         assembled, frozen, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
         model, mesh = assembled.module, assembled.mesh
         path_of |= {module: path for path, module in model.named_modules()}
+        if frozen is not None:
+            path_of |= {module: SECOND + path for path, module in frozen.module.named_modules()}
         stack.enter_context(_gradients_named(model, recorder))
         steps = StepPoints(recorder)
-        memory = stack.enter_context(track(model, recorder))
-        for name, category in (("to_host", Category.OFFLOADED), ("to_device", Category.ACTIVATIONS)):
-            copy = memory.allocating_for(category, getattr(HostCopies, name))
-            stack.enter_context(replaced(HostCopies, name, copy))
+        memory = stack.enter_context(watched_memory(model, recorder))
         for module, part in parts(model, plan):
             stack.enter_context(
                 steps.watch(module, modules_in_order(module, part.inventory), makes_logits(model, module))
@@ -129,7 +202,7 @@ def record_microbatch(
             stack.enter_context(dtype_failures_explained(module, part, config.precision))
         stack.enter_context(count_exchanges(mesh, _Exchanges(recorder)))
         memory.scope(Category.BUFFERS)
-        statistics = RunningStatistics(model)
+        statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         memory.scope(None)
         loss = build_loss(model, plan, config, batches.num_classes, has_values=False, frozen=frozen)
         hold_frozen(memory, loss)
@@ -141,13 +214,9 @@ def record_microbatch(
         microbatch = batches.make()
         memory.hold(microbatch, Category.INPUTS)
         forward_backward(model, microbatch, torch.device("cpu"), lambda: num_items, loss)
-        del microbatch
-        shapes = _divided_shapes(model)
-        segments = tuple(
-            Segment(point.phase, point.unit, tuple(compact(events))) for point, events in recorder.segments
-        )
-        del statistics
-    return Tape(plan.inventory.blocks, segments, held, shapes)
+        del microbatch, statistics
+        segments = (Segment(point.phase, point.unit, tuple(compact(events))) for point, events in recorder.segments)
+        return Tape((), None, tuple(segments), held, _divided_shapes(model, plan))
 
 
 def _sum(events: Iterable[Event]) -> Bytes:
@@ -182,13 +251,15 @@ def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         yield
 
 
-def _divided_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parts of parameters that tensor or expert parallelism leaves to this rank."""
+def _divided_shapes(model: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parts of parameters that tensor parallelism leaves to this rank."""
     name_of = {id(p): name for name, p in model.named_parameters()}
     shapes = {}
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
-            whole, own = parameter.sharded_param.shape, parameter._orig_size
+            name, whole = name_of[id(parameter.sharded_param)], parameter.sharded_param.shape
+            parts = plan.sharded_by[parent(name)].expert_parallel
+            own = (parameter._orig_size[0] * parts, *parameter._orig_size[1:]) if parts > 1 else parameter._orig_size
             if tuple(whole) != tuple(own):
-                shapes[name_of[id(parameter.sharded_param)]] = tuple(own)
+                shapes[name] = tuple(own)
     return shapes

@@ -6,8 +6,8 @@ Only data, initial values and the update are missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -204,10 +204,7 @@ def _trace_microbatches(
     ledger.enter(StepPoint(0, "forward", ""))
     step_points = StepPoints(ledger)
     with ExitStack() as stack:
-        memory = stack.enter_context(track(model, ledger))
-        for name, category in (("to_host", Category.OFFLOADED), ("to_device", Category.ACTIVATIONS)):
-            copy = memory.allocating_for(category, getattr(HostCopies, name))
-            stack.enter_context(replaced(HostCopies, name, copy))
+        memory = stack.enter_context(watched_memory(model, ledger))
         start = memory.allocating_for(Category.REDUCE_SCATTER, ReplicaShards.start)
         stored = memory.returning_for(Category.GRADIENTS, ReplicaShards.stored)
         for name, function in (("start", start), ("stored", stored)):
@@ -242,6 +239,18 @@ def _trace_microbatches(
         traffic += traffic_of_replicas(units, mesh.layout.optimizer_replicas)
         del statistics
         return TracedStep(ledger.footprint(), traffic)
+
+
+@contextmanager
+def watched_memory(model: nn.Module, ledger: Ledger) -> Iterator[LiveMemory]:
+    """Record memory as `metrics.memory.track` does, and offloaded activations as host memory, until the end of the
+    block."""
+    with ExitStack() as stack:
+        memory = stack.enter_context(track(model, ledger))
+        for name, category in (("to_host", Category.OFFLOADED), ("to_device", Category.ACTIVATIONS)):
+            copy = memory.allocating_for(category, getattr(HostCopies, name))
+            stack.enter_context(replaced(HostCopies, name, copy))
+        yield memory
 
 
 def makes_logits(model: nn.Module, module: nn.Module) -> bool:

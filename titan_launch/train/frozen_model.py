@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
+from titan_launch.config.sections.training import FrozenModelConfig
 from titan_launch.core.errors import ConfigError, KeyPath
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.distributed.collectives import on_all_ranks
@@ -21,8 +22,9 @@ from titan_launch.models.init import load_weights
 from titan_launch.models.loss import Loss
 from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights
 from titan_launch.parallel.fsdp import without_backward
-from titan_launch.plan.types import Unit
-from titan_launch.train.auto_mode import plan_precision
+from titan_launch.plan.job import plan_untrained
+from titan_launch.plan.types import Inventory
+from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.forward import select_outputs
 from titan_launch.train.model import AssembledModel, SampleFormat, allocate_model, assemble_model
 
@@ -91,14 +93,16 @@ def assemble_frozen_model(config: JobConfig, mesh: Mesh, samples: SampleFormat) 
     own = frozen_job(config, second)
     with _errors_on(second.key):
         built = build_model(own.model, own.training.seq_len)
-        plan = plan_precision(own, built)
-        plan = replace(plan, units=_untrained(plan.units), in_place=_untrained(plan.in_place))
+        plan = plan_untrained(own, inspect_model(own, built))
         built.module.requires_grad_(False).eval()
         return FrozenModel(own, assemble_model(own, built, plan, mesh, samples), second.key)
 
 
-def _untrained(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    return tuple(replace(unit, is_trained=False, gradient_dtype=None) for unit in units)
+def inspect_frozen_model(config: JobConfig, second: FrozenModelConfig) -> Inventory:
+    """Return the table of the modules of the second model of a job's loss. Raises ConfigError."""
+    own = frozen_job(config, second)
+    with _errors_on(second.key):
+        return inspect_model(own, build_model(own.model, own.training.seq_len))
 
 
 @contextmanager

@@ -35,12 +35,21 @@ def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: 
     `signatures`: the signature of each of `blocks` (see `block_signatures`). `again`: paths of the checkpointed
     modules.
     """
-    repeat = longest_repeat([(_inside(block, again), s) for block, s in zip(blocks, signatures, strict=True)])
+    repeat = _repeat(signatures, blocks, again)
     if repeat.times <= _DEPTHS[1]:
         return None
     kept = [set(shorten(len(blocks), repeat, times)) for times in _DEPTHS]
     shorter, longer, check = (tuple(path for i, path in enumerate(blocks) if i not in indices) for indices in kept)
     return Shortcut(shorter, longer, repeat.times - _DEPTHS[0], check)
+
+
+def block_repeat(plan: ModelPlan) -> Repeat:
+    """Return the longest repeated part of a model's outer blocks."""
+    return _repeat(block_signatures(plan), outermost(plan.inventory.blocks), plan.checkpointed)
+
+
+def _repeat(signatures: Sequence[Hashable], blocks: Sequence[str], again: Collection[str]) -> Repeat:
+    return longest_repeat([(_inside(block, again), s) for block, s in zip(blocks, signatures, strict=True)])
 
 
 def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:

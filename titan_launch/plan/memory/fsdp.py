@@ -98,6 +98,12 @@ class Context:
         self.post_forward_order.clear()
         self.reduce_scatter_inputs.clear()
 
+    def end_forward(self) -> None:
+        """Free the unsharded parameters after forwards without a backward (`distributed.torch_private.end_forward`)."""
+        self.post_forward_order.clear()
+        for unit in self.units:
+            unit.end_forward()
+
     def start_exchange(self, unit: ShardedUnit, sizes: ExchangedUnit) -> None:
         """Start to exchange a unit's gradients between the replicas, as `optim.replica_shards.ReplicaShards` does."""
         self.finish_exchange()
@@ -128,16 +134,17 @@ class _Exchange(NamedTuple):
 
 
 class Parameter:
-    """A parameter of a unit, as it is left to this rank by tensor and expert parallelism: sharded, and unsharded after
-    an all-gather."""
+    """A parameter of a unit: sharded, and unsharded after an all-gather. With expert parallelism, this rank's part of a
+    parameter of experts."""
 
-    def __init__(self, info: TensorInfo, policy: Unit, shards: int):
-        """`info`: with the shape of this rank's part. `policy`: the unit, or the rule or module in place, whose dtypes
-        the parameter has."""
-        self.numel = prod(info.shape)
+    def __init__(self, info: TensorInfo, policy: Unit, parts: int, shards: int):
+        """`info`: with the shape that tensor parallelism leaves to this rank. `policy`: the unit, or the rule or module
+        in place, whose dtypes the parameter has. `parts`: number of parts into which experts are divided."""
+        shape = (info.shape[0] // parts, *info.shape[1:]) if info.shape else info.shape
+        self.numel = prod(shape)
         self.is_trained = info.requires_grad
-        self.padded = padded_numel(info, shards)
-        self.is_sharded_inside = shards > 1 and sharded_dim(info.shape, shards, info.is_stacked) > 0
+        self.padded = padded_numel(info, shards, parts)
+        self.is_sharded_inside = shards > 1 and sharded_dim(shape, shards, info.is_stacked) > 0
         """True if FSDP2 shards another dim than the first one. It then copies the parameter and its gradient once
         more."""
         self.stored, self.computed = policy.storage_dtype, policy.compute_dtype
@@ -153,8 +160,9 @@ class ShardedUnit:
         self.context = context
         self.unit = unit
         self.shards = context.layout.shards_of(unit)
-        weights = [(Parameter(info, policy, self.shards), is_ignored) for info, policy, is_ignored in parameters]
-        self.parameters = [parameter for parameter, is_ignored in weights if not is_ignored]
+        parts = unit.expert_parallel
+        weights = [(Parameter(info, policy, parts, self.shards), ignored) for info, policy, ignored in parameters]
+        self.parameters = [parameter for parameter, ignored in weights if not ignored]
         """The parameters that FSDP2 manages."""
         self.shard_bytes = sum(p.padded // self.shards * DTYPE_BYTES[p.stored] for p, _ in weights)
         """Bytes of the shards of all parameters on this rank."""
@@ -311,6 +319,12 @@ class ShardedUnit:
                 self.context.post_forward_order.append(self)
             self.group_state = State.IDLE
         self.state = State.IDLE
+
+    def end_forward(self) -> None:
+        """Free the unsharded parameters after forwards without a backward."""
+        self._post_forward_indices.clear()
+        self.wait_for_unshard()  # prefetched for a module that did not run
+        self.reshard()
 
     # Backward
 

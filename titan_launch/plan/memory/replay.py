@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
@@ -25,7 +26,7 @@ from titan_launch.plan.memory.ledger import (
     state_bytes,
     temporary_bytes,
 )
-from titan_launch.plan.memory.tape import Bytes, Event, Gradient, Sent, Step, Tape
+from titan_launch.plan.memory.tape import SECOND, Bytes, Event, Gradient, Sent, Step, Tape
 from titan_launch.plan.param_groups import (
     GroupSettings,
     first_match,
@@ -35,7 +36,7 @@ from titan_launch.plan.param_groups import (
     settings_of,
 )
 from titan_launch.plan.replica_shards import chunk_numel, gradients_leave_early
-from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, TensorInfo, Unit, full_name
+from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, full_name
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 
 
@@ -47,18 +48,17 @@ class ReplayedStep:
     traffic: Traffic
 
 
-def local_plan(plan: ModelPlan, tape: Tape) -> ModelPlan:
-    """Return the plan with the shapes of this rank's parts of the parameters, as tensor and expert parallelism leave
-    them to it."""
-    if not tape.shapes:
+def local_plan(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> ModelPlan:
+    """Return the plan with the parts of the parameters that tensor parallelism leaves to this rank (`Tape.shapes`)."""
+    if not shapes:
         return plan
 
     def local(module: ModuleInfo) -> ModuleInfo:
         names = [full_name(module.path, p.name) for p in module.parameters]
-        if not any(name in tape.shapes for name in names):
+        if not any(name in shapes for name in names):
             return module
         pairs = zip(module.parameters, names, strict=True)
-        return replace(module, parameters=tuple(replace(p, shape=tape.shapes.get(n, p.shape)) for p, n in pairs))
+        return replace(module, parameters=tuple(replace(p, shape=shapes.get(n, p.shape)) for p, n in pairs))
 
     inventory: Inventory = replace(plan.inventory, modules=tuple(map(local, plan.inventory.modules)))
     return replace(plan, inventory=inventory)
@@ -82,7 +82,7 @@ def group_sizes(whole: ModelPlan, local: ModelPlan, config: OptimizerConfig, lay
             inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, whole.inventory.head)
             if parameter.requires_grad:
                 unit = whole.unit_of[module.path]
-                shape = shard_shape(own, layout.shards_of(unit))
+                shape = shard_shape(own, layout.shards_of(unit), unit.expert_parallel)
                 num_elements = chunk_numel(shape, layout.optimizer_replicas)
                 shards.setdefault(name, ShardSize(parameter.shape, num_elements, unit.storage_dtype))
     groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
@@ -93,22 +93,81 @@ def group_sizes(whole: ModelPlan, local: ModelPlan, config: OptimizerConfig, lay
     return [GroupSizes(settings, group) for settings, group in groups.values()]
 
 
+@dataclass(frozen=True)
+class SecondModel:
+    """The second model of a loss."""
+
+    config: JobConfig
+    """Result of `config.rules.loss.frozen_job`."""
+
+    plan: ModelPlan
+    """Result of `plan.job.plan_untrained`."""
+
+
+class _Model:
+    """The FSDP2 units of a model."""
+
+    def __init__(self, config: JobConfig, plan: ModelPlan, ledger: Ledger, layout: Layout):
+        self.context = Context(ledger, layout)
+        self.by_path: dict[str, ShardedUnit] = {}
+        """The unit of each module that FSDP2 wraps."""
+        self.places: dict[str, tuple[ShardedUnit, int]] = {}
+        """The unit of each parameter that FSDP2 manages, and its index there, by full name."""
+        for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True):
+            names, parameters = [], []
+            for module in modules:
+                policy = plan.unit_of[module.path]
+                is_ignored = layout.is_ignored(policy, config.training.enable_cpu_offload)
+                own = [parameter for parameter in module.parameters if parameter.tied_to is None]
+                parameters += [(parameter, policy, is_ignored) for parameter in own]
+                names += [full_name(module.path, parameter.name) for parameter in own if not is_ignored]
+            sharded = ShardedUnit(self.context, unit, parameters)
+            self.by_path |= dict.fromkeys(unit.modules, sharded)
+            self.places |= {name: (sharded, index) for index, name in enumerate(names)}
+        in_order = (self.by_path[m.path] for m in plan.inventory.modules if m.path in self.by_path)
+        self.context.units = list(dict.fromkeys(in_order))
+        for path, ahead in plan_backward_prefetch(plan).items():
+            self.by_path[path].prefetch = [self.by_path[other] for other in ahead]
+        for path, ahead in plan_forward_prefetch(plan).items():
+            self.by_path[path].forward_prefetch = [self.by_path[other] for other in ahead]
+
+    def do(self, step: Step) -> None:
+        """Call a hook of FSDP2."""
+        if step.name in ("finish_backward", "end_forward"):
+            getattr(self.context, step.name)()
+            return
+        name, _, again = step.name.partition(" ")
+        hook = getattr(self.by_path[step.path.removeprefix(SECOND)], name)
+        hook(in_backward=True) if again else hook()
+
+
+_AXES = ("tensor", "context", "pipeline", "expert")
+"""The exchanges of `Traffic`."""
+
+
 class Replay:
     """A model with its FSDP2 units, for one step."""
 
-    def __init__(self, config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, tape: Tape):
-        """`plan`: plan of the blocks on the tape."""
+    def __init__(
+        self,
+        config: JobConfig,
+        plan: ModelPlan,
+        layout: Layout,
+        kernels: Kernels,
+        tape: Tape,
+        second: SecondModel | None = None,
+    ):
+        """`plan`: plan of the blocks on the tape. `second`: the second model of the loss."""
+        local = local_plan(plan, tape.shapes)
         self._config = config
-        self._plan = local_plan(plan, tape)
         self._layout = layout
         self._tape = tape
         self._ledger = Ledger(on_host(config.training, kernels))
-        self._context = Context(self._ledger, layout)
-        self._groups = group_sizes(plan, self._plan, config.optimizer, layout)
-        self._exchanged = exchanged_units(plan, layout)
-        self._unit_of_module = self._make_units()
-        self._place = self._places()
-        self._traffic = Traffic()
+        self._groups = group_sizes(plan, local, config.optimizer, layout)
+        self._exchanged = exchanged_units(local, layout)
+        self._model = _Model(config, local, self._ledger, layout)
+        self._second = None if second is None else _Model(second.config, second.plan, self._ledger, layout)
+        self._sent = dict.fromkeys(_AXES, Exchange())
 
     def step(self) -> ReplayedStep:
         """Run the step. May be called only once."""
@@ -119,60 +178,31 @@ class Replay:
             self._begin_microbatch(is_last=microbatch == count - 1)
             self._play(microbatch)
         self._ledger.enter(StepPoint(count - 1, "optimizer", ""))
-        self._context.finish_exchange()
+        self._model.context.finish_exchange()
         temporaries = temporary_bytes(self._config.optimizer, self._groups, self._layout.optimizer_shards)
         leave_early = gradients_leave_early(self._config.training)
         book_update(self._ledger, temporaries, self._exchanged.values(), self._layout, leave_early)
-        return ReplayedStep(self._ledger.footprint(), self._traffic)
-
-    def _make_units(self) -> dict[str, ShardedUnit]:
-        """Return the FSDP2 unit of each module, by path. Also store the units in FSDP2's context, in the order of the
-        model's modules."""
-        plan, offloads = self._plan, self._config.training.enable_cpu_offload
-
-        def parameters(module: ModuleInfo) -> Iterator[tuple[TensorInfo, Unit, bool]]:
-            policy = plan.unit_of[module.path]
-            is_ignored = self._layout.is_ignored(policy, offloads)
-            return ((p, policy, is_ignored) for p in module.parameters if p.tied_to is None)
-
-        units = [
-            ShardedUnit(self._context, unit, [p for module in modules for p in parameters(module)])
-            for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True)
-        ]
-        by_path = {path: unit for unit in units for path in unit.unit.modules}
-        in_order = (by_path[m.path] for m in plan.inventory.modules if m.path in by_path)
-        self._context.units = list(dict.fromkeys(in_order))
-        for path, ahead in plan_backward_prefetch(plan).items():
-            by_path[path].prefetch = [by_path[other] for other in ahead]
-        for path, ahead in plan_forward_prefetch(plan).items():
-            by_path[path].forward_prefetch = [by_path[other] for other in ahead]
-        return by_path
-
-    def _places(self) -> dict[str, tuple[ShardedUnit, int]]:
-        """Return the unit of each parameter that FSDP2 manages, and its index there, by its full name."""
-        places: dict[str, tuple[ShardedUnit, int]] = {}
-        for unit, modules in zip(self._plan.units, self._plan.modules_by_unit(), strict=True):
-            offloads, index = self._config.training.enable_cpu_offload, 0
-            for module in modules:
-                is_ignored = self._layout.is_ignored(self._plan.unit_of[module.path], offloads)
-                for parameter in module.parameters:
-                    if parameter.tied_to is None and not is_ignored:
-                        name = full_name(module.path, parameter.name)
-                        places[name] = self._unit_of_module[unit.modules[0]], index
-                        index += 1
-        return places
+        sent: dict[str, Any] = {
+            axis: Exchange(
+                of_seen.calls * self._layout.num_microbatches // count,
+                of_seen.sent_bytes * self._layout.num_microbatches // count,
+            )
+            for axis, of_seen in self._sent.items()
+        }
+        return ReplayedStep(self._ledger.footprint(), Traffic(**sent))
 
     def _allocate_state(self) -> None:
         """Allocate the memory that exists before the step: parameter shards, optimizer state and buffers."""
-        for unit in self._context.units:
-            self._ledger.allocate(unit.shard_bytes, Category.PARAMETERS)
+        for model in (self._model, self._second):
+            for unit in model.context.units if model else ():
+                self._ledger.allocate(unit.shard_bytes, Category.PARAMETERS)
         self._ledger.allocate(state_bytes(self._config.optimizer, self._groups), Category.OPTIMIZER)
         self._ledger.allocate(ema_bytes(self._config.ema, self._groups), Category.EMA)
         self._change(self._tape.held)
 
     def _begin_microbatch(self, is_last: bool) -> None:
         accumulation = self._config.gradient_accumulation
-        for unit in self._context.units:
+        for unit in self._model.context.units:
             unit.reduce_grads = is_last or accumulation.mode != "deferred"
             unit.all_reduce_grads = is_last or accumulation.mode == "immediate"
             unit.reshard_after_backward = is_last or not accumulation.keep_params_unsharded
@@ -190,13 +220,15 @@ class Replay:
             case Bytes():
                 self._change(event)
             case Step():
-                self._step(event)
+                model = self._second if event.path.startswith(SECOND) else self._model
+                assert model is not None
+                model.do(event)
             case Gradient():
-                unit, index = self._place[event.parameter]
+                unit, index = self._model.places[event.parameter]
                 category = event.category
                 unit.accumulate(index, Storage(self._ledger, event.num_bytes, category, taken_from=category))
             case Sent():
-                self._traffic += Traffic(**{event.axis: Exchange(1, event.num_bytes)})
+                self._sent[event.axis] += Exchange(1, event.num_bytes)
 
     def _change(self, event: Bytes) -> None:
         for category, num_bytes in event.changes:
@@ -207,11 +239,3 @@ class Replay:
                 self._ledger.allocate(num_bytes, category)
         if event.in_product:
             self._ledger.product()
-
-    def _step(self, event: Step) -> None:
-        if event.name == "finish_backward":
-            self._context.finish_backward()
-            return
-        step, _, again = event.name.partition(" ")
-        call = getattr(self._unit_of_module[event.path], step)
-        call(in_backward=True) if again else call()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from titan_launch.plan.memory.depth import Repeat, shorten
 from titan_launch.plan.memory.ledger import Category
 from titan_launch.plan.types import is_within
 
@@ -29,6 +30,10 @@ OF_FSDP = frozenset(
     }
 )
 """The categories that a replay adds. A tape does not have them."""
+
+
+SECOND = "@"
+"""Prefix of the paths of the loss's second model."""
 
 
 class Bytes(NamedTuple):
@@ -90,14 +95,18 @@ class Tape:
     """The events of one microbatch on one rank."""
 
     blocks: tuple[str, ...]
-    """Paths of the blocks that were recorded."""
+    """Paths of the model's outer blocks."""
+
+    repeat: Repeat | None
+    """The repeated part of the blocks, of which only the first two periods and the last two were recorded. None: all
+    blocks were recorded."""
 
     segments: tuple[Segment, ...]
     held: Bytes
     """The model's buffers on this rank, and what else is there during the whole step."""
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """This rank's part of each parameter that tensor or expert parallelism divides, by full name."""
+    """This rank's part of each parameter that tensor parallelism divides, by full name."""
 
 
 def compact(events: Iterable[Event]) -> Iterator[Event]:
@@ -105,15 +114,20 @@ def compact(events: Iterable[Event]) -> Iterator[Event]:
 
     Between two other events only these count: the highest total, the highest total in a matrix product, and the end.
     """
-    for is_bytes, run in groupby(events, lambda event: isinstance(event, Bytes) and not _is_on_host(event)):
-        yield from _states(run) if is_bytes else run  # type: ignore[arg-type]
+    run: list[Bytes] = []
+    for event in events:
+        if isinstance(event, Bytes) and all(category is not Category.OFFLOADED for category, _ in event.changes):
+            run.append(event)
+        else:
+            yield from _states(run)
+            yield event
+            run = []
+    yield from _states(run)
 
 
-def _is_on_host(event: Bytes) -> bool:
-    return any(category is Category.OFFLOADED for category, _ in event.changes)
-
-
-def _states(run: Iterable[Bytes]) -> Iterator[Bytes]:
+def _states(run: Sequence[Bytes]) -> Iterator[Bytes]:
+    if not run:
+        return
     states: list[tuple[int, bool, Counter[Category]]] = []
     held: Counter[Category] = Counter()
     for event in run:
@@ -134,42 +148,84 @@ def _states(run: Iterable[Bytes]) -> Iterator[Bytes]:
         before = now
 
 
-def are_periodic(tape: Tape, period: int) -> bool:
-    """Return True if the second and the third of the four periods of a tape's blocks have the same events."""
-    second, third = (tape.blocks[index * period : (index + 1) * period] for index in (1, 2))
-    names = dict(zip(third, second, strict=True))
-    own = [[s for s in tape.segments if s.module in blocks] for blocks in (second, third)]
-    return _in_order(own[0], second) == _in_order([_renamed(segment, names) for segment in own[1]], second)
+_PERIODS = 4
+"""Periods of a repeated part that are recorded. The second and the third show whether the part is uniform; the first
+and the last may differ from them."""
 
 
-def _in_order(segments: Sequence[Segment], blocks: Sequence[str]) -> dict[tuple[str, str], list[Segment]]:
-    return {
-        (phase, block): [s for s in segments if (s.phase, s.module) == (phase, block)]
-        for phase in ("forward", "backward")
-        for block in blocks
-    }
+def omitted_blocks(blocks: Sequence[str], repeat: Repeat) -> tuple[str, ...]:
+    """Return the blocks that need not be recorded."""
+    kept = set(shorten(len(blocks), repeat, _PERIODS))
+    return tuple(path for index, path in enumerate(blocks) if index not in kept)
 
 
-def with_blocks(tape: Tape, blocks: Sequence[str], period: int) -> Tape:
-    """Return the tape of a deeper model, whose additional blocks are as the second of the tape's four periods."""
-    more = [path for path in blocks if path not in tape.blocks]
-    if not more:
-        return tape
-    second = tape.blocks[period : 2 * period]
-    copies = [
-        dict(zip(second, more[start : start + period], strict=True)) for start in range(0, len(more), period)
-    ]
+def is_uniform(tape: Tape) -> bool:
+    """Return True if the second and the third of the recorded periods have the same events."""
+    if tape.repeat is None:
+        return True
+    period, end = tape.repeat.period, tape.repeat.end
+    second, third = _second_period(tape), tape.blocks[end - 2 * period : end - period]
+    for phase in ("forward", "backward"):
+        for one, other in zip(second, third, strict=True):
+            names = dict(zip(third, second, strict=True))
+            own = [s for s in tape.segments if (s.phase, s.module) == (phase, one)]
+            others = [_renamed(s, names) for s in tape.segments if (s.phase, s.module) == (phase, other)]
+            if own != others:
+                return False
+    return True
+
+
+def _second_period(tape: Tape) -> tuple[str, ...]:
+    assert tape.repeat is not None
+    start = tape.repeat.start + tape.repeat.period
+    return tape.blocks[start : start + tape.repeat.period]
+
+
+def with_blocks(tape: Tape, wanted: Sequence[str]) -> Tape:
+    """Return the tape of a model with only some of its outer blocks. Blocks that were not recorded are like those of
+    the second period."""
+    second: tuple[str, ...] = ()
+    like: dict[str, str] = {}
+    if tape.repeat is not None:
+        second, omitted = _second_period(tape), set(omitted_blocks(tape.blocks, tape.repeat))
+        like = {
+            path: second[(index - tape.repeat.start) % tape.repeat.period]
+            for index, path in enumerate(tape.blocks)
+            if path in omitted.intersection(wanted)
+        }
+    removed = set(tape.blocks).difference(wanted)
     segments: list[Segment] = []
-    for (phase, is_second), group in groupby(tape.segments, lambda s: (s.phase, s.module in second)):
-        own = list(group)
-        if is_second and phase == "forward":
-            segments += own + [_renamed(s, names) for names in copies for s in own]
-        elif is_second:
-            segments += [_renamed(s, names) for names in reversed(copies) for s in own] + own
+    for (phase, is_second), run in groupby(tape.segments, lambda s: (s.phase, s.module in second)):
+        own = list(run)
+        copies = [
+            [_renamed(segment, {model: path}) for segment in own if segment.module == model]
+            for path, model in (like.items() if is_second else ())
+        ]
+        if phase == "forward":
+            segments += own + [segment for copy in copies for segment in copy]
         else:
-            segments += own
-    shapes = {_rename(name, names): shape for names in copies for name, shape in tape.shapes.items()}
-    return replace(tape, blocks=tuple(blocks), segments=tuple(segments), shapes={**tape.shapes, **shapes})
+            segments += [segment for copy in reversed(copies) for segment in copy] + own
+    return replace(
+        tape,
+        blocks=tuple(wanted),
+        repeat=None,
+        segments=tuple(segment for segment in segments if segment.module not in removed),
+        shapes=_shapes(tape, like),
+    )
+
+
+def whole_shapes(tape: Tape) -> Mapping[str, tuple[int, ...]]:
+    """Return `Tape.shapes` with the parameters of all blocks."""
+    return with_blocks(replace(tape, segments=()), tape.blocks).shapes
+
+
+def _shapes(tape: Tape, like: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    shapes = dict(tape.shapes)
+    for path, model in like.items():
+        for name, shape in tape.shapes.items():
+            if is_within(name, model):
+                shapes[_rename(name, {model: path})] = shape
+    return shapes
 
 
 def _renamed(segment: Segment, names: Mapping[str, str]) -> Segment:
@@ -197,6 +253,7 @@ def to_json(tape: Tape) -> dict[str, Any]:
     """Return a tape as a value for JSON."""
     return {
         "blocks": tape.blocks,
+        "repeat": tape.repeat and asdict(tape.repeat),
         "held": tape.held.changes,
         "shapes": dict(tape.shapes),
         "segments": [
@@ -220,4 +277,5 @@ def from_json(value: Mapping[str, Any]) -> Tape:
 
     segments = (Segment(phase, module, tuple(event(*e) for e in events)) for phase, module, events in value["segments"])
     shapes = {name: tuple(shape) for name, shape in value["shapes"].items()}
-    return Tape(tuple(value["blocks"]), tuple(segments), changed(value["held"]), shapes)
+    repeat = value["repeat"] and Repeat(**value["repeat"])
+    return Tape(tuple(value["blocks"]), repeat, tuple(segments), changed(value["held"]), shapes)

@@ -1,0 +1,85 @@
+"""The planner's engine: memory and traffic of a rank in a step, from recorded tapes and a replay of FSDP2. No torch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.loss import frozen_job
+from titan_launch.plan.communication import Traffic, on_line, traffic_of_step
+from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.job import Choice, plan_job, plan_untrained, with_choice
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.depth import block_signatures, find_shortcut, without_blocks
+from titan_launch.plan.memory.ledger import Footprint, extrapolate
+from titan_launch.plan.memory.recordings import Recordings
+from titan_launch.plan.memory.replay import Replay, ReplayedStep, SecondModel, local_plan
+from titan_launch.plan.memory.tape import Tape, whole_shapes, with_blocks
+from titan_launch.plan.types import ModelPlan, outermost
+
+
+class ReplayEngine:
+    """Predicts a job's step under the modes of a `Choice`."""
+
+    def __init__(self, config: JobConfig, layout: Layout, kernels: Kernels, recordings: Recordings):
+        self._config = config
+        self._layout = layout
+        self._kernels = kernels
+        self._recordings = recordings
+        self._step = cache(self._predicted)
+
+    def __call__(self, choice: Choice) -> Footprint:
+        """Return the active memory of the rank with the highest peak. Raises ConfigError as a run would."""
+        return self._step(choice)[0]
+
+    def traffic(self, choice: Choice) -> Traffic:
+        """Return the traffic of the same rank in a step."""
+        return self._step(choice)[1]
+
+    def _predicted(self, choice: Choice) -> tuple[Footprint, Traffic]:
+        config = with_choice(self._config, choice)
+        plan = plan_job(config, self._recordings.subject().inventory)
+        tape = self._recordings.tape(choice.activation_checkpoint)
+        with _without_garbage_collection():
+            step = self._replayed(config, plan, tape)
+        traffic = traffic_of_step(local_plan(plan, whole_shapes(tape)), self._layout, choice.accumulation)
+        return step.footprint, traffic + step.traffic
+
+    def _replayed(self, config: JobConfig, plan: ModelPlan, tape: Tape) -> ReplayedStep:
+        """Replay the model at two smaller depths and extrapolate, or at its own depth."""
+        blocks = outermost(plan.inventory.blocks)
+
+        def at(removed: tuple[str, ...]) -> ReplayedStep:
+            own, wanted = without_blocks(plan, removed), [path for path in blocks if path not in removed]
+            return Replay(config, own, self._layout, self._kernels, with_blocks(tape, wanted), self._second()).step()
+
+        shortcut = None if tape.repeat is None else find_shortcut(block_signatures(plan), blocks, plan.checkpointed)
+        if shortcut is not None:
+            shorter, longer = at(shortcut.removed_from_shorter), at(shortcut.removed_from_longer)
+            footprint = extrapolate(shorter.footprint, longer.footprint, shortcut.factor)
+            if footprint is not None:
+                return ReplayedStep(footprint, on_line(shorter.traffic, longer.traffic, shortcut.factor))
+        return at(())
+
+    def _second(self) -> SecondModel | None:
+        found, inventory = self._config.loss.frozen_model(), self._recordings.subject().second
+        if found is None or inventory is None:
+            return None
+        own = frozen_job(self._config, found)
+        return SecondModel(own, plan_untrained(own, inventory))
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable the garbage collector in the block. A replay makes many objects, which their reference counts free, so
+    collections would find nothing and take a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

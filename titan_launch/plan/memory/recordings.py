@@ -1,0 +1,286 @@
+"""What is known of a job's model: its modules, and the tapes of its microbatches, from the user's cache or recorded
+now. No torch.
+
+A recording does not depend on the number of shards, the mode of gradient accumulation, the optimizer, the length of the
+run or its files. `recorded_job` sets all of these to their defaults: what it returns is what is recorded, and the key
+of the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from math import gcd
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.data import DataSource, SyntheticData, separates_documents
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.core.files import cache_folder, file_state, replace_text
+from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.memory.tape import Tape, from_json, to_json
+from titan_launch.plan.pipeline import sufficient_microbatches
+from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model of a job."""
+
+    inventory: Inventory
+    flops_per_sample: int | None
+    """The FLOPs that a user's own model declares."""
+
+    second: Inventory | None = None
+    """The second model of the loss (`loss.dpo`, `loss.distillation`)."""
+
+
+class Recorder(Protocol):
+    """Records with PyTorch (`trace.recorder`)."""
+
+    def subject(self, job: JobConfig) -> Subject:
+        """Build the model of a job. Raises ConfigError as a run does."""
+
+    def tape(self, job: JobConfig, layout: Layout, kernels: Kernels, subject: Subject, pipeline_rank: int) -> Tape:
+        """Record a microbatch of a job. Raises ConfigError as a run does, and for a model that cannot be traced."""
+
+    def files(self) -> list[str]:
+        """Return the files of the user's own modules that this process has imported."""
+
+
+class NotRecorded(LookupError):
+    """Raised if a recording is not in the cache and there is no recorder."""
+
+
+class _Packed(SyntheticData):
+    """Stands for data whose samples have document numbers."""
+
+    packing: Literal["documents"] = "documents"
+
+
+_KEPT = ("model", "lora", "loss", "precision", "batchnorm", "kernels", "float8")
+"""Sections that a recording depends on as a whole."""
+
+
+def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
+    """Return the job that is recorded for `config`: the same model and microbatch, and nothing else of the job.
+
+    The job has one microbatch on the fewest ranks that its context, tensor, pipeline and expert parallelism allow; a
+    pipeline has as many as its memory depends on.
+    """
+    blank = JobConfig()
+    training, parallelism, planner = config.training, config.parallelism, config.planner
+    replicas, shards = 1, max(2, layout.expert // gcd(layout.expert, layout.context))
+    if config.batchnorm.statistics == "synchronized":  # the statistics are gathered from all ranks
+        replicas, shards = layout.replicate, layout.shard
+    microbatches = sufficient_microbatches(parallelism, layout) if layout.pipeline > 1 else 1
+    of_training = {
+        name: getattr(training, name) for name in ("seq_len", "trainable", "frozen", "unfreeze", "epochs", "steps")
+    }
+    if not training.unfreeze:
+        del of_training["epochs"], of_training["steps"]
+    sizes = {
+        "local_batch_size": layout.local_batch_size,
+        "global_batch_size": layout.local_batch_size * replicas * shards * microbatches,
+    }
+    of_ranks = {
+        "data_parallel_replicate_degree": replicas,
+        "data_parallel_shard_degree": shards,
+        "shard_optimizer_over_replicas": False,
+        "fsdp_reshard_after_forward": "default",
+    }
+    of_plan = {"device": planner.device, "expert_load": planner.expert_load}
+    sections: dict[str, Any] = {name: getattr(config, name) for name in _KEPT}
+    if config.data.unit == "tokens":
+        data: DataSource = (_Packed if separates_documents(config.data) else SyntheticData)(
+            kind="synthetic", vocab_size=2
+        )
+    else:
+        data, sections["tokenizer"] = config.data, config.tokenizer
+    return blank.model_copy(
+        update={
+            **sections,
+            "data": data,
+            "training": blank.training.model_copy(update={**of_training, **sizes}),
+            "parallelism": parallelism.model_copy(update=of_ranks),
+            "planner": blank.planner.model_copy(update=of_plan),
+        }
+    )
+
+
+class Recordings:
+    """The recordings of a job on a number of ranks."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        layout: Layout,
+        kernels: Kernels,
+        recorder: Callable[[], Recorder] | None,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        """`recorder`: called when something must be recorded; None: only the cache is asked. `say` shows what is
+        recorded."""
+        self.job = recorded_job(config, layout)
+        self.layout = plan_layout(self.job.parallelism, self.job.training, _world_size(self.job, layout))
+        self._kernels = kernels
+        self._recorder = recorder
+        self._say = say
+        self._subject: Subject | None = None
+
+    def subject(self) -> Subject:
+        """Return the model. Raises NotRecorded."""
+        if self._subject is None:
+            value = self._known("model", self.job, lambda recorder: _subject_to_json(recorder.subject(self.job)))
+            self._subject = _subject_from_json(value)
+        return self._subject
+
+    def tape(self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int = 0) -> Tape:
+        """Return the tape of a microbatch. Raises NotRecorded."""
+        job, subject = self.job.model_copy(update={"activation_checkpoint": checkpointing}), self.subject()
+        what = f"tape {pipeline_rank}"
+
+        def record(recorder: Recorder) -> dict[str, Any]:
+            return to_json(recorder.tape(job, self.layout, self._kernels, subject, pipeline_rank))
+
+        return from_json(self._known(what, job, record))
+
+    def _known(self, what: str, job: JobConfig, record: Callable[[Recorder], dict[str, Any]]) -> dict[str, Any]:
+        key = _key(what, job, self._kernels)
+        value = _load(key)
+        if value is not None:
+            return value
+        if self._recorder is None:
+            raise NotRecorded(what)
+        self._say(what)
+        recorder = self._recorder()
+        value = json.loads(json.dumps(record(recorder)))
+        _store(key, value, recorder.files())
+        return value
+
+
+def _world_size(job: JobConfig, layout: Layout) -> int:
+    own = job.parallelism
+    return own.data_parallel_replicate_degree * own.data_parallel_shard_degree * layout.model_parallel
+
+
+# The cache
+
+
+def _key(what: str, job: JobConfig, kernels: Kernels) -> str:
+    """Return the name of an entry: a digest of all that a recording depends on."""
+    known = job.model_dump(mode="json")
+    versions = [_version(name) for name in ("torch", "transformers", "peft", "torchao")]
+    folder = None if job.model.is_of_package and job.model.loss is None else os.getcwd()
+    parts = [what, folder, known, _files_named_in(known), kernels, versions, _package_digest()]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _package_digest() -> str:
+    """Return a digest of the states of this package's files: a recording of other code is not used."""
+    root = Path(__file__).parent.parent.parent
+    states = sorted((str(path.relative_to(root)), file_state(path)) for path in root.rglob("*.py"))
+    return hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
+
+
+def _files_named_in(value: Any) -> list[Any]:
+    """Return the states of the files and of the `config.json` of the folders that a job names."""
+    if isinstance(value, Mapping):
+        return [entry for part in value.values() for entry in _files_named_in(part)]
+    if isinstance(value, (list, tuple)):
+        return [entry for part in value for entry in _files_named_in(part)]
+    if not isinstance(value, str) or os.sep not in value:
+        return []
+    found = []
+    for path in (Path(value), Path(value) / "config.json", Path(value) / "adapter_config.json"):
+        with suppress(OSError, ValueError):
+            if path.is_file():
+                found.append([str(path), file_state(path)])
+    return found
+
+
+def _entry(key: str) -> Path:
+    return cache_folder() / "plans" / f"{key}.json"
+
+
+def _load(key: str) -> dict[str, Any] | None:
+    """Return an entry of the cache; None if there is none, or if it is damaged or older than a file of its model."""
+    try:
+        entry = json.loads(_entry(key).read_text(encoding="utf-8"))
+        if all(file_state(Path(path)) == state for path, state in entry["files"]):
+            value: dict[str, Any] = entry["value"]
+            return value if entry["digest"] == _digest(value) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    return None
+
+
+def _store(key: str, value: dict[str, Any], files: list[str]) -> None:
+    """Write an entry of the cache. A cache that cannot be written is not used."""
+    with suppress(OSError):
+        path = _entry(key)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        states = [[file, file_state(Path(file))] for file in files]
+        replace_text(path, json.dumps({"digest": _digest(value), "files": states, "value": value}))
+        for old in _oldest(path.parent):
+            old.unlink()
+
+
+_MOST_ENTRIES = 500
+"""Entries that the cache keeps. Each has some 10 to 100 KB."""
+
+
+def _oldest(folder: Path) -> Iterator[Path]:
+    entries = list(folder.glob("*.json"))
+    if len(entries) > _MOST_ENTRIES:
+        yield from sorted(entries, key=lambda path: path.stat().st_mtime_ns)[: len(entries) - _MOST_ENTRIES]
+
+
+def _digest(value: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def _subject_to_json(subject: Subject) -> dict[str, Any]:
+    return asdict(subject)
+
+
+def _subject_from_json(value: Mapping[str, Any]) -> Subject:
+    second = value["second"]
+    return Subject(
+        _inventory(value["inventory"]), value["flops_per_sample"], None if second is None else _inventory(second)
+    )
+
+
+def _inventory(value: Mapping[str, Any]) -> Inventory:
+    def tensors(values: list[dict[str, Any]]) -> tuple[TensorInfo, ...]:
+        return tuple(TensorInfo(**{**entry, "shape": tuple(entry["shape"])}) for entry in values)
+
+    modules = (
+        ModuleInfo(
+            **{
+                **module,
+                "classes": tuple(module["classes"]),
+                "parameters": tensors(module["parameters"]),
+                "buffers": tensors(module["buffers"]),
+            }
+        )
+        for module in value["modules"]
+    )
+    paths = {name: tuple(value[name]) for name in ("blocks", "head", "embeddings", "pipeline_order")}
+    return Inventory(**{**value, **paths, "modules": tuple(modules)})
