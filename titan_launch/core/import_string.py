@@ -49,7 +49,7 @@ def user_files() -> list[str]:
     """Return the files of the modules that this process has imported, except those of Python, of installed packages
     and of this package."""
     folders = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
-    installed = tuple(os.path.realpath(folder) + os.sep for folder in folders) + (_OWN_FOLDER,)
+    installed = (*tuple(os.path.realpath(folder) + os.sep for folder in folders), _OWN_FOLDER)
     files = {
         os.path.realpath(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))
     }

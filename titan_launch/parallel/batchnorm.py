@@ -203,6 +203,11 @@ class RunningStatistics:
         self.saved = torch.cat(self._bytes) if self._bytes else torch.empty(0, dtype=torch.uint8)
         """The copy: the concatenated bytes of all buffers."""
 
+    @property
+    def saved_bytes(self) -> dict[str, int]:
+        """The bytes of each buffer in the copy, by full name."""
+        return dict(zip(self._buffers, self._sizes, strict=True))
+
     @torch.no_grad()
     def save(self) -> None:
         """Save the values of the buffers in the copy."""

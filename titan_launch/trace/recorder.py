@@ -6,8 +6,7 @@ are recorded instead. So the tape does not depend on the mode of gradient accumu
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from titan_launch.config.job import JobConfig
 from titan_launch.core.import_string import user_files
 from titan_launch.core.patches import replaced
+from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.torch_private import (
     end_forward as fsdp_end_forward,
 )
@@ -201,30 +201,29 @@ def record_microbatch(
             )
             stack.enter_context(dtype_failures_explained(module, part, config.precision))
         stack.enter_context(count_exchanges(mesh, _Exchanges(recorder)))
-        memory.scope(Category.BUFFERS)
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
-        memory.scope(None)
         loss = build_loss(model, plan, config, batches.num_classes, has_values=False, frozen=frozen)
         hold_frozen(memory, loss)
         strategy, num_items = build_strategy(config.gradient_accumulation), torch.ones((), dtype=torch.int64)
-        held = _sum(event for _, events in recorder.segments for event in events)
+        buffers = _buffers(model, statistics.saved_bytes, "")
+        if frozen is not None:
+            buffers |= _buffers(frozen.module, {}, SECOND)
         recorder.segments.clear()
         steps.begin_microbatch(0)
         strategy.begin_microbatch(model, is_last=True)
         microbatch = batches.make()
         memory.hold(microbatch, Category.INPUTS)
         forward_backward(model, microbatch, torch.device("cpu"), lambda: num_items, loss)
-        del microbatch, statistics
-        segments = (Segment(point.phase, point.unit, tuple(compact(events))) for point, events in recorder.segments)
-        return Tape((), None, tuple(segments), held, _divided_shapes(model, plan))
+        del microbatch
+        segments = tuple(
+            Segment(point.phase, point.unit, tuple(compact(events))) for point, events in recorder.segments
+        )
+        return Tape((), None, segments, buffers, _divided_shapes(model, plan))
 
 
-def _sum(events: Iterable[Event]) -> Bytes:
-    total: Counter[Category] = Counter()
-    for event in events:
-        if isinstance(event, Bytes):
-            total.update(dict(event.changes))
-    return Bytes(tuple(total.items()))
+def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[str, int]:
+    """Return the bytes of the buffers of a model by full name. `copied`: bytes of their copies."""
+    return {prefix + name: local_tensor(buffer).nbytes + copied.get(name, 0) for name, buffer in model.named_buffers()}
 
 
 @contextmanager

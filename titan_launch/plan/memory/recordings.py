@@ -56,7 +56,7 @@ class Recorder(Protocol):
         """Return the files of the user's own modules that this process has imported."""
 
 
-class NotRecorded(LookupError):
+class NotRecordedError(LookupError):
     """Raised if a recording is not in the cache and there is no recorder."""
 
 
@@ -137,14 +137,14 @@ class Recordings:
         self._subject: Subject | None = None
 
     def subject(self) -> Subject:
-        """Return the model. Raises NotRecorded."""
+        """Return the model. Raises NotRecordedError."""
         if self._subject is None:
             value = self._known("model", self.job, lambda recorder: _subject_to_json(recorder.subject(self.job)))
             self._subject = _subject_from_json(value)
         return self._subject
 
     def tape(self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int = 0) -> Tape:
-        """Return the tape of a microbatch. Raises NotRecorded."""
+        """Return the tape of a microbatch. Raises NotRecordedError."""
         job, subject = self.job.model_copy(update={"activation_checkpoint": checkpointing}), self.subject()
         what = f"tape {pipeline_rank}"
 
@@ -159,7 +159,7 @@ class Recordings:
         if value is not None:
             return value
         if self._recorder is None:
-            raise NotRecorded(what)
+            raise NotRecordedError(what)
         self._say(what)
         recorder = self._recorder()
         value = json.loads(json.dumps(record(recorder)))

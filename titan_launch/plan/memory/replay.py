@@ -198,7 +198,7 @@ class Replay:
                 self._ledger.allocate(unit.shard_bytes, Category.PARAMETERS)
         self._ledger.allocate(state_bytes(self._config.optimizer, self._groups), Category.OPTIMIZER)
         self._ledger.allocate(ema_bytes(self._config.ema, self._groups), Category.EMA)
-        self._change(self._tape.held)
+        self._ledger.allocate(sum(self._tape.buffers.values()), Category.BUFFERS)
 
     def _begin_microbatch(self, is_last: bool) -> None:
         accumulation = self._config.gradient_accumulation

@@ -7,14 +7,16 @@ mode of gradient accumulation and any number of shards and blocks: the tape does
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from titan_launch.plan.memory.depth import Repeat, shorten
 from titan_launch.plan.memory.ledger import Category
-from titan_launch.plan.types import is_within
+from titan_launch.plan.types import enclosing, is_within
+
+T = TypeVar("T")
 
 OF_FSDP = frozenset(
     {
@@ -102,8 +104,8 @@ class Tape:
     blocks were recorded."""
 
     segments: tuple[Segment, ...]
-    held: Bytes
-    """The model's buffers on this rank, and what else is there during the whole step."""
+    buffers: Mapping[str, int]
+    """Bytes of the buffers on this rank during the whole step, by full name."""
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """This rank's part of each parameter that tensor parallelism divides, by full name."""
@@ -210,7 +212,8 @@ def with_blocks(tape: Tape, wanted: Sequence[str]) -> Tape:
         blocks=tuple(wanted),
         repeat=None,
         segments=tuple(segment for segment in segments if segment.module not in removed),
-        shapes=_shapes(tape, like),
+        buffers=_of_blocks(tape.buffers, like, removed),
+        shapes=_of_blocks(tape.shapes, like, removed),
     )
 
 
@@ -219,13 +222,15 @@ def whole_shapes(tape: Tape) -> Mapping[str, tuple[int, ...]]:
     return with_blocks(replace(tape, segments=()), tape.blocks).shapes
 
 
-def _shapes(tape: Tape, like: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    shapes = dict(tape.shapes)
-    for path, model in like.items():
-        for name, shape in tape.shapes.items():
-            if is_within(name, model):
-                shapes[_rename(name, {model: path})] = shape
-    return shapes
+def _of_blocks(by_name: Mapping[str, T], like: Mapping[str, str], removed: Collection[str]) -> dict[str, T]:
+    """Return a table by full names without the `removed` blocks, and with those that are `like` others."""
+    added = {
+        _rename(name, {model: path}): value
+        for path, model in like.items()
+        for name, value in by_name.items()
+        if is_within(name, model)
+    }
+    return {name: value for name, value in (*by_name.items(), *added.items()) if not enclosing(name, removed)}
 
 
 def _renamed(segment: Segment, names: Mapping[str, str]) -> Segment:
@@ -254,7 +259,7 @@ def to_json(tape: Tape) -> dict[str, Any]:
     return {
         "blocks": tape.blocks,
         "repeat": tape.repeat and asdict(tape.repeat),
-        "held": tape.held.changes,
+        "buffers": dict(tape.buffers),
         "shapes": dict(tape.shapes),
         "segments": [
             [s.phase, s.module, [[_KINDS.index(type(event)), *event] for event in s.events]] for s in tape.segments
@@ -278,4 +283,4 @@ def from_json(value: Mapping[str, Any]) -> Tape:
     segments = (Segment(phase, module, tuple(event(*e) for e in events)) for phase, module, events in value["segments"])
     shapes = {name: tuple(shape) for name, shape in value["shapes"].items()}
     repeat = value["repeat"] and Repeat(**value["repeat"])
-    return Tape(tuple(value["blocks"]), repeat, tuple(segments), changed(value["held"]), shapes)
+    return Tape(tuple(value["blocks"]), repeat, tuple(segments), dict(value["buffers"]), shapes)
