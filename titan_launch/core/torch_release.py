@@ -66,6 +66,9 @@ until it has called the hooks of the parameters. Earlier releases free them at t
 FREES_WITHOUT_GRADIENTS = torch_release() >= (2, 12)
 """True if FSDP2 also frees the reduce-scatter input of the unit before when a unit has no gradients to reduce."""
 
+FINALIZES_BACKWARD = torch_release() >= (2, 15)
+"""True if a schedule with a separate backward of weights ends FSDP2's backward with `FSDPModule.finalize_backward`."""
+
 SKIPS_DIVISION_BY_ONE = torch_release() >= (2, 15)
 """True if FSDP2 skips the division of gradients by 1 if there is one shard. Earlier releases divide, which costs a
 copy."""

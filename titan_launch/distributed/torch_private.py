@@ -24,7 +24,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titan_launch.core.patches import replaced
-from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD, NEWEST_TESTED, is_tested_release, torch_release
+from titan_launch.core.torch_release import (
+    ACCUMULATES_IN_GRAD,
+    FINALIZES_BACKWARD,
+    NEWEST_TESTED,
+    is_tested_release,
+    torch_release,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -222,7 +228,8 @@ def hooks_watched(on_hook: Callable[[str, nn.Module], None]) -> Iterator[None]:
 
     Names: `pre_forward`, `unshard_in_forward` (the inputs are cast), `prefetch_in_forward`, `post_forward`,
     `complete_forward` (the end of a forward in which not all modules of the unit have run), `pre_backward`,
-    `post_backward`, `finish_backward` (of a whole model). Hooks that `finish_backward` calls are not reported.
+    `post_backward`, and of a whole model `finish_backward` (autograd has ended) and `finalize_backward`. Hooks that the
+    last two call are not reported.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -239,7 +246,7 @@ def hooks_watched(on_hook: Callable[[str, nn.Module], None]) -> Iterator[None]:
                 return function(unit, *args, **kwargs)
             if not is_finishing:
                 on_hook(hook, modules[0])
-            is_finishing, before = is_finishing or hook == "finish_backward", is_finishing
+            is_finishing, before = is_finishing or hook in ("finish_backward", "finalize_backward"), is_finishing
             try:
                 return function(unit, *args, **kwargs)
             finally:
@@ -257,6 +264,8 @@ def hooks_watched(on_hook: Callable[[str, nn.Module], None]) -> Iterator[None]:
         watched(FSDPState, "_pre_backward", "pre_backward")
         watched(FSDPParamGroup, "post_backward", "post_backward")
         watched(FSDPState, "_root_post_backward_final_callback", "finish_backward")
+        if FINALIZES_BACKWARD:
+            watched(FSDPState, "finalize_backward", "finalize_backward")
         yield
 
 

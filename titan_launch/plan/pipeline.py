@@ -272,6 +272,20 @@ def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
     return tuple(stage_part(plan, stage) for stage in plan.stages if stage.rank == rank)
 
 
+def representative_ranks(plan: ModelPlan) -> list[int]:
+    """Return pipeline ranks, one of which has the highest peak memory.
+
+    The first pipeline rank starts the most microbatches before a backward ends. The last pipeline rank has the logits.
+    The third candidate is the rank with the most parameters.
+    """
+    parameters: dict[int, int] = {}
+    for stage in plan.stages:
+        parameters[stage.rank] = parameters.get(stage.rank, 0) + stage.num_parameters
+    if not parameters:
+        return [0]
+    return sorted({0, max(parameters), max(parameters, key=lambda rank: parameters[rank])})
+
+
 def _without(inventory: Inventory, foreign: Collection[str]) -> tuple[Inventory, dict[str, str]]:
     """Return the inventory without the `foreign` modules, and a dict of first paths.
 

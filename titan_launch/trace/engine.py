@@ -28,10 +28,10 @@ from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_job, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.depth import Shortcut, block_signatures, find_shortcut, without_blocks
+from titan_launch.plan.memory.depth import Shortcut, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
-from titan_launch.plan.pipeline import parts_on_rank
-from titan_launch.plan.types import Inventory, ModelPlan, outermost, parent
+from titan_launch.plan.pipeline import parts_on_rank, representative_ranks
+from titan_launch.plan.types import Inventory, ModelPlan, parent
 from titan_launch.trace.step import TracedStep, trace_step
 from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.model import build_job_model
@@ -63,8 +63,7 @@ def _find_shortcut(plan: ModelPlan, pipeline_rank: int) -> Shortcut | None:
     parts = parts_on_rank(plan, pipeline_rank)
     if len(parts) > 1:
         return None
-    signatures = block_signatures(parts[0])
-    return find_shortcut(signatures, outermost(parts[0].inventory.blocks), parts[0].checkpointed)
+    return find_shortcut(parts[0])
 
 
 def _trace_short(
@@ -236,20 +235,6 @@ class TraceEngine:
         if not plan.stages:
             return traced
         return replace(traced, footprint=replace(traced.footprint, pipeline_rank=pipeline_rank))
-
-
-def representative_ranks(plan: ModelPlan) -> list[int]:
-    """Return pipeline ranks, one of which has the highest peak memory.
-
-    The first pipeline rank starts the most microbatches before a backward ends. The last pipeline rank has the logits.
-    The third candidate is the rank with the most parameters.
-    """
-    parameters: dict[int, int] = {}
-    for stage in plan.stages:
-        parameters[stage.rank] = parameters.get(stage.rank, 0) + stage.num_parameters
-    if not parameters:
-        return [0]
-    return sorted({0, max(parameters), max(parameters, key=lambda rank: parameters[rank])})
 
 
 def trace_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> TraceEngine:

@@ -6,7 +6,7 @@ are recorded instead. So the tape does not depend on the mode of gradient accumu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,19 +32,20 @@ from titan_launch.metrics.traffic import TrafficCount
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.parallel import fsdp
-from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.batchnorm import RunningStatistics
-from titan_launch.parallel.pipeline import parts
+from titan_launch.parallel.pipeline import parts as parts_of
+from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.depth import Repeat, block_repeat, without_blocks
+from titan_launch.plan.memory.depth import block_repeat, without_blocks
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
-from titan_launch.plan.memory.recordings import Subject
+from titan_launch.plan.memory.recordings import Subject, layout_of_recording
 from titan_launch.plan.memory.tape import (
     OF_FSDP,
     SECOND,
+    Blocks,
     Bytes,
     Event,
     Gradient,
@@ -54,8 +55,9 @@ from titan_launch.plan.memory.tape import (
     Tape,
     compact,
     is_uniform,
-    omitted_blocks,
+    root_path,
 )
+from titan_launch.plan.pipeline import parts_on_rank
 from titan_launch.plan.types import ModelPlan, outermost, parent
 from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.engine import (
@@ -66,6 +68,7 @@ from titan_launch.trace.engine import (
     whole_traced_on_error,
 )
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
+from titan_launch.trace.pipeline_recorder import Mark, Note, PipelineRecorder
 from titan_launch.trace.step import assemble_without_values, makes_logits, watched_memory
 from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.frozen_model import inspect_frozen_model
@@ -79,14 +82,13 @@ class _Recorder(Ledger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.segments: list[tuple[StepPoint, list[Event]]] = []
+        self.notes: list[Note] = []
         self.taking: str | None = None
         """Full name of the parameter that takes its gradient."""
-        self._events: list[Event] = []
 
     def allocate(self, num_bytes: int, category: Category) -> None:
         if category not in OF_FSDP:
-            self._events.append(Bytes(((category, num_bytes),)))
+            self.notes.append(Bytes(((category, num_bytes),)))
 
     def free(self, num_bytes: int, category: Category) -> None:
         self.allocate(-num_bytes, category)
@@ -94,22 +96,29 @@ class _Recorder(Ledger):
     def move(self, num_bytes: int, old: Category, new: Category) -> None:
         if new is Category.UNSHARDED_GRADIENTS and old not in OF_FSDP:
             assert self.taking is not None
-            self._events.append(Gradient(self.taking, num_bytes, old))
+            self.notes.append(Gradient(self.taking, num_bytes, old))
         elif old != new:
             assert new not in OF_FSDP or old in OF_FSDP, (old, new)
             self.free(num_bytes, old)
             self.allocate(num_bytes, new)
 
     def enter(self, point: StepPoint) -> None:
-        self._events = []
-        self.segments.append((point, self._events))
+        self.notes.append(point)
 
     def product(self) -> None:
-        self._events.append(Bytes((), in_product=True))
+        self.notes.append(Bytes((), in_product=True))
 
-    def note(self, event: Event) -> None:
-        """Note an event that is no change of memory."""
-        self._events.append(event)
+    def segments(self) -> Iterator[Segment]:
+        """Yield what was noted, by the points of the step."""
+        point, events = StepPoint(0, "forward", ""), list[Event]()
+        for note in (*self.notes, point):
+            if not isinstance(note, StepPoint):
+                assert not isinstance(note, Mark)
+                events.append(note)
+                continue
+            if events:
+                yield Segment(point.phase, point.unit, tuple(compact(events)), point.microbatch)
+            point, events = note, []
 
 
 class _Exchanges(TrafficCount):
@@ -123,7 +132,7 @@ class _Exchanges(TrafficCount):
         for axis in ("tensor", "context", "pipeline", "expert"):
             exchange = getattr(traffic, axis)
             if exchange.calls:
-                self._recorder.note(Sent(axis, exchange.sent_bytes))
+                self._recorder.notes.append(Sent(axis, exchange.sent_bytes))
 
 
 class TorchRecorder:
@@ -136,52 +145,51 @@ class TorchRecorder:
         inventory = None if second is None else inspect_frozen_model(job, second)
         return Subject(inspect_model(job, built), built.flops_per_sample, inventory)
 
-    def tape(self, job: JobConfig, layout: Layout, kernels: Kernels, subject: Subject, pipeline_rank: int) -> Tape:
-        """Record a microbatch of a job: with the blocks that differ, if that shows all, else with all blocks.
+    def tape(self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int) -> Tape:
+        """Record the microbatches of a job: with the blocks that differ, if that shows all, else with all blocks.
 
         Raises ConfigError for most dtype errors, as a run does, and for a model that cannot be traced. UserError on an
         untested release of PyTorch.
         """
         check_release()
-        plan, rank = plan_job(job, subject.inventory), pipeline_rank * layout.ranks_per_stage
+        layout, plan = layout_of_recording(job), plan_job(job, subject.inventory)
+        parts = parts_on_rank(plan, pipeline_rank)
 
-        def record(removed: tuple[str, ...], repeat: Repeat | None) -> Tape:
-            built = build_job_model(job)
+        def record(blocks: tuple[Blocks, ...]) -> Tape:
+            removed = [path for part in blocks for path in part.omitted]
+            built, rank = build_job_model(job), pipeline_rank * layout.ranks_per_stage
             remove_blocks(built.module, removed)
-            tape = record_microbatch(job, built, without_blocks(plan, removed), layout, kernels, rank)
-            return replace(tape, blocks=outermost(plan.inventory.blocks), repeat=repeat)
+            tape = _record(job, built, without_blocks(plan, removed), layout, kernels, rank)
+            return replace(tape, parts=blocks)
 
-        repeat = block_repeat(plan)
-        omitted = omitted_blocks(outermost(plan.inventory.blocks), repeat)
-        if omitted:
+        paths = [outermost(part.inventory.blocks) for part in parts]
+        repeated = tuple(Blocks(own, block_repeat(part)) for own, part in zip(paths, parts, strict=True))
+        if any(part.omitted for part in repeated):
             with whole_traced_on_error():
-                tape = record(omitted, repeat)
+                tape = record(repeated)
                 if is_uniform(tape):
                     return tape
                 log_whole_trace("its blocks do not all allocate the same memory")
         with failures_explained(job.model), shapes_explained(job.model, layout.tensor):
-            return record((), None)
+            return record(tuple(map(Blocks, paths)))
 
     def files(self) -> list[str]:
         """Return the files of modules that this process has imported from outside of Python's folders."""
         return user_files()
 
 
-def record_microbatch(
-    config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int
-) -> Tape:
-    """Record a microbatch on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped in place."""
+def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> Tape:
+    """Record the microbatches of a rank of `layout.world_size`. `built` is on the meta device, and is wrapped in
+    place."""
     recorder = _Recorder()
-    recorder.enter(StepPoint(0, "forward", ""))
     path_of: dict[nn.Module, str] = {}
 
     def on_hook(name: str, module: nn.Module) -> None:
-        if name in ("post_forward", "complete_forward") and is_in_backward():
-            name += " again"
-        recorder.note(Step(name, path_of[module]))
+        again = name in ("post_forward", "complete_forward") and is_in_backward()
+        recorder.notes.append(Step(name, path_of[module], int(again)))
 
     def end_forward(root: nn.Module) -> None:
-        recorder.note(Step("end_forward", path_of[root]))
+        on_hook("end_forward", root)
         fsdp_end_forward(root)
 
     with ExitStack() as stack:
@@ -192,10 +200,12 @@ def record_microbatch(
         path_of |= {module: path for path, module in model.named_modules()}
         if frozen is not None:
             path_of |= {module: SECOND + path for path, module in frozen.module.named_modules()}
+        pipeline = pipeline_of(model)
         stack.enter_context(_gradients_named(model, recorder))
         steps = StepPoints(recorder)
         memory = stack.enter_context(watched_memory(model, recorder))
-        for module, part in parts(model, plan):
+        for index, (module, part) in enumerate(parts_of(model, plan)):
+            path_of[module] = root_path(None if pipeline is None else index)
             stack.enter_context(
                 steps.watch(module, modules_in_order(module, part.inventory), makes_logits(model, module))
             )
@@ -204,21 +214,28 @@ def record_microbatch(
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         loss = build_loss(model, plan, config, batches.num_classes, has_values=False, frozen=frozen)
         hold_frozen(memory, loss)
-        strategy, num_items = build_strategy(config.gradient_accumulation), torch.ones((), dtype=torch.int64)
+        num_items = torch.ones((), dtype=torch.int64)
         buffers = _buffers(model, statistics.saved_bytes, "")
         if frozen is not None:
             buffers |= _buffers(frozen.module, {}, SECOND)
-        recorder.segments.clear()
-        steps.begin_microbatch(0)
-        strategy.begin_microbatch(model, is_last=True)
-        microbatch = batches.make()
-        memory.hold(microbatch, Category.INPUTS)
-        forward_backward(model, microbatch, torch.device("cpu"), lambda: num_items, loss)
-        del microbatch
-        segments = tuple(
-            Segment(point.phase, point.unit, tuple(compact(events))) for point, events in recorder.segments
-        )
-        return Tape((), None, segments, buffers, _divided_shapes(model, plan))
+        if pipeline is None:
+            recorder.notes.clear()
+            steps.begin_microbatch(0)
+            microbatch = batches.make()
+            memory.hold(microbatch, Category.INPUTS)
+            forward_backward(model, microbatch, torch.device("cpu"), lambda: num_items, loss)
+            del microbatch
+        else:
+            microbatches = [memory.paused(batches.make)()] * layout.num_microbatches  # on the host
+
+            def take(name: str, gradient: Tensor) -> None:
+                recorder.taking = name
+                memory.hold([gradient], Category.UNSHARDED_GRADIENTS)
+
+            PipelineRecorder(pipeline, config, recorder.notes, memory, _unsharded_gradients(model), take, path_of).run(
+                microbatches, loss, num_items
+            )
+        return Tape((), tuple(recorder.segments()), buffers, _divided_shapes(model, plan))
 
 
 def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[str, int]:
@@ -248,6 +265,20 @@ def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
         stack.enter_context(unit_steps_wrapped({"init_unsharded_param": naming}))
         yield
+
+
+def _unsharded_gradients(model: nn.Module) -> Callable[[nn.Module], Iterator[tuple[str, Tensor]]]:
+    """Return a function that yields name and gradient of each unsharded parameter of a stage of `model`."""
+    name_of = {id(p): name for name, p in model.named_parameters()}
+
+    def gradients(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for group in parameter_groups(stage):
+            for parameter in group.fsdp_params:
+                gradient = unsharded_parameter(parameter).grad
+                if gradient is not None:
+                    yield name_of[id(parameter.sharded_param)], gradient
+
+    return gradients
 
 
 def _divided_shapes(model: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, ...]]:

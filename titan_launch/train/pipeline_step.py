@@ -86,7 +86,7 @@ class ScheduledStage(PipelineStage):
         index = local.stage.index
         stage_inputs, stage_outputs = (_with_gradient(tensor) for tensor in boundaries)
         super().__init__(
-            _HiddenModule(local.module),
+            HiddenModule(local.module),
             index,
             num_stages,
             device,
@@ -147,7 +147,7 @@ class ScheduledStage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
-class _HiddenModule(nn.Module):
+class HiddenModule(nn.Module):
     """A wrapper that hides FSDP2 from the schedule.
 
     Otherwise the schedule would control FSDP2: all-gather a whole stage at once, reshard it and reduce its gradients
@@ -209,7 +209,7 @@ class PipelinedStep:
                 "a pipeline cannot continue after an abandoned step, since messages may be pending; start the run again"
             )
         batch = _joined([microbatch.to(self._device) for microbatch in microbatches])
-        schedule = self._schedule(len(microbatches), microbatches[0].inputs)
+        schedule = self.schedule_for(microbatches)
         self._step = _Losses(loss, batch.targets.tensor_split(len(microbatches)), num_items)
         with self._abandoned_on_error(), _errors_as_raised():
             own = self._pipeline.local
@@ -221,6 +221,10 @@ class PipelinedStep:
                 schedule.step(*first, return_outputs=False, **arguments)
         sums, self._step = self._step.sums, None
         return sum(sums, start=torch.zeros(loss.num_sums, device=self._device))
+
+    def schedule_for(self, microbatches: list[Batch]) -> Any:
+        """Return PyTorch's schedule of a step with these microbatches."""
+        return self._schedule(len(microbatches), microbatches[0].inputs)
 
     @property
     def computes_loss(self) -> bool:

@@ -29,13 +29,9 @@ class Shortcut:
     """A third model to check the extrapolation, at a factor of 2."""
 
 
-def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: Collection[str]) -> Shortcut | None:
-    """Return shallower models with fewer equal blocks; None if no block repeats often enough.
-
-    `signatures`: the signature of each of `blocks` (see `block_signatures`). `again`: paths of the checkpointed
-    modules.
-    """
-    repeat = _repeat(signatures, blocks, again)
+def find_shortcut(plan: ModelPlan) -> Shortcut | None:
+    """Return shallower models with fewer equal blocks; None if no block repeats often enough."""
+    blocks, repeat = outermost(plan.inventory.blocks), block_repeat(plan)
     if repeat.times <= _DEPTHS[1]:
         return None
     kept = [set(shorten(len(blocks), repeat, times)) for times in _DEPTHS]
@@ -45,11 +41,9 @@ def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: 
 
 def block_repeat(plan: ModelPlan) -> Repeat:
     """Return the longest repeated part of a model's outer blocks."""
-    return _repeat(block_signatures(plan), outermost(plan.inventory.blocks), plan.checkpointed)
-
-
-def _repeat(signatures: Sequence[Hashable], blocks: Sequence[str], again: Collection[str]) -> Repeat:
-    return longest_repeat([(_inside(block, again), s) for block, s in zip(blocks, signatures, strict=True)])
+    blocks = outermost(plan.inventory.blocks)
+    pairs = zip(blocks, block_signatures(plan), strict=True)
+    return longest_repeat([(_inside(block, plan.checkpointed), signature) for block, signature in pairs])
 
 
 def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:

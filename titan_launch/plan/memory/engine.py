@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 from titan_launch.config.job import JobConfig
@@ -13,12 +14,13 @@ from titan_launch.plan.communication import Traffic, on_line, traffic_of_step
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_job, plan_untrained, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.depth import block_signatures, find_shortcut, without_blocks
-from titan_launch.plan.memory.ledger import Footprint, extrapolate
+from titan_launch.plan.memory.depth import find_shortcut, without_blocks
+from titan_launch.plan.memory.ledger import Footprint, extrapolate, with_growth
 from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.memory.replay import Replay, ReplayedStep, SecondModel, local_plan
 from titan_launch.plan.memory.tape import Tape, whole_shapes, with_blocks
-from titan_launch.plan.types import ModelPlan, outermost
+from titan_launch.plan.pipeline import parts_on_rank, representative_ranks, sufficient_microbatches
+from titan_launch.plan.types import ModelPlan
 
 
 class ReplayEngine:
@@ -42,21 +44,43 @@ class ReplayEngine:
     def _predicted(self, choice: Choice) -> tuple[Footprint, Traffic]:
         config = with_choice(self._config, choice)
         plan = plan_job(config, self._recordings.subject().inventory)
-        tape = self._recordings.tape(choice.activation_checkpoint)
         with _without_garbage_collection():
-            step = self._replayed(config, plan, tape)
-        traffic = traffic_of_step(local_plan(plan, whole_shapes(tape)), self._layout, choice.accumulation)
-        return step.footprint, traffic + step.traffic
+            ranks = [self._of_rank(config, plan, rank) for rank in representative_ranks(plan)]
+        return max(ranks, key=lambda predicted: predicted[0].peak_bytes)
 
-    def _replayed(self, config: JobConfig, plan: ModelPlan, tape: Tape) -> ReplayedStep:
+    def _of_rank(self, config: JobConfig, plan: ModelPlan, rank: int) -> tuple[Footprint, Traffic]:
+        """Return the prediction for a pipeline rank."""
+        layout, checkpointing = self._layout, config.activation_checkpoint
+        plans = parts_on_rank(plan, rank)
+        if layout.pipeline == 1:
+            tape = self._recordings.tape(checkpointing)
+            step = self._replayed(config, plans, tape, layout.num_microbatches)
+        else:
+            enough = sufficient_microbatches(config.parallelism, layout)
+            tape = self._recordings.tape(checkpointing, rank, enough)
+            step = self._replayed(config, plans, tape, enough)
+            untraced = layout.num_microbatches - enough
+            if untraced:
+                more = min(untraced, layout.pipeline)  # interleaved schedules take multiples
+                longer = self._recordings.tape(checkpointing, rank, enough + more)
+                grown = self._replayed(config, plans, longer, enough + more).footprint
+                step = replace(step, footprint=with_growth(step.footprint, grown, untraced / more))
+        shapes = whole_shapes(tape)
+        units = (traffic_of_step(local_plan(part, shapes), layout, config.gradient_accumulation) for part in plans)
+        footprint = replace(step.footprint, pipeline_rank=rank) if plan.stages else step.footprint
+        return footprint, sum(units, start=step.traffic)
+
+    def _replayed(
+        self, config: JobConfig, plans: Sequence[ModelPlan], tape: Tape, num_microbatches: int
+    ) -> ReplayedStep:
         """Replay the model at two smaller depths and extrapolate, or at its own depth."""
-        blocks = outermost(plan.inventory.blocks)
 
         def at(removed: tuple[str, ...]) -> ReplayedStep:
-            own, wanted = without_blocks(plan, removed), [path for path in blocks if path not in removed]
-            return Replay(config, own, self._layout, self._kernels, with_blocks(tape, wanted), self._second()).step()
+            own = [without_blocks(plan, removed) for plan in plans] if removed else plans
+            shallow = with_blocks(tape, removed)
+            return Replay(config, own, self._layout, self._kernels, shallow, self._second()).step(num_microbatches)
 
-        shortcut = None if tape.repeat is None else find_shortcut(block_signatures(plan), blocks, plan.checkpointed)
+        shortcut = find_shortcut(plans[0]) if len(plans) == 1 and tape.parts[0].repeat is not None else None
         if shortcut is not None:
             shorter, longer = at(shortcut.removed_from_shorter), at(shortcut.removed_from_longer)
             footprint = extrapolate(shorter.footprint, longer.footprint, shortcut.factor)

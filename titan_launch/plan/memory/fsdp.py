@@ -9,15 +9,17 @@ tape of the model (`plan.memory.tape`), which calls the hooks here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from math import prod
 from typing import NamedTuple
 
 from titan_launch.config.sections.base import DTYPE_BYTES
+from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.torch_release import (
     ACCUMULATES_IN_GRAD,
+    FINALIZES_BACKWARD,
     FREES_EARLIER,
     FREES_WITHOUT_GRADIENTS,
     KEEPS_REDUCED_GRADIENTS,
@@ -67,7 +69,16 @@ class State(Enum):
 class Context:
     """State that all units share: FSDP2's `FSDPCommContext` and `FSDPStateContext`."""
 
-    def __init__(self, ledger: Ledger, layout: Layout):
+    def __init__(
+        self,
+        ledger: Ledger,
+        layout: Layout,
+        accumulation: GradientAccumulationConfig,
+        exchanged: Mapping[Unit, ExchangedUnit],
+        splits_backward: bool = False,
+    ):
+        """`exchanged`: sizes of the gradients that a sharded optimizer exchanges during the last backward.
+        `splits_backward`: True if the backward of weights is separate (zero-bubble schedules)."""
         self.ledger = ledger
         self.layout = layout
         self.offloads = Category.GRADIENTS in ledger.on_host
@@ -79,11 +90,26 @@ class Context:
         self.reduce_scatter_inputs: list[Storage] = []
         self.post_forward_order: list[ShardedUnit] = []
         self.iter_forward_root: ShardedUnit | None = None
+        self._accumulation = accumulation
+        self._exchanged = exchanged
+        self._is_manual = splits_backward and FINALIZES_BACKWARD
+        """True if `finalize_backward` ends a backward, and not the end of autograd."""
+        self._orders: dict[int, list[ShardedUnit]] = {}
         self._exchange: _Exchange | None = None
 
     def new(self, numel: int, dtype: str, category: Category) -> Storage:
         """Return new memory for `numel` elements."""
         return Storage(self.ledger, numel * DTYPE_BYTES[dtype], category)
+
+    def begin_microbatch(self, is_last: int) -> None:
+        """Set which collectives the next backward runs, as `parallel.accumulation` does."""
+        mode = self._accumulation.mode
+        for unit in self.units:
+            unit.reduce_grads = bool(is_last) or mode != "deferred"
+            unit.all_reduce_grads = bool(is_last) or mode == "immediate"
+            unit.reshard_after_backward = bool(is_last) or not self._accumulation.keep_params_unsharded
+            if is_last:
+                unit.exchanged = self._exchanged.get(unit.unit)
 
     def finish_backward(self) -> None:
         """Finish backward, as FSDP2's `_root_post_backward_final_callback` does."""
@@ -91,12 +117,52 @@ class Context:
         for unit in self.units:
             if unit.parameters:
                 if unit.group_state is not State.POST_BACKWARD:
-                    unit.post_backward()
+                    if self._is_manual and unit.reduce_grads:
+                        unit.is_pending = True
+                    else:
+                        unit.post_backward()
                 unit.group_state = State.IDLE
             unit.state = State.IDLE
+        if self._is_manual:
+            self.all_gather = None
+        else:
+            self._end_iteration()
+
+    def finalize_backward(self) -> None:
+        """End the backward of all microbatches, as `FSDPModule.finalize_backward` does."""
+        for unit in reversed(self.units):
+            if unit.is_pending:
+                unit.post_backward()
+            elif unit.reshard_after_backward:
+                unit.reshard()
+            unit.group_state = State.IDLE
+        self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        for unit in self.units:
             unit.finalize_backward()
         self.post_forward_order.clear()
         self.reduce_scatter_inputs.clear()
+
+    def accumulate_in_reduce_dtype(self) -> None:
+        """Add the gradients of unsharded parameters to the accumulated gradients, in the reduce dtype
+        (`distributed.torch_private.accumulate_in_reduce_dtype`)."""
+        for unit in () if ACCUMULATES_IN_GRAD else self.units:
+            unit.accumulate_in_reduce_dtype()
+
+    def pop_forward_order(self, microbatch: int) -> None:
+        """Set aside the order of units in the forward of a microbatch."""
+        self._orders[microbatch] = list(self.post_forward_order)
+        for unit in self.post_forward_order:
+            unit.post_forward_indices.clear()
+        self.post_forward_order.clear()
+
+    def restore_forward_order(self, microbatch: int) -> None:
+        """Restore the order of a forward before its backward."""
+        self.pop_forward_order(-1)
+        self.post_forward_order.extend(self._orders.pop(microbatch))
+        for index, unit in enumerate(self.post_forward_order):
+            unit.post_forward_indices.append(index)
 
     def end_forward(self) -> None:
         """Free the unsharded parameters after forwards without a backward (`distributed.torch_private.end_forward`)."""
@@ -177,7 +243,9 @@ class ShardedUnit:
         """Gradients of the local shards, or of this replica's chunks of them after their exchange."""
         self.state = self.group_state = State.IDLE
         self._prefetches_forward = False
-        self._post_forward_indices: list[int] = []
+        self.post_forward_indices: list[int] = []
+        self.is_pending = False
+        """FSDP2's `_post_backward_pending`."""
         self._pending: Storage | None = None
         """Buffer of a started all-gather, until `wait_for_unshard`. With one shard, empty memory marks the start."""
         self._unsharded_bytes = 0
@@ -300,8 +368,8 @@ class ShardedUnit:
             for unit in self.forward_prefetch:
                 unit.prefetch_as(State.FORWARD)
 
-    def post_forward(self, in_backward: bool = False) -> None:
-        """Reshard after the unit's last module has run. FSDP2 casts its output afterwards. `in_backward`: True in the
+    def post_forward(self, in_backward: int) -> None:
+        """Reshard after the unit's last module has run. FSDP2 casts its output afterwards. `in_backward`: 1 in the
         second forward of a checkpointed block."""
         if self.state is State.PRE_BACKWARD:
             return
@@ -310,19 +378,19 @@ class ShardedUnit:
             self.context.all_gather = None
             self.context.iter_forward_root = None
 
-    def complete_forward(self, in_backward: bool = False) -> None:
+    def complete_forward(self, in_backward: int) -> None:
         """End the unit's forward, even if not all of its modules have run."""
         if self.parameters:
             if not in_backward:
                 self.reshard()
-                self._post_forward_indices.append(len(self.context.post_forward_order))
+                self.post_forward_indices.append(len(self.context.post_forward_order))
                 self.context.post_forward_order.append(self)
             self.group_state = State.IDLE
         self.state = State.IDLE
 
     def end_forward(self) -> None:
         """Free the unsharded parameters after forwards without a backward."""
-        self._post_forward_indices.clear()
+        self.post_forward_indices.clear()
         self.wait_for_unshard()  # prefetched for a module that did not run
         self.reshard()
 
@@ -341,7 +409,7 @@ class ShardedUnit:
             unit.prefetch_as(State.PRE_BACKWARD)
 
     def _prefetch_previous(self) -> None:
-        if self._post_forward_indices and (index := self._post_forward_indices.pop()) > 0:
+        if self.post_forward_indices and (index := self.post_forward_indices.pop()) > 0:
             self.context.post_forward_order[index - 1].prefetch_as(State.PRE_BACKWARD)
 
     def prefetch_as(self, state: State) -> None:
@@ -382,6 +450,7 @@ class ShardedUnit:
         self.group_state = State.POST_BACKWARD
         for index in self._accumulated:
             self._gradients.pop(index, None)
+        self.is_pending = not self.reduce_grads
         if not self.reduce_grads:
             if self.reshard_after_backward:
                 self.reshard()
@@ -452,4 +521,4 @@ class ShardedUnit:
         """Drop the buffers of pending collectives at the end of backward."""
         self._all_reduce_input = None
         self._pending = None
-        self._post_forward_indices.clear()
+        self.post_forward_indices.clear()

@@ -25,9 +25,8 @@ from titan_launch.config.sections.data import DataSource, SyntheticData, separat
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.core.files import cache_folder, file_state, replace_text
 from titan_launch.plan.hardware import Kernels
-from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
 from titan_launch.plan.memory.tape import Tape, from_json, to_json
-from titan_launch.plan.pipeline import sufficient_microbatches
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo
 
 
@@ -49,7 +48,7 @@ class Recorder(Protocol):
     def subject(self, job: JobConfig) -> Subject:
         """Build the model of a job. Raises ConfigError as a run does."""
 
-    def tape(self, job: JobConfig, layout: Layout, kernels: Kernels, subject: Subject, pipeline_rank: int) -> Tape:
+    def tape(self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int) -> Tape:
         """Record a microbatch of a job. Raises ConfigError as a run does, and for a model that cannot be traced."""
 
     def files(self) -> list[str]:
@@ -73,15 +72,13 @@ _KEPT = ("model", "lora", "loss", "precision", "batchnorm", "kernels", "float8")
 def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
     """Return the job that is recorded for `config`: the same model and microbatch, and nothing else of the job.
 
-    The job has one microbatch on the fewest ranks that its context, tensor, pipeline and expert parallelism allow; a
-    pipeline has as many as its memory depends on.
+    The job has one microbatch, on the fewest ranks that its context, tensor, pipeline and expert parallelism allow.
     """
     blank = JobConfig()
     training, parallelism, planner = config.training, config.parallelism, config.planner
     replicas, shards = 1, max(2, layout.expert // gcd(layout.expert, layout.context))
     if config.batchnorm.statistics == "synchronized":  # the statistics are gathered from all ranks
         replicas, shards = layout.replicate, layout.shard
-    microbatches = sufficient_microbatches(parallelism, layout) if layout.pipeline > 1 else 1
     of_training = {
         name: getattr(training, name) for name in ("seq_len", "trainable", "frozen", "unfreeze", "epochs", "steps")
     }
@@ -89,7 +86,7 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
         del of_training["epochs"], of_training["steps"]
     sizes = {
         "local_batch_size": layout.local_batch_size,
-        "global_batch_size": layout.local_batch_size * replicas * shards * microbatches,
+        "global_batch_size": layout.local_batch_size * replicas * shards,
     }
     of_ranks = {
         "data_parallel_replicate_degree": replicas,
@@ -130,9 +127,8 @@ class Recordings:
         """`recorder`: called when something must be recorded; None: only the cache is asked. `say` shows what is
         recorded."""
         self.job = recorded_job(config, layout)
-        self.layout = plan_layout(self.job.parallelism, self.job.training, _world_size(self.job, layout))
         self._kernels = kernels
-        self._recorder = recorder
+        self._recorder = None if recorder is None else cache(recorder)
         self._say = say
         self._subject: Subject | None = None
 
@@ -143,15 +139,22 @@ class Recordings:
             self._subject = _subject_from_json(value)
         return self._subject
 
-    def tape(self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int = 0) -> Tape:
-        """Return the tape of a microbatch. Raises NotRecordedError."""
-        job, subject = self.job.model_copy(update={"activation_checkpoint": checkpointing}), self.subject()
-        what = f"tape {pipeline_rank}"
+    def tape(
+        self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int = 0, num_microbatches: int = 1
+    ) -> Tape:
+        """Return the tape of a microbatch; with pipeline parallelism, of the microbatches of a step. Raises
+        NotRecordedError."""
+        training, subject = self.job.training, self.subject()
+        assert training.global_batch_size is not None
+        batch = {"global_batch_size": training.global_batch_size * num_microbatches}
+        job = self.job.model_copy(
+            update={"activation_checkpoint": checkpointing, "training": training.model_copy(update=batch)}
+        )
 
         def record(recorder: Recorder) -> dict[str, Any]:
-            return to_json(recorder.tape(job, self.layout, self._kernels, subject, pipeline_rank))
+            return to_json(recorder.tape(job, self._kernels, subject, pipeline_rank))
 
-        return from_json(self._known(what, job, record))
+        return from_json(self._known(f"tape {pipeline_rank}", job, record))
 
     def _known(self, what: str, job: JobConfig, record: Callable[[Recorder], dict[str, Any]]) -> dict[str, Any]:
         key = _key(what, job, self._kernels)
@@ -167,9 +170,9 @@ class Recordings:
         return value
 
 
-def _world_size(job: JobConfig, layout: Layout) -> int:
-    own = job.parallelism
-    return own.data_parallel_replicate_degree * own.data_parallel_shard_degree * layout.model_parallel
+def layout_of_recording(job: JobConfig) -> Layout:
+    """Return the layout of a result of `recorded_job`."""
+    return plan_layout(job.parallelism, job.training, smallest_world_size(job.parallelism))
 
 
 # The cache

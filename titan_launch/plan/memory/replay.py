@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
+from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.plan.communication import Exchange, Traffic, exchanged_units, shard_shape
 from titan_launch.plan.hardware import Kernels
@@ -26,7 +28,7 @@ from titan_launch.plan.memory.ledger import (
     state_bytes,
     temporary_bytes,
 )
-from titan_launch.plan.memory.tape import SECOND, Bytes, Event, Gradient, Sent, Step, Tape
+from titan_launch.plan.memory.tape import SECOND, Bytes, Event, Gradient, Sent, Step, Tape, root_path
 from titan_launch.plan.param_groups import (
     GroupSettings,
     first_match,
@@ -64,15 +66,22 @@ def local_plan(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> ModelP
     return replace(plan, inventory=inventory)
 
 
-def group_sizes(whole: ModelPlan, local: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
+def group_sizes(
+    plans: Iterable[tuple[ModelPlan, ModelPlan]], config: OptimizerConfig, layout: Layout
+) -> list[GroupSizes]:
     """Return the shards of the trained parameters by optimizer group; with an optimizer that is sharded over replicas,
     the chunks that this rank updates. A shared parameter is listed once. It belongs to a group if any of its paths
-    matches the glob of the group. `local`: result of `local_plan`."""
+    matches the glob of the group. `plans`: the plan of each part of the model, and the result of `local_plan`."""
     paths: defaultdict[str, list[str]] = defaultdict(list)
     undecayed: defaultdict[str, bool] = defaultdict(bool)
     inner: defaultdict[str, bool] = defaultdict(lambda: True)
     shards: dict[str, ShardSize] = {}
-    for module, part in zip(whole.inventory.modules, local.inventory.modules, strict=True):
+    modules = (
+        (whole, *pair)
+        for whole, local in plans
+        for pair in zip(whole.inventory.modules, local.inventory.modules, strict=True)
+    )
+    for whole, module, part in modules:
         classes = [name.rpartition(".")[2] for name in module.classes]
         for parameter, own in zip(module.parameters, part.parameters, strict=True) if module.same_as is None else ():
             name = parameter.tied_to or full_name(module.path, parameter.name)
@@ -105,10 +114,11 @@ class SecondModel:
 
 
 class _Model:
-    """The FSDP2 units of a model."""
+    """The FSDP2 units of a model, or of a pipeline stage."""
 
-    def __init__(self, config: JobConfig, plan: ModelPlan, ledger: Ledger, layout: Layout):
-        self.context = Context(ledger, layout)
+    def __init__(self, context: Context, config: JobConfig, plan: ModelPlan):
+        """Make the units of `context`."""
+        self.context = context
         self.by_path: dict[str, ShardedUnit] = {}
         """The unit of each module that FSDP2 wraps."""
         self.places: dict[str, tuple[ShardedUnit, int]] = {}
@@ -117,101 +127,118 @@ class _Model:
             names, parameters = [], []
             for module in modules:
                 policy = plan.unit_of[module.path]
-                is_ignored = layout.is_ignored(policy, config.training.enable_cpu_offload)
+                is_ignored = context.layout.is_ignored(policy, config.training.enable_cpu_offload)
                 own = [parameter for parameter in module.parameters if parameter.tied_to is None]
                 parameters += [(parameter, policy, is_ignored) for parameter in own]
                 names += [full_name(module.path, parameter.name) for parameter in own if not is_ignored]
-            sharded = ShardedUnit(self.context, unit, parameters)
+            sharded = ShardedUnit(context, unit, parameters)
             self.by_path |= dict.fromkeys(unit.modules, sharded)
             self.places |= {name: (sharded, index) for index, name in enumerate(names)}
         in_order = (self.by_path[m.path] for m in plan.inventory.modules if m.path in self.by_path)
-        self.context.units = list(dict.fromkeys(in_order))
+        context.units = list(dict.fromkeys(in_order))
         for path, ahead in plan_backward_prefetch(plan).items():
             self.by_path[path].prefetch = [self.by_path[other] for other in ahead]
         for path, ahead in plan_forward_prefetch(plan).items():
             self.by_path[path].forward_prefetch = [self.by_path[other] for other in ahead]
 
-    def do(self, step: Step) -> None:
-        """Call a hook of FSDP2."""
-        if step.name in ("finish_backward", "end_forward"):
-            getattr(self.context, step.name)()
-            return
-        name, _, again = step.name.partition(" ")
-        hook = getattr(self.by_path[step.path.removeprefix(SECOND)], name)
-        hook(in_backward=True) if again else hook()
-
 
 _AXES = ("tensor", "context", "pipeline", "expert")
 """The exchanges of `Traffic`."""
 
+_WITH_NUMBER = {
+    "post_forward",
+    "complete_forward",
+    "begin_microbatch",
+    "pop_forward_order",
+    "restore_forward_order",
+}
+"""The steps that take a number."""
+
 
 class Replay:
-    """A model with its FSDP2 units, for one step."""
+    """The parts of a model on a rank with their FSDP2 units, for one step."""
 
     def __init__(
         self,
         config: JobConfig,
-        plan: ModelPlan,
+        plans: Sequence[ModelPlan],
         layout: Layout,
         kernels: Kernels,
         tape: Tape,
         second: SecondModel | None = None,
     ):
-        """`plan`: plan of the blocks on the tape. `second`: the second model of the loss."""
-        local = local_plan(plan, tape.shapes)
+        """`plans`: plan of the model with the blocks on the tape, or of each pipeline stage of the rank. `second`: the
+        second model of the loss."""
+        locals_ = [local_plan(plan, tape.shapes) for plan in plans]
         self._config = config
         self._layout = layout
         self._tape = tape
         self._ledger = Ledger(on_host(config.training, kernels))
-        self._groups = group_sizes(plan, local, config.optimizer, layout)
-        self._exchanged = exchanged_units(local, layout)
-        self._model = _Model(config, local, self._ledger, layout)
-        self._second = None if second is None else _Model(second.config, second.plan, self._ledger, layout)
+        self._groups = group_sizes(zip(plans, locals_, strict=True), config.optimizer, layout)
+        self._exchanged = {unit: sizes for plan in locals_ for unit, sizes in exchanged_units(plan, layout).items()}
+        self._contexts: dict[str, Context] = {}
+        """FSDP2's state of each root, by the path of the root on the tape."""
+        self._units: dict[str, ShardedUnit] = {}
+        self._places: dict[str, tuple[ShardedUnit, int]] = {}
+        for index, plan in enumerate(locals_):
+            self._add(root_path(index if layout.pipeline > 1 else None), config, plan)
+        if second is not None:
+            self._add(SECOND, second.config, second.plan)
         self._sent = dict.fromkeys(_AXES, Exchange())
 
-    def step(self) -> ReplayedStep:
-        """Run the step. May be called only once."""
+    def _add(self, root: str, config: JobConfig, plan: ModelPlan) -> None:
+        leave_early = gradients_leave_early(self._config.training)
+        splits_backward = self._config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+        context = self._contexts[root] = Context(
+            self._ledger,
+            self._layout,
+            self._config.gradient_accumulation,
+            self._exchanged if leave_early else {},
+            splits_backward and self._layout.pipeline > 1,
+        )
+        model = _Model(context, config, plan)
+        prefix = SECOND if root == SECOND else ""
+        self._units |= {prefix + path if path else root: unit for path, unit in model.by_path.items()}
+        self._places |= {prefix + name: place for name, place in model.places.items()}
+
+    def step(self, num_microbatches: int) -> ReplayedStep:
+        """Run the step of `num_microbatches`. May be called only once."""
         self._ledger.enter(StepPoint(0, "forward", ""))
         self._allocate_state()
-        count = min(self._layout.num_microbatches, MICROBATCHES)
-        for microbatch in range(count):
-            self._begin_microbatch(is_last=microbatch == count - 1)
-            self._play(microbatch)
+        count = num_microbatches
+        if self._layout.pipeline > 1:
+            self._play(0)
+        else:
+            count = min(count, MICROBATCHES)
+            for microbatch in range(count):
+                for context in self._contexts.values():
+                    context.begin_microbatch(microbatch == count - 1)
+                self._play(microbatch)
         self._ledger.enter(StepPoint(count - 1, "optimizer", ""))
-        self._model.context.finish_exchange()
+        for context in self._contexts.values():
+            context.finish_exchange()
         temporaries = temporary_bytes(self._config.optimizer, self._groups, self._layout.optimizer_shards)
         leave_early = gradients_leave_early(self._config.training)
         book_update(self._ledger, temporaries, self._exchanged.values(), self._layout, leave_early)
+        every = Fraction(self._layout.num_microbatches, count)
         sent: dict[str, Any] = {
-            axis: Exchange(
-                of_seen.calls * self._layout.num_microbatches // count,
-                of_seen.sent_bytes * self._layout.num_microbatches // count,
-            )
+            axis: Exchange(round(of_seen.calls * every), round(of_seen.sent_bytes * every))
             for axis, of_seen in self._sent.items()
         }
         return ReplayedStep(self._ledger.footprint(), Traffic(**sent))
 
     def _allocate_state(self) -> None:
         """Allocate the memory that exists before the step: parameter shards, optimizer state and buffers."""
-        for model in (self._model, self._second):
-            for unit in model.context.units if model else ():
+        for context in self._contexts.values():
+            for unit in context.units:
                 self._ledger.allocate(unit.shard_bytes, Category.PARAMETERS)
         self._ledger.allocate(state_bytes(self._config.optimizer, self._groups), Category.OPTIMIZER)
         self._ledger.allocate(ema_bytes(self._config.ema, self._groups), Category.EMA)
         self._ledger.allocate(sum(self._tape.buffers.values()), Category.BUFFERS)
 
-    def _begin_microbatch(self, is_last: bool) -> None:
-        accumulation = self._config.gradient_accumulation
-        for unit in self._model.context.units:
-            unit.reduce_grads = is_last or accumulation.mode != "deferred"
-            unit.all_reduce_grads = is_last or accumulation.mode == "immediate"
-            unit.reshard_after_backward = is_last or not accumulation.keep_params_unsharded
-            if is_last and gradients_leave_early(self._config.training):
-                unit.exchanged = self._exchanged.get(unit.unit)
-
-    def _play(self, microbatch: int) -> None:
+    def _play(self, first_microbatch: int) -> None:
         for segment in self._tape.segments:
-            self._ledger.enter(StepPoint(microbatch, segment.phase, segment.module))
+            self._ledger.enter(StepPoint(first_microbatch + segment.microbatch, segment.phase, segment.module))
             for event in segment.events:
                 self._do(event)
 
@@ -220,11 +247,12 @@ class Replay:
             case Bytes():
                 self._change(event)
             case Step():
-                model = self._second if event.path.startswith(SECOND) else self._model
-                assert model is not None
-                model.do(event)
+                unit = self._units[event.path]
+                what = unit.context if hasattr(Context, event.name) else unit
+                call = getattr(what, event.name)
+                call(event.number) if event.name in _WITH_NUMBER else call()
             case Gradient():
-                unit, index = self._model.places[event.parameter]
+                unit, index = self._places[event.parameter]
                 category = event.category
                 unit.accumulate(index, Storage(self._ledger, event.num_bytes, category, taken_from=category))
             case Sent():

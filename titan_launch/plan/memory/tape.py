@@ -38,6 +38,11 @@ SECOND = "@"
 """Prefix of the paths of the loss's second model."""
 
 
+def root_path(part: int | None) -> str:
+    """Return the path of a root module of FSDP2: the model (None), or a pipeline stage of this rank."""
+    return "" if part is None else f"#{part}"
+
+
 class Bytes(NamedTuple):
     """Memory that is allocated or freed."""
 
@@ -55,7 +60,10 @@ class Step(NamedTuple):
     """Name of a method of `plan.memory.fsdp.ShardedUnit`, or of `Context` for a whole model."""
 
     path: str
-    """Path of a module of the unit. Empty: the root."""
+    """Path of a module of the unit. The root module has the path of `root_path`."""
+
+    number: int = 0
+    """Argument of the method, if it has one."""
 
 
 class Gradient(NamedTuple):
@@ -90,18 +98,51 @@ class Segment:
     """`StepPoint.phase` and `StepPoint.unit`."""
 
     events: tuple[Event, ...]
+    microbatch: int = 0
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The outer blocks of a model, or of a pipeline stage."""
+
+    paths: tuple[str, ...]
+    repeat: Repeat | None = None
+    """The repeated part of the blocks, of which only the first two periods and the last two were recorded. None: all
+    blocks were recorded."""
+
+    @property
+    def omitted(self) -> tuple[str, ...]:
+        """The blocks that were not recorded."""
+        if self.repeat is None:
+            return ()
+        kept = set(shorten(len(self.paths), self.repeat, _PERIODS))
+        return tuple(path for index, path in enumerate(self.paths) if index not in kept)
+
+    def period(self, index: int) -> tuple[str, ...]:
+        """Return the blocks of a recorded period: 1 is the second one, -2 the last but one."""
+        assert self.repeat is not None
+        period = self.repeat.period
+        start = self.repeat.start + index * period if index >= 0 else self.repeat.end + index * period
+        return self.paths[start : start + period]
+
+    def likes(self) -> dict[str, str]:
+        """Return, for each block that was not recorded, the block of the second period that it is like."""
+        start, second = (self.repeat.start, self.period(1)) if self.repeat else (0, ())
+        omitted = set(self.omitted)
+        return {path: second[(index - start) % len(second)] for index, path in enumerate(self.paths) if path in omitted}
+
+
+_PERIODS = 4
+"""Periods of a repeated part that are recorded. The second and the third show whether the part is uniform; the first
+and the last may differ from them."""
 
 
 @dataclass(frozen=True)
 class Tape:
-    """The events of one microbatch on one rank."""
+    """The events of one microbatch on one rank; with pipeline parallelism, of the microbatches of a step."""
 
-    blocks: tuple[str, ...]
-    """Paths of the model's outer blocks."""
-
-    repeat: Repeat | None
-    """The repeated part of the blocks, of which only the first two periods and the last two were recorded. None: all
-    blocks were recorded."""
+    parts: tuple[Blocks, ...]
+    """The blocks of the model, or of each pipeline stage of this rank."""
 
     segments: tuple[Segment, ...]
     buffers: Mapping[str, int]
@@ -150,54 +191,31 @@ def _states(run: Sequence[Bytes]) -> Iterator[Bytes]:
         before = now
 
 
-_PERIODS = 4
-"""Periods of a repeated part that are recorded. The second and the third show whether the part is uniform; the first
-and the last may differ from them."""
-
-
-def omitted_blocks(blocks: Sequence[str], repeat: Repeat) -> tuple[str, ...]:
-    """Return the blocks that need not be recorded."""
-    kept = set(shorten(len(blocks), repeat, _PERIODS))
-    return tuple(path for index, path in enumerate(blocks) if index not in kept)
-
-
 def is_uniform(tape: Tape) -> bool:
     """Return True if the second and the third of the recorded periods have the same events."""
-    if tape.repeat is None:
-        return True
-    period, end = tape.repeat.period, tape.repeat.end
-    second, third = _second_period(tape), tape.blocks[end - 2 * period : end - period]
-    for phase in ("forward", "backward"):
-        for one, other in zip(second, third, strict=True):
-            names = dict(zip(third, second, strict=True))
-            own = [s for s in tape.segments if (s.phase, s.module) == (phase, one)]
-            others = [_renamed(s, names) for s in tape.segments if (s.phase, s.module) == (phase, other)]
-            if own != others:
+
+    def events(phase: str, block: str, names: Mapping[str, str]) -> list[Segment]:
+        return [_renamed(s, names) for s in tape.segments if (s.phase, s.module) == (phase, block)]
+
+    for part in tape.parts:
+        if part.repeat is None:
+            continue
+        second, third = part.period(1), part.period(-2)
+        names = dict(zip(third, second, strict=True))
+        for phase in ("forward", "backward"):
+            pairs = zip(second, third, strict=True)
+            if any(events(phase, one, {}) != events(phase, other, names) for one, other in pairs):
                 return False
     return True
 
 
-def _second_period(tape: Tape) -> tuple[str, ...]:
-    assert tape.repeat is not None
-    start = tape.repeat.start + tape.repeat.period
-    return tape.blocks[start : start + tape.repeat.period]
-
-
-def with_blocks(tape: Tape, wanted: Sequence[str]) -> Tape:
-    """Return the tape of a model with only some of its outer blocks. Blocks that were not recorded are like those of
-    the second period."""
-    second: tuple[str, ...] = ()
-    like: dict[str, str] = {}
-    if tape.repeat is not None:
-        second, omitted = _second_period(tape), set(omitted_blocks(tape.blocks, tape.repeat))
-        like = {
-            path: second[(index - tape.repeat.start) % tape.repeat.period]
-            for index, path in enumerate(tape.blocks)
-            if path in omitted.intersection(wanted)
-        }
-    removed = set(tape.blocks).difference(wanted)
+def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
+    """Return the tape of a model with all of its outer blocks but those that are removed. Blocks that were not recorded
+    are like those of the second period."""
+    like = {path: model for part in tape.parts for path, model in part.likes().items() if path not in removed}
+    second = set(like.values())
     segments: list[Segment] = []
-    for (phase, is_second), run in groupby(tape.segments, lambda s: (s.phase, s.module in second)):
+    for (_, phase, is_second), run in groupby(tape.segments, lambda s: (s.microbatch, s.phase, s.module in second)):
         own = list(run)
         copies = [
             [_renamed(segment, {model: path}) for segment in own if segment.module == model]
@@ -207,10 +225,10 @@ def with_blocks(tape: Tape, wanted: Sequence[str]) -> Tape:
             segments += own + [segment for copy in copies for segment in copy]
         else:
             segments += [segment for copy in reversed(copies) for segment in copy] + own
+    left = (tuple(path for path in part.paths if path not in removed) for part in tape.parts)
     return replace(
         tape,
-        blocks=tuple(wanted),
-        repeat=None,
+        parts=tuple(map(Blocks, left)),
         segments=tuple(segment for segment in segments if segment.module not in removed),
         buffers=_of_blocks(tape.buffers, like, removed),
         shapes=_of_blocks(tape.shapes, like, removed),
@@ -219,7 +237,7 @@ def with_blocks(tape: Tape, wanted: Sequence[str]) -> Tape:
 
 def whole_shapes(tape: Tape) -> Mapping[str, tuple[int, ...]]:
     """Return `Tape.shapes` with the parameters of all blocks."""
-    return with_blocks(replace(tape, segments=()), tape.blocks).shapes
+    return with_blocks(replace(tape, segments=())).shapes
 
 
 def _of_blocks(by_name: Mapping[str, T], like: Mapping[str, str], removed: Collection[str]) -> dict[str, T]:
@@ -241,7 +259,9 @@ def _renamed(segment: Segment, names: Mapping[str, str]) -> Segment:
             return event._replace(parameter=_rename(event.parameter, names))
         return event
 
-    return Segment(segment.phase, _rename(segment.module, names), tuple(map(renamed, segment.events)))
+    if not names:
+        return segment
+    return replace(segment, module=_rename(segment.module, names), events=tuple(map(renamed, segment.events)))
 
 
 def _rename(path: str, names: Mapping[str, str]) -> str:
@@ -257,12 +277,12 @@ _KINDS: tuple[Callable[..., Event], ...] = (Bytes, Step, Gradient, Sent)
 def to_json(tape: Tape) -> dict[str, Any]:
     """Return a tape as a value for JSON."""
     return {
-        "blocks": tape.blocks,
-        "repeat": tape.repeat and asdict(tape.repeat),
+        "parts": [[part.paths, part.repeat and asdict(part.repeat)] for part in tape.parts],
         "buffers": dict(tape.buffers),
         "shapes": dict(tape.shapes),
         "segments": [
-            [s.phase, s.module, [[_KINDS.index(type(event)), *event] for event in s.events]] for s in tape.segments
+            [s.microbatch, s.phase, s.module, [[_KINDS.index(type(event)), *event] for event in s.events]]
+            for s in tape.segments
         ],
     }
 
@@ -280,7 +300,10 @@ def from_json(value: Mapping[str, Any]) -> Tape:
             return Gradient(fields[0], fields[1], Category(fields[2]))
         return _KINDS[kind](*fields)
 
-    segments = (Segment(phase, module, tuple(event(*e) for e in events)) for phase, module, events in value["segments"])
+    parts = (Blocks(tuple(paths), repeat and Repeat(**repeat)) for paths, repeat in value["parts"])
+    segments = (
+        Segment(phase, module, tuple(event(*fields) for fields in events), microbatch)
+        for microbatch, phase, module, events in value["segments"]
+    )
     shapes = {name: tuple(shape) for name, shape in value["shapes"].items()}
-    repeat = value["repeat"] and Repeat(**value["repeat"])
-    return Tape(tuple(value["blocks"]), repeat, tuple(segments), dict(value["buffers"]), shapes)
+    return Tape(tuple(parts), tuple(segments), dict(value["buffers"]), shapes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 from titan_launch.config.architectures import resolve_args
@@ -16,7 +17,7 @@ from titan_launch.plan.job import Choice, plan_units, with_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic import decoder
 from titan_launch.plan.memory.analytic.replay import AnalyticModel, Replay
-from titan_launch.plan.memory.depth import block_signatures, find_shortcut, without_blocks
+from titan_launch.plan.memory.depth import find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.types import Inventory, ModelPlan
@@ -70,10 +71,6 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     def plan(unsharded: bool, removed: tuple[str, ...] = ()) -> ModelPlan:
         return without_blocks(plan(unsharded), removed) if removed else plan_units(config, inventory, unsharded)
 
-    @cache
-    def signatures(unsharded: bool) -> list[Hashable]:
-        return block_signatures(plan(unsharded))
-
     @_without_garbage_collection()
     def footprint(choice: Choice) -> Footprint:
         unsharded = bool(choice.accumulation.keep_params_unsharded)
@@ -83,7 +80,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
             chosen = with_choice(config, choice)
             return Replay(chosen, model, args, plan(unsharded, removed), layout, kernels, again).step()
 
-        shortcut = find_shortcut(signatures(unsharded), inventory.blocks, again)
+        shortcut = find_shortcut(replace(plan(unsharded), checkpointed=again))
         if shortcut is None:
             return replay()
         shorter, longer = replay(shortcut.removed_from_shorter), replay(shortcut.removed_from_longer)

@@ -1,0 +1,194 @@
+"""Recording of a pipeline's step. PyTorch's schedule runs with all microbatches, but stages run only a few of them.
+
+Microbatches are alike. So each stage runs the first microbatch of each kind, and a stand-in, which returns a tensor
+of the same shape, runs the others. What the schedule itself allocates and holds is recorded for all microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
+from titan_launch.core.patches import replaced
+from titan_launch.data.sources import Batch
+from titan_launch.metrics.memory import LiveMemory
+from titan_launch.models.loss import Loss
+from titan_launch.parallel.accumulation import Deferred, Immediate
+from titan_launch.parallel.pipeline import Pipeline
+from titan_launch.plan.memory.ledger import Category, StepPoint
+from titan_launch.plan.memory.tape import Event, Step
+from titan_launch.train import pipeline_step
+from titan_launch.train.pipeline_step import HiddenModule, PipelinedStep, ScheduledStage
+
+
+class Mark(NamedTuple):
+    """The begin or the end of what a stage runs for a microbatch."""
+
+    action: tuple[str, int, tuple[str, ...]]
+    """`forward`, `backward` or `weights`; the stage; and all actions of the microbatch in its backward."""
+
+    microbatch: int
+    is_begin: bool
+
+
+Note = StepPoint | Event | Mark
+
+
+@dataclass
+class PipelineRecorder:
+    """Runs the step of a pipeline on one rank, and notes what the schedule and the stages do."""
+
+    pipeline: Pipeline
+    config: JobConfig
+    notes: list[Note]
+    memory: LiveMemory
+    gradients: Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
+    """Returns the name and the gradient of each unsharded parameter of a stage."""
+
+    take: Callable[[str, Tensor], None]
+    """Notes that a parameter takes a gradient."""
+
+    roots: dict[nn.Module, str]
+    """Path of each stage's root on the tape."""
+
+    _actions: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    _shapes: dict[nn.Module, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    _microbatch: int = 0
+
+    def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
+        """Run a step."""
+        parallelism, original = self.config.parallelism, Deferred() if self._splits else Immediate()
+        outer = self
+
+        class Noted:
+            def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
+                outer.notes.append(Step("begin_microbatch", outer.roots[model], int(is_last)))
+                original.begin_microbatch(model, is_last)
+
+        step = PipelinedStep(self.pipeline, parallelism, Noted(), torch.device("cpu"))
+        with ExitStack() as stack:
+            self._watch(stack)
+            self._actions = _actions_of(step.schedule_for(microbatches), self.pipeline, len(microbatches))
+            self.notes.clear()
+            step(microbatches, loss, num_items)
+        self.notes[:] = list(self._composed(self.notes))
+
+    @property
+    def _splits(self) -> bool:
+        return self.config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+
+    def _is_run(self, stage: int, microbatch: int) -> bool:
+        """Return True for the first microbatch of its kind on a stage."""
+        own = self._actions[stage, microbatch]
+        return all(self._actions[stage, before] != own for before in range(microbatch))
+
+    def _watch(self, stack: ExitStack) -> None:
+        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            stack.enter_context(replaced(PipelineStage, name, self._marked(name, getattr(PipelineStage, name))))
+        whole_backward = ScheduledStage.backward_one_chunk
+
+        def backward_one_chunk(stage: ScheduledStage, microbatch: int, *args: Any, **kwargs: Any) -> None:
+            self._microbatch = microbatch
+            whole_backward(stage, microbatch, *args, **kwargs)
+
+        stack.enter_context(replaced(ScheduledStage, "backward_one_chunk", backward_one_chunk))
+        forward = HiddenModule.forward
+        weight = torch.zeros((), requires_grad=True)
+
+        def run(hidden: HiddenModule, *args: Any, **kwargs: Any) -> Any:
+            stage = next(local.stage.index for local in self.pipeline.local if local.module is hidden.module)
+            if self._is_run(stage, self._microbatch):
+                output = forward(hidden, *args, **kwargs)
+                self._shapes[hidden.module] = output.shape, output.dtype
+                return output
+            return _StandIn.apply(args[0], weight, *self._shapes[hidden.module])
+
+        stack.enter_context(replaced(HiddenModule, "forward", run))
+        for name in ("pop_forward_order", "restore_forward_order"):
+            stack.enter_context(replaced(pipeline_step, name, self._noted(name, getattr(pipeline_step, name))))
+        accumulate = self.memory.allocating_for(Category.UNSHARDED_GRADIENTS, pipeline_step.accumulate_in_reduce_dtype)
+        noted = self._noted("accumulate_in_reduce_dtype", accumulate)
+        stack.enter_context(replaced(pipeline_step, "accumulate_in_reduce_dtype", noted))
+
+    def _noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(root: nn.Module, *args: Any) -> Any:
+            self.notes.append(Step(name, self.roots[root], self._microbatch))
+            return function(root, *args)
+
+        return call
+
+    def _marked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(stage: ScheduledStage, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            self._microbatch = microbatch
+            action = (name, stage.stage_index, self._actions[stage.stage_index, microbatch])
+            self.notes.append(Mark(action, microbatch, is_begin=True))
+            result = function(stage, microbatch, *args, **kwargs)
+            if name == "backward_weight_one_chunk":  # the schedule sets the gradients itself
+                for parameter, gradient in self.gradients(stage.submod):
+                    self.take(parameter, gradient)
+            self.notes.append(Mark(action, microbatch, is_begin=False))
+            return result
+
+        return call
+
+    def _composed(self, notes: Iterable[Note]) -> Iterator[Note]:
+        """Yield the notes of the schedule, with the notes of a stage in place of those of its stand-ins."""
+        known: dict[tuple[str, int, tuple[str, ...]], list[Note]] = {}
+        own: list[Note] = []
+        is_inside = False
+        for note in notes:
+            if not isinstance(note, Mark):
+                if is_inside:
+                    own.append(note)
+                else:
+                    yield note
+            elif note.is_begin:
+                is_inside, own = True, []
+            else:
+                is_inside = False
+                for of_action in known.setdefault(note.action, own):
+                    yield (
+                        of_action._replace(microbatch=note.microbatch)
+                        if isinstance(of_action, StepPoint)
+                        else of_action
+                    )
+
+
+def _actions_of(schedule: Any, pipeline: Pipeline, num_microbatches: int) -> dict[tuple[int, int], tuple[str, ...]]:
+    """Return the names of the actions of each microbatch's backward on each stage of this rank."""
+    found: dict[tuple[int, int], tuple[str, ...]] = {
+        (local.stage.index, microbatch): () for local in pipeline.local for microbatch in range(num_microbatches)
+    }
+    order = getattr(schedule, "pipeline_order", None) or {}
+    for action in order.get(pipeline.local[0].stage.rank, ()):
+        if action is not None and (key := (action.stage_index, action.microbatch_index)) in found:
+            found[key] = (*found[key], str(action.computation_type))
+    return found
+
+
+class _StandIn(torch.autograd.Function):
+    """A stage that computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        ctx.given = x.shape, x.dtype
+        return x.new_empty(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        shape, dtype = ctx.given
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        return (
+            gradient.new_empty(shape, dtype=dtype) if needs_input else None,
+            gradient.new_zeros(()).to(torch.float32) if needs_weight else None,
+            None,
+            None,
+        )
