@@ -199,7 +199,8 @@ def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]
 
     Names that concern a unit: `unshard` (all-gather), `wait_for_unshard` (copy-out), `post_backward`, `foreach_reduce`
     (reduction of gradients), and `all_gather` and `reduce_scatter` (calls into the process group). Names that concern
-    one parameter: `init_unsharded_param`, and the property `all_gather_inputs`.
+    one parameter: `init_unsharded_param`, `gradient_to_reduce` (tensor parallelism may reduce it first), and the
+    property `all_gather_inputs`.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 
@@ -212,6 +213,7 @@ def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]
         "init_unsharded_param": (parameter, "init_unsharded_param"),
         "all_gather": (_fsdp_collectives.DefaultAllGather, "__call__"),
         "reduce_scatter": (_fsdp_collectives.DefaultReduceScatter, "__call__"),
+        "gradient_to_reduce": (parameter, "_get_grad_inner_tensor"),
         "all_gather_inputs": (parameter, "all_gather_inputs"),
     }
     with ExitStack() as stack:

@@ -85,6 +85,10 @@ class _Recorder(Ledger):
         self.notes: list[Note] = []
         self.taking: str | None = None
         """Full name of the parameter that takes its gradient."""
+        self.reducing: tuple[str, int] | None = None
+        """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element."""
+        self.reduced: dict[str, int] = {}
+        """`Tape.reduced`."""
 
     def allocate(self, num_bytes: int, category: Category) -> None:
         if category not in OF_FSDP:
@@ -131,7 +135,10 @@ class _Exchanges(TrafficCount):
     def add(self, traffic: Traffic) -> None:
         for axis in ("tensor", "context", "pipeline", "expert"):
             exchange = getattr(traffic, axis)
-            if exchange.calls:
+            if exchange.calls and self._recorder.reducing is not None:
+                name, size = self._recorder.reducing
+                self._recorder.reduced[name] = exchange.sent_bytes // size
+            elif exchange.calls:
                 self._recorder.notes.append(Sent(axis, exchange.sent_bytes))
 
 
@@ -235,7 +242,7 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
             PipelineRecorder(pipeline, config, recorder.notes, memory, _unsharded_gradients(model), take, path_of).run(
                 microbatches, loss, num_items
             )
-        return Tape((), tuple(recorder.segments()), buffers, _divided_shapes(model, plan))
+        return Tape((), tuple(recorder.segments()), buffers, _divided_shapes(model, plan), recorder.reduced)
 
 
 def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[str, int]:
@@ -263,7 +270,17 @@ def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
             return init_and_name
 
-        stack.enter_context(unit_steps_wrapped({"init_unsharded_param": naming}))
+        def reducing(gradient_to_reduce: Any) -> Any:
+            def reduce(fsdp_param: Any, gradient: Tensor) -> Any:
+                recorder.reducing = name_of[id(fsdp_param.sharded_param)], gradient.element_size()
+                try:
+                    return gradient_to_reduce(fsdp_param, gradient)
+                finally:
+                    recorder.reducing = None
+
+            return reduce
+
+        stack.enter_context(unit_steps_wrapped({"init_unsharded_param": naming, "gradient_to_reduce": reducing}))
         yield
 
 

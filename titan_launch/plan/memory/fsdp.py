@@ -25,7 +25,7 @@ from titan_launch.core.torch_release import (
     KEEPS_REDUCED_GRADIENTS,
     SKIPS_DIVISION_BY_ONE,
 )
-from titan_launch.plan.communication import padded_numel
+from titan_launch.plan.communication import Exchange, padded_numel
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import Category, Ledger
 from titan_launch.plan.replica_shards import ExchangedUnit
@@ -36,12 +36,20 @@ class Storage:
     """Memory that is allocated while a reference to this object exists. (This relies on CPython's reference counts, as
     the memory of a PyTorch program does.)"""
 
-    __slots__ = ("_category", "_ledger", "num_bytes")
+    __slots__ = ("_category", "_ledger", "dtype", "num_bytes")
 
-    def __init__(self, ledger: Ledger, num_bytes: int, category: Category, taken_from: Category | None = None):
+    def __init__(
+        self,
+        ledger: Ledger,
+        num_bytes: int,
+        category: Category,
+        dtype: str = "uint8",
+        taken_from: Category | None = None,
+    ):
         """`taken_from`: the category under which the memory was allocated before; None for new memory."""
         self._ledger = ledger
         self.num_bytes = num_bytes
+        self.dtype = dtype
         self._category = category
         if taken_from is None:
             ledger.allocate(num_bytes, category)
@@ -50,6 +58,11 @@ class Storage:
 
     def __del__(self) -> None:
         self._ledger.free(self.num_bytes, self._category)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.num_bytes // DTYPE_BYTES[self.dtype]
 
     def relabel(self, category: Category) -> None:
         """Count the memory under another category."""
@@ -90,6 +103,8 @@ class Context:
         self.reduce_scatter_inputs: list[Storage] = []
         self.post_forward_order: list[ShardedUnit] = []
         self.iter_forward_root: ShardedUnit | None = None
+        self.sent = Exchange()
+        """Gradients that tensor parallelism has reduced before FSDP2."""
         self._accumulation = accumulation
         self._exchanged = exchanged
         self._is_manual = splits_backward and FINALIZES_BACKWARD
@@ -99,7 +114,7 @@ class Context:
 
     def new(self, numel: int, dtype: str, category: Category) -> Storage:
         """Return new memory for `numel` elements."""
-        return Storage(self.ledger, numel * DTYPE_BYTES[dtype], category)
+        return Storage(self.ledger, numel * DTYPE_BYTES[dtype], category, dtype)
 
     def begin_microbatch(self, is_last: int) -> None:
         """Set which collectives the next backward runs, as `parallel.accumulation` does."""
@@ -216,6 +231,8 @@ class Parameter:
         self.stored, self.computed = policy.storage_dtype, policy.compute_dtype
         self.is_cast = self.computed != self.stored
         self.padded_bytes = self.padded * DTYPE_BYTES[self.computed]
+        self.sent_elements = 0
+        """`Tape.reduced`."""
 
 
 class ShardedUnit:
@@ -429,16 +446,15 @@ class ShardedUnit:
 
         From torch 2.15 on, autograd first converts the gradient to the dtype that FSDP2's `_set_unsharded_grad_dtypes`
         has set."""
-        parameter, dtype = self.parameters[index], self._grad_dtype(index)
-        if dtype != parameter.computed:
-            gradient = self.context.new(parameter.numel, dtype, Category.BACKWARD)
+        dtype = self._grad_dtype(index, gradient.dtype)
+        if dtype != gradient.dtype:
+            gradient = self.context.new(gradient.numel, dtype, Category.BACKWARD)
         if index in self._gradients:
             return
         gradient.relabel(Category.UNSHARDED_GRADIENTS)
         self._gradients[index] = gradient
 
-    def _grad_dtype(self, index: int) -> str:
-        computed = self.parameters[index].computed
+    def _grad_dtype(self, index: int, computed: str) -> str:
         if not ACCUMULATES_IN_GRAD:
             return computed
         is_wider = DTYPE_BYTES[self.unit.reduce_dtype] > DTYPE_BYTES[computed]
@@ -458,10 +474,9 @@ class ShardedUnit:
                 self.accumulate_in_reduce_dtype()
             return
         unsharded = {**self._gradients, **self._accumulated}
-        gradients = [unsharded[index] for index in sorted(unsharded)]
         self._gradients.clear()
         self._accumulated.clear()
-        unsharded.clear()
+        gradients = [self._reduced_by_tensor_parallelism(i, unsharded.pop(i)) for i in sorted(unsharded)]
         if self.reshard_after_backward:
             self.reshard()
         if gradients or FREES_WITHOUT_GRADIENTS:
@@ -470,12 +485,19 @@ class ShardedUnit:
             self._all_reduce_input = None
             self._reduce(gradients, [parameter for parameter in self.parameters if parameter.is_trained])
 
+    def _reduced_by_tensor_parallelism(self, index: int, gradient: Storage) -> Storage:
+        parameter = self.parameters[index]
+        if not parameter.sent_elements:
+            return gradient
+        self.context.sent += Exchange(1, parameter.sent_elements * DTYPE_BYTES[gradient.dtype])
+        return self.context.new(parameter.numel, gradient.dtype, Category.UNSHARDED_GRADIENTS)
+
     def accumulate_in_reduce_dtype(self) -> None:
         """Add the gradients to those of earlier microbatches, in the reduce dtype."""
         if self.unit.reduce_dtype == self.unit.compute_dtype:
             return
         for index in sorted(self._gradients):
-            numel = self.parameters[index].numel
+            numel = self._gradients[index].numel
             self._accumulated[index] = self.context.new(numel, self.unit.reduce_dtype, Category.UNSHARDED_GRADIENTS)
             del self._gradients[index]
 

@@ -183,7 +183,16 @@ def _key(what: str, job: JobConfig, kernels: Kernels) -> str:
     known = job.model_dump(mode="json")
     versions = [_version(name) for name in ("torch", "transformers", "peft", "torchao")]
     folder = None if job.model.is_of_package and job.model.loss is None else os.getcwd()
-    parts = [what, folder, known, _files_named_in(known), kernels, versions, _package_digest()]
+    parts = [
+        what,
+        folder,
+        separates_documents(job.data),
+        known,
+        _files_named_in(known),
+        kernels,
+        versions,
+        _package_digest(),
+    ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

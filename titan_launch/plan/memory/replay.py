@@ -184,6 +184,9 @@ class Replay:
             self._add(root_path(index if layout.pipeline > 1 else None), config, plan)
         if second is not None:
             self._add(SECOND, second.config, second.plan)
+        for name, elements in tape.reduced.items():
+            unit, index = self._places[name]
+            unit.parameters[index].sent_elements = elements
         self._sent = dict.fromkeys(_AXES, Exchange())
 
     def _add(self, root: str, config: JobConfig, plan: ModelPlan) -> None:
@@ -221,10 +224,10 @@ class Replay:
         leave_early = gradients_leave_early(self._config.training)
         book_update(self._ledger, temporaries, self._exchanged.values(), self._layout, leave_early)
         every = Fraction(self._layout.num_microbatches, count)
-        sent: dict[str, Any] = {
-            axis: Exchange(round(of_seen.calls * every), round(of_seen.sent_bytes * every))
-            for axis, of_seen in self._sent.items()
-        }
+        sent: dict[str, Any] = {axis: _times(exchange, every) for axis, exchange in self._sent.items()}
+        reductions = Fraction(1) if self._config.gradient_accumulation.mode == "deferred" else every
+        for context in self._contexts.values():
+            sent["tensor"] += _times(context.sent, reductions)
         return ReplayedStep(self._ledger.footprint(), Traffic(**sent))
 
     def _allocate_state(self) -> None:
@@ -253,8 +256,8 @@ class Replay:
                 call(event.number) if event.name in _WITH_NUMBER else call()
             case Gradient():
                 unit, index = self._places[event.parameter]
-                category = event.category
-                unit.accumulate(index, Storage(self._ledger, event.num_bytes, category, taken_from=category))
+                category, dtype = event.category, unit.parameters[index].computed
+                unit.accumulate(index, Storage(self._ledger, event.num_bytes, category, dtype, taken_from=category))
             case Sent():
                 self._sent[event.axis] += Exchange(1, event.num_bytes)
 
@@ -267,3 +270,7 @@ class Replay:
                 self._ledger.allocate(num_bytes, category)
         if event.in_product:
             self._ledger.product()
+
+
+def _times(exchange: Exchange, factor: Fraction) -> Exchange:
+    return Exchange(round(exchange.calls * factor), round(exchange.sent_bytes * factor))

@@ -151,6 +151,10 @@ class Tape:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """This rank's part of each parameter that tensor parallelism divides, by full name."""
 
+    reduced: Mapping[str, int] = field(default_factory=dict)
+    """The parameters whose gradients are reduced over the ranks of tensor parallelism before FSDP2 reduces them, by
+    full name, with the elements that this rank sends."""
+
 
 def compact(events: Iterable[Event]) -> Iterator[Event]:
     """Yield the events, with each run of allocations and frees reduced to its highest points and its end.
@@ -232,6 +236,7 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
         segments=tuple(segment for segment in segments if segment.module not in removed),
         buffers=_of_blocks(tape.buffers, like, removed),
         shapes=_of_blocks(tape.shapes, like, removed),
+        reduced=_of_blocks(tape.reduced, like, removed),
     )
 
 
@@ -280,6 +285,7 @@ def to_json(tape: Tape) -> dict[str, Any]:
         "parts": [[part.paths, part.repeat and asdict(part.repeat)] for part in tape.parts],
         "buffers": dict(tape.buffers),
         "shapes": dict(tape.shapes),
+        "reduced": dict(tape.reduced),
         "segments": [
             [s.microbatch, s.phase, s.module, [[_KINDS.index(type(event)), *event] for event in s.events]]
             for s in tape.segments
@@ -306,4 +312,4 @@ def from_json(value: Mapping[str, Any]) -> Tape:
         for microbatch, phase, module, events in value["segments"]
     )
     shapes = {name: tuple(shape) for name, shape in value["shapes"].items()}
-    return Tape(tuple(parts), tuple(segments), dict(value["buffers"]), shapes)
+    return Tape(tuple(parts), tuple(segments), dict(value["buffers"]), shapes, dict(value["reduced"]))
