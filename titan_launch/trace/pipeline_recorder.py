@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
 from titan_launch.metrics.memory import LiveMemory
 from titan_launch.models.loss import Loss
-from titan_launch.parallel.accumulation import Deferred, Immediate
+from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.pipeline import Pipeline
 from titan_launch.plan.memory.ledger import Category, StepPoint
 from titan_launch.plan.memory.tape import Event, Step
@@ -65,7 +64,7 @@ class PipelineRecorder:
 
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
         """Run a step."""
-        parallelism, original = self.config.parallelism, Deferred() if self._splits else Immediate()
+        parallelism, original = self.config.parallelism, build_strategy(self.config.gradient_accumulation)
         outer = self
 
         class Noted:
@@ -80,10 +79,6 @@ class PipelineRecorder:
             self.notes.clear()
             step(microbatches, loss, num_items)
         self.notes[:] = list(self._composed(self.notes))
-
-    @property
-    def _splits(self) -> bool:
-        return self.config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
 
     def _is_run(self, stage: int, microbatch: int) -> bool:
         """Return True for the first microbatch of its kind on a stage."""
@@ -109,7 +104,8 @@ class PipelineRecorder:
                 output = forward(hidden, *args, **kwargs)
                 self._shapes[hidden.module] = output.shape, output.dtype
                 return output
-            return _StandIn.apply(args[0], weight, *self._shapes[hidden.module])
+            leaf = None if args[0].requires_grad else weight  # gradients of weights would need a parameter of the stage
+            return _StandIn.apply(args[0], leaf, *self._shapes[hidden.module])
 
         stack.enter_context(replaced(HiddenModule, "forward", run))
         for name in ("pop_forward_order", "restore_forward_order"):
@@ -178,7 +174,7 @@ class _StandIn(torch.autograd.Function):
     """A stage that computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         ctx.given = x.shape, x.dtype
         return x.new_empty(shape, dtype=dtype)
 

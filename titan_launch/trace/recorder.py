@@ -170,7 +170,7 @@ class TorchRecorder:
             return replace(tape, parts=blocks)
 
         paths = [outermost(part.inventory.blocks) for part in parts]
-        repeated = tuple(Blocks(own, block_repeat(part)) for own, part in zip(paths, parts, strict=True))
+        repeated = tuple(Blocks.shortened(own, block_repeat(part)) for own, part in zip(paths, parts, strict=True))
         if any(part.omitted for part in repeated):
             with whole_traced_on_error():
                 tape = record(repeated)

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.config.sections.data import DataSource, SyntheticData, separates_documents
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.files import cache_folder, file_state, replace_text
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
@@ -102,6 +104,8 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
         )
     else:
         data, sections["tokenizer"] = config.data, config.tokenizer
+    if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
+        sections["gradient_accumulation"] = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
     return blank.model_copy(
         update={
             **sections,

@@ -110,6 +110,11 @@ class Blocks:
     """The repeated part of the blocks, of which only the first two periods and the last two were recorded. None: all
     blocks were recorded."""
 
+    @classmethod
+    def shortened(cls, paths: tuple[str, ...], repeat: Repeat) -> Blocks:
+        """Return blocks of which only those that differ are recorded, if the part repeats often enough."""
+        return cls(paths, repeat if repeat.times > _PERIODS else None)
+
     @property
     def omitted(self) -> tuple[str, ...]:
         """The blocks that were not recorded."""
