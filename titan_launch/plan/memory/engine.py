@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
+from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.communication import Traffic, on_line, traffic_of_step
 from titan_launch.plan.hardware import Kernels
-from titan_launch.plan.job import Choice, plan_job, plan_untrained, with_choice
+from titan_launch.plan.job import Choice, plan_units, plan_untrained, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.depth import find_shortcut, without_blocks
+from titan_launch.plan.memory.depth import Shortcut, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate, with_growth
 from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.memory.replay import Replay, ReplayedStep, SecondModel, local_plan
-from titan_launch.plan.memory.tape import Tape, whole_shapes, with_blocks
+from titan_launch.plan.memory.tape import Tape, with_blocks
+from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.pipeline import parts_on_rank, representative_ranks, sufficient_microbatches
 from titan_launch.plan.types import ModelPlan
+
+
+class Parts(NamedTuple):
+    """What a pipeline rank runs."""
+
+    plans: tuple[ModelPlan, ...]
+    """The plan of each of its stages, or of the whole model."""
+
+    shortcut: Shortcut | None
 
 
 class ReplayEngine:
     """Predicts a job's step under the modes of a `Choice`."""
 
     def __init__(self, config: JobConfig, layout: Layout, kernels: Kernels, recordings: Recordings):
-        self._config = config
+        self._config = config.model_copy(
+            update={"compile": CompileConfig()}
+        )  # a compiled job is planned as an eager one
         self._layout = layout
         self._kernels = kernels
         self._recordings = recordings
         self._step = cache(self._predicted)
+        self._plan = cache(self._planned)
+        self._parts = cache(self._parts_of_rank)
+        self._second = cache(self._second_model)
+        self._traffic = cache(self._traffic_of_units)
 
     def __call__(self, choice: Choice) -> Footprint:
         """Return the active memory of the rank with the highest peak. Raises ConfigError as a run would."""
@@ -41,54 +60,64 @@ class ReplayEngine:
         """Return the traffic of the same rank in a step."""
         return self._step(choice)[1]
 
+    def _planned(self, keep_params_unsharded: bool) -> ModelPlan:
+        return plan_units(self._config, self._recordings.subject().inventory, keep_params_unsharded)
+
+    def _parts_of_rank(
+        self, keep_params_unsharded: bool, checkpointing: ActivationCheckpointConfig, rank: int
+    ) -> Parts:
+        """Return the plans of a pipeline rank's stages, or of the whole model, and how to shorten it."""
+        plan = self._plan(keep_params_unsharded)
+        plan = replace(plan, checkpointed=checkpointed_modules(plan.inventory, checkpointing))
+        plans = parts_on_rank(plan, rank)
+        return Parts(plans, find_shortcut(plans[0]) if len(plans) == 1 else None)
+
     def _predicted(self, choice: Choice) -> tuple[Footprint, Traffic]:
-        config = with_choice(self._config, choice)
-        plan = plan_job(config, self._recordings.subject().inventory)
+        plan = self._plan(bool(choice.accumulation.keep_params_unsharded))
         with _without_garbage_collection():
-            ranks = [self._of_rank(config, plan, rank) for rank in representative_ranks(plan)]
+            ranks = [self._of_rank(choice, rank) for rank in representative_ranks(plan)]
         return max(ranks, key=lambda predicted: predicted[0].peak_bytes)
 
-    def _of_rank(self, config: JobConfig, plan: ModelPlan, rank: int) -> tuple[Footprint, Traffic]:
+    def _of_rank(self, choice: Choice, rank: int) -> tuple[Footprint, Traffic]:
         """Return the prediction for a pipeline rank."""
-        layout, checkpointing = self._layout, config.activation_checkpoint
-        plans = parts_on_rank(plan, rank)
+        layout, config = self._layout, with_choice(self._config, choice)
+        parts = self._parts(bool(choice.accumulation.keep_params_unsharded), choice.activation_checkpoint, rank)
+        tape = partial(self._recordings.tape, choice.activation_checkpoint, rank)
         if layout.pipeline == 1:
-            tape = self._recordings.tape(checkpointing)
-            step = self._replayed(config, plans, tape, layout.num_microbatches)
-        else:
-            enough = sufficient_microbatches(config.parallelism, layout)
-            tape = self._recordings.tape(checkpointing, rank, enough)
-            step = self._replayed(config, plans, tape, enough)
-            untraced = layout.num_microbatches - enough
-            if untraced:
-                more = min(untraced, layout.pipeline)  # interleaved schedules take multiples
-                longer = self._recordings.tape(checkpointing, rank, enough + more)
-                grown = self._replayed(config, plans, longer, enough + more).footprint
-                step = replace(step, footprint=with_growth(step.footprint, grown, untraced / more))
-        shapes = whole_shapes(tape)
-        units = (traffic_of_step(local_plan(part, shapes), layout, config.gradient_accumulation) for part in plans)
-        footprint = replace(step.footprint, pipeline_rank=rank) if plan.stages else step.footprint
-        return footprint, sum(units, start=step.traffic)
+            step = self._replayed(config, parts, tape(), layout.num_microbatches)
+            return step.footprint, step.traffic + self._traffic(choice.accumulation, rank)
+        enough = sufficient_microbatches(config.parallelism, layout)
+        step = self._replayed(config, parts, tape(enough), enough)
+        footprint, untraced = step.footprint, layout.num_microbatches - enough
+        if untraced:
+            more = min(untraced, layout.pipeline)  # interleaved schedules take multiples
+            longer = self._replayed(config, parts, tape(enough + more), enough + more)
+            footprint = with_growth(footprint, longer.footprint, untraced / more)
+        return replace(footprint, pipeline_rank=rank), step.traffic + self._traffic(choice.accumulation, rank)
 
-    def _replayed(
-        self, config: JobConfig, plans: Sequence[ModelPlan], tape: Tape, num_microbatches: int
-    ) -> ReplayedStep:
+    def _traffic_of_units(self, accumulation: GradientAccumulationConfig, rank: int) -> Traffic:
+        """Return the traffic of FSDP2's units on a pipeline rank."""
+        plans = parts_on_rank(self._plan(bool(accumulation.keep_params_unsharded)), rank)
+        shapes = self._recordings.shapes(rank)
+        return sum((traffic_of_step(local_plan(p, shapes), self._layout, accumulation) for p in plans), start=Traffic())
+
+    def _replayed(self, config: JobConfig, parts: Parts, tape: Tape, num_microbatches: int) -> ReplayedStep:
         """Replay the model at two smaller depths and extrapolate, or at its own depth."""
 
         def at(removed: tuple[str, ...]) -> ReplayedStep:
-            own = [without_blocks(plan, removed) for plan in plans] if removed else plans
+            own = [without_blocks(plan, removed) for plan in parts.plans] if removed else parts.plans
             shallow = with_blocks(tape, removed)
             return Replay(config, own, self._layout, self._kernels, shallow, self._second()).step(num_microbatches)
 
-        shortcut = find_shortcut(plans[0]) if len(plans) == 1 and tape.parts[0].repeat is not None else None
-        if shortcut is not None:
+        shortcut = parts.shortcut
+        if shortcut is not None and tape.parts[0].repeat is not None:
             shorter, longer = at(shortcut.removed_from_shorter), at(shortcut.removed_from_longer)
             footprint = extrapolate(shorter.footprint, longer.footprint, shortcut.factor)
             if footprint is not None:
                 return ReplayedStep(footprint, on_line(shorter.traffic, longer.traffic, shortcut.factor))
         return at(())
 
-    def _second(self) -> SecondModel | None:
+    def _second_model(self) -> SecondModel | None:
         found, inventory = self._config.loss.frozen_model(), self._recordings.subject().second
         if found is None or inventory is None:
             return None

@@ -476,7 +476,7 @@ class ShardedUnit:
         unsharded = {**self._gradients, **self._accumulated}
         self._gradients.clear()
         self._accumulated.clear()
-        gradients = [self._reduced_by_tensor_parallelism(i, unsharded.pop(i)) for i in sorted(unsharded)]
+        gradients = self._reduced_by_tensor_parallelism(unsharded)
         if self.reshard_after_backward:
             self.reshard()
         if gradients or FREES_WITHOUT_GRADIENTS:
@@ -485,12 +485,26 @@ class ShardedUnit:
             self._all_reduce_input = None
             self._reduce(gradients, [parameter for parameter in self.parameters if parameter.is_trained])
 
-    def _reduced_by_tensor_parallelism(self, index: int, gradient: Storage) -> Storage:
-        parameter = self.parameters[index]
-        if not parameter.sent_elements:
-            return gradient
-        self.context.sent += Exchange(1, parameter.sent_elements * DTYPE_BYTES[gradient.dtype])
-        return self.context.new(parameter.numel, gradient.dtype, Category.UNSHARDED_GRADIENTS)
+    def _reduced_by_tensor_parallelism(self, unsharded: dict[int, Storage]) -> list[Storage]:
+        """Return the gradients in the order of the parameters, reduced over the ranks of tensor parallelism where
+        FSDP2 has to. Each is reduced into new memory, which replaces that of the gradient.
+
+        Gradients that keep their size are booked together, so that the number of local maxima does not depend on the
+        number of blocks (`ledger.extrapolate`)."""
+        reduced, largest = [], 0
+        for index in sorted(unsharded):
+            parameter, gradient = self.parameters[index], unsharded.pop(index)
+            if parameter.sent_elements:
+                size = DTYPE_BYTES[gradient.dtype]
+                self.context.sent += Exchange(1, parameter.sent_elements * size)
+                if parameter.numel == gradient.numel:
+                    largest = max(largest, gradient.num_bytes)
+                else:
+                    gradient = self.context.new(parameter.numel, gradient.dtype, Category.UNSHARDED_GRADIENTS)
+            reduced.append(gradient)
+        if largest:
+            self._new_bytes(largest, Category.UNSHARDED_GRADIENTS)  # and freed at once
+        return reduced
 
     def accumulate_in_reduce_dtype(self) -> None:
         """Add the gradients to those of earlier microbatches, in the reduce dtype."""
