@@ -175,7 +175,11 @@ def add_adapters(
         return
     targets, problems = _find_targets(model, config.targets, blocks)
     if not problems:
-        refusals = (_refusal(model, path, module) for path, module in targets.items())
+        owners: dict[int, list[str]] = {}
+        for path, module in model.named_modules():
+            for parameter in module._parameters.values():
+                owners.setdefault(id(parameter), []).append(path)
+        refusals = (_refusal(model, path, module, owners) for path, module in targets.items())
         problems += [Problem(_TARGETS, reason, list(config.targets)) for reason in filter(None, refusals)][:1]
         problems += _rank_problem(targets, config)
         problems += _rules_without_effect(targets, config)
@@ -296,19 +300,17 @@ def _why_nothing(entry: str, matched: Sequence[str], modules: Mapping[str, nn.Mo
     return nothing_matched(entry, runnable, [path for path in modules if path not in runnable])
 
 
-def _refusal(model: nn.Module, path: str, module: nn.Module) -> str | None:
-    """Return the reason why a target cannot have an adapter; None if it can."""
+def _refusal(model: nn.Module, path: str, module: nn.Module, owners: Mapping[int, Sequence[str]]) -> str | None:
+    """Return the reason why a target cannot have an adapter; None if it can. `owners`: paths of the modules that own
+    each parameter, by its id."""
     what = f"matches {path} ({type(module).__name__}),"
     if isinstance(model.get_submodule(parent(path)), nn.MultiheadAttention):
         return f"{what} whose weight nn.MultiheadAttention reads without a call of the layer; name other modules"
     forward = None if isinstance(module, Experts) else _own_forward(module)
     if forward is not None:
         return f"{what} whose forward ({forward}) does not call super().forward; such a layer cannot have an adapter"
-    sharers = [
-        other_path
-        for other_path, other in model.named_modules()
-        if other is not module and {*map(id, other._parameters.values())} & {*map(id, _weights(module))}
-    ]
+    own = [other for weight in _weights(module) for other in owners[id(weight)]]
+    sharers = [other for other in dict.fromkeys(own) if model.get_submodule(other) is not module]
     if sharers:
         return f"{what} which shares its weight with {listed(sharers)}, so it cannot be merged; name other modules"
     return None

@@ -135,6 +135,13 @@ def _on_line(a: Any, b: Any, factor: float) -> Any:
     return type(a)(*(_on_line(getattr(a, f.name), getattr(b, f.name), factor) for f in fields(a)))
 
 
+def traffic_of_microbatches(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
+    """Return the traffic of a whole step from `seen`: that of its first microbatches and of its last one."""
+    total = sum(seen, start=Traffic())
+    unseen = num_microbatches - len(seen)
+    return on_line(total, total + seen[-2], unseen) if unseen else total
+
+
 def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     """Return the collectives of an FSDP2 unit in one forward and backward.
 

@@ -6,7 +6,7 @@ Only data, initial values and the update are missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -35,7 +35,7 @@ from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import SequencePart, sequence_part
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
-from titan_launch.plan.communication import Traffic, on_line, traffic_of_replicas
+from titan_launch.plan.communication import Traffic, traffic_of_microbatches, traffic_of_replicas
 from titan_launch.plan.hardware import Kernels, find_device
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import (
@@ -292,7 +292,7 @@ class _Accumulation:
             forward_backward(self.model, microbatch, torch.device("cpu"), lambda: num_items, self.loss)
             del microbatch
             traffic.append(self.count.take())
-        return _traffic_of_step(traffic, self.layout.num_microbatches)
+        return traffic_of_microbatches(traffic, self.layout.num_microbatches)
 
     def _run_pipeline(self, pipeline: Pipeline, num_items: Tensor) -> Traffic:
         """Run the microbatches through the pipeline's stages, by its schedule."""
@@ -303,13 +303,6 @@ class _Accumulation:
         step([microbatch] * self.num_microbatches, self.loss, num_items)
         traffic = self.count.take()
         return scaled_to_step(traffic, self.num_microbatches, layout, config.gradient_accumulation)
-
-
-def _traffic_of_step(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
-    """Return the traffic of a whole step, extrapolated from `seen`: that of the first microbatches and of the last."""
-    total = sum(seen, start=Traffic())
-    untraced = num_microbatches - len(seen)
-    return on_line(total, total + seen[-2], untraced) if untraced else total
 
 
 def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan, layout: Layout) -> list[GroupSizes]:

@@ -12,15 +12,14 @@ from typing import NamedTuple
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
-from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.plan.communication import Traffic, on_line, traffic_of_step
+from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, plan_untrained, with_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.depth import Shortcut, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate, with_growth
 from titan_launch.plan.memory.recordings import Recordings
-from titan_launch.plan.memory.replay import Replay, ReplayedStep, SecondModel, local_plan
+from titan_launch.plan.memory.replay import Replay, ReplayedStep, SecondModel
 from titan_launch.plan.memory.tape import Tape, with_blocks
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.pipeline import parts_on_rank, representative_ranks, sufficient_microbatches
@@ -50,7 +49,6 @@ class ReplayEngine:
         self._plan = cache(self._planned)
         self._parts = cache(self._parts_of_rank)
         self._second = cache(self._second_model)
-        self._traffic = cache(self._traffic_of_units)
 
     def __call__(self, choice: Choice) -> Footprint:
         """Return the active memory of the rank with the highest peak. Raises ConfigError as a run would."""
@@ -85,7 +83,7 @@ class ReplayEngine:
         tape = partial(self._recordings.tape, choice.activation_checkpoint, rank)
         if layout.pipeline == 1:
             step = self._replayed(config, parts, tape(), layout.num_microbatches)
-            return step.footprint, step.traffic + self._traffic(choice.accumulation, rank)
+            return step.footprint, step.traffic
         enough = sufficient_microbatches(config.parallelism, layout)
         step = self._replayed(config, parts, tape(enough), enough)
         footprint, untraced = step.footprint, layout.num_microbatches - enough
@@ -93,13 +91,7 @@ class ReplayEngine:
             more = min(untraced, layout.pipeline)  # interleaved schedules take multiples
             longer = self._replayed(config, parts, tape(enough + more), enough + more)
             footprint = with_growth(footprint, longer.footprint, untraced / more)
-        return replace(footprint, pipeline_rank=rank), step.traffic + self._traffic(choice.accumulation, rank)
-
-    def _traffic_of_units(self, accumulation: GradientAccumulationConfig, rank: int) -> Traffic:
-        """Return the traffic of FSDP2's units on a pipeline rank."""
-        plans = parts_on_rank(self._plan(bool(accumulation.keep_params_unsharded)), rank)
-        shapes = self._recordings.shapes(rank)
-        return sum((traffic_of_step(local_plan(p, shapes), self._layout, accumulation) for p in plans), start=Traffic())
+        return replace(footprint, pipeline_rank=rank), step.traffic
 
     def _replayed(self, config: JobConfig, parts: Parts, tape: Tape, num_microbatches: int) -> ReplayedStep:
         """Replay the model at two smaller depths and extrapolate, or at its own depth."""

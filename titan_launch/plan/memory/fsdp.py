@@ -9,6 +9,7 @@ tape of the model (`plan.memory.tape`), which calls the hooks here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -25,7 +26,7 @@ from titan_launch.core.torch_release import (
     KEEPS_REDUCED_GRADIENTS,
     SKIPS_DIVISION_BY_ONE,
 )
-from titan_launch.plan.communication import Exchange, padded_numel
+from titan_launch.plan.communication import padded_numel
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import Category, Ledger
 from titan_launch.plan.replica_shards import ExchangedUnit
@@ -103,8 +104,8 @@ class Context:
         self.reduce_scatter_inputs: list[Storage] = []
         self.post_forward_order: list[ShardedUnit] = []
         self.iter_forward_root: ShardedUnit | None = None
-        self.sent = Exchange()
-        """Gradients that tensor parallelism has reduced before FSDP2."""
+        self.traffic: Counter[str] = Counter()
+        """Calls and bytes of collectives since the last `take_traffic`, by field of `Traffic` and of its parts."""
         self._accumulation = accumulation
         self._exchanged = exchanged
         self._is_manual = splits_backward and FINALIZES_BACKWARD
@@ -115,6 +116,14 @@ class Context:
     def new(self, numel: int, dtype: str, category: Category) -> Storage:
         """Return new memory for `numel` elements."""
         return Storage(self.ledger, numel * DTYPE_BYTES[dtype], category, dtype)
+
+    def count(self, collective: str, num_bytes: int, unit: ShardedUnit) -> None:
+        """Count a collective of a unit: `all_gather`, `reduce_scatter` or `all_reduce`, with the bytes of its larger
+        buffer."""
+        self.traffic[f"{collective}s"] += 1
+        self.traffic[f"{collective}_bytes"] += num_bytes
+        if unit.unit.expert_parallel > 1 and collective != "all_reduce":
+            self.traffic[f"expert_{collective}_bytes"] += num_bytes
 
     def begin_microbatch(self, is_last: int) -> None:
         """Set which collectives the next backward runs, as `parallel.accumulation` does."""
@@ -284,6 +293,7 @@ class ShardedUnit:
             return
         shards = self._shards_to_send()
         self._pending = self._new_bytes(sum(parameter.padded_bytes for parameter in self.parameters))
+        self.context.count("all_gather", self._pending.num_bytes, self)
         del shards
 
     def _new_bytes(self, num_bytes: int, category: Category = Category.ALL_GATHER) -> Storage:
@@ -496,7 +506,8 @@ class ShardedUnit:
             parameter, gradient = self.parameters[index], unsharded.pop(index)
             if parameter.sent_elements:
                 size = DTYPE_BYTES[gradient.dtype]
-                self.context.sent += Exchange(1, parameter.sent_elements * size)
+                self.context.traffic["tensor"] += 1
+                self.context.traffic["tensor_bytes"] += parameter.sent_elements * size
                 if parameter.numel == gradient.numel:
                     largest = max(largest, gradient.num_bytes)
                 else:
@@ -530,6 +541,8 @@ class ShardedUnit:
         reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)
+        if world > 1:
+            self.context.count("reduce_scatter", reduce_input.num_bytes, self)
         if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # FSDP2 divides by 1
             divided = new(padded, dtype, Category.REDUCE_SCATTER)
             del divided
@@ -542,6 +555,7 @@ class ShardedUnit:
             return
         if is_hsdp:
             self._all_reduce_input = output
+            self.context.count("all_reduce", output.num_bytes, self)
         reduced = output if KEEPS_REDUCED_GRADIENTS else None
         if dtype != parameters[0].stored:
             output = new(padded // world, parameters[0].stored, Category.REDUCE_SCATTER)

@@ -28,7 +28,7 @@ from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.files import cache_folder, file_state, replace_text
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
-from titan_launch.plan.memory.tape import Tape, from_json, to_json, whole_shapes
+from titan_launch.plan.memory.tape import Tape, from_json, to_json
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo
 
 
@@ -135,7 +135,6 @@ class Recordings:
         self._recorder = None if recorder is None else cache(recorder)
         self._say = say
         self._subject: Subject | None = None
-        self._shapes: dict[int, Mapping[str, tuple[int, ...]]] = {}
         self._tapes: dict[tuple[ActivationCheckpointConfig, int, int], Tape] = {}
 
     def subject(self) -> Subject:
@@ -153,7 +152,6 @@ class Recordings:
         key = checkpointing, pipeline_rank, num_microbatches
         if key not in self._tapes:
             self._tapes[key] = self._tape(*key)
-            self._shapes.setdefault(pipeline_rank, whole_shapes(self._tapes[key]))
         return self._tapes[key]
 
     def _tape(self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int, num_microbatches: int) -> Tape:
@@ -168,10 +166,6 @@ class Recordings:
             return to_json(recorder.tape(job, self._kernels, subject, pipeline_rank))
 
         return from_json(self._known(f"tape {pipeline_rank}", job, record))
-
-    def shapes(self, pipeline_rank: int) -> Mapping[str, tuple[int, ...]]:
-        """Return `Tape.shapes` of a rank, which are the same on all of its tapes."""
-        return self._shapes[pipeline_rank]
 
     def _known(self, what: str, job: JobConfig, record: Callable[[Recorder], dict[str, Any]]) -> dict[str, Any]:
         key = _key(what, job, self._kernels)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.config.sections.training import OptimizerConfig
-from titan_launch.plan.communication import Exchange, Traffic, exchanged_units, shard_shape
+from titan_launch.plan.communication import (
+    Collectives,
+    Exchange,
+    Traffic,
+    exchanged_units,
+    shard_shape,
+    traffic_of_microbatches,
+    traffic_of_replicas,
+)
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.fsdp import Context, ShardedUnit, Storage
@@ -37,6 +44,7 @@ from titan_launch.plan.param_groups import (
     is_undecayed,
     settings_of,
 )
+from titan_launch.plan.pipeline import scaled_to_step
 from titan_launch.plan.replica_shards import chunk_numel, gradients_leave_early
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, full_name
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
@@ -44,7 +52,7 @@ from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_p
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """Memory of a replayed step, and its traffic along the axes that are not FSDP2's."""
+    """Memory and traffic of a replayed step."""
 
     footprint: Footprint
     traffic: Traffic
@@ -142,8 +150,14 @@ class _Model:
             self.by_path[path].forward_prefetch = [self.by_path[other] for other in ahead]
 
 
-_AXES = ("tensor", "context", "pipeline", "expert")
-"""The exchanges of `Traffic`."""
+_BYTES = (
+    "all_gather_bytes",
+    "reduce_scatter_bytes",
+    "all_reduce_bytes",
+    "expert_all_gather_bytes",
+    "expert_reduce_scatter_bytes",
+)
+"""The fields of `Traffic` that a replay counts."""
 
 _WITH_NUMBER = {
     "post_forward",
@@ -187,7 +201,6 @@ class Replay:
         for name, elements in tape.reduced.items():
             unit, index = self._places[name]
             unit.parameters[index].sent_elements = elements
-        self._sent = dict.fromkeys(_AXES, Exchange())
 
     def _add(self, root: str, config: JobConfig, plan: ModelPlan) -> None:
         leave_early = gradients_leave_early(self._config.training)
@@ -208,27 +221,37 @@ class Replay:
         """Run the step of `num_microbatches`. May be called only once."""
         self._ledger.enter(StepPoint(0, "forward", ""))
         self._allocate_state()
-        count = num_microbatches
-        if self._layout.pipeline > 1:
+        count, layout, config = num_microbatches, self._layout, self._config
+        if layout.pipeline > 1:
             self._play(0)
+            traffic = scaled_to_step(self._take_traffic(), count, layout, config.gradient_accumulation)
         else:
-            count = min(count, MICROBATCHES)
+            count, seen = min(count, MICROBATCHES), []
             for microbatch in range(count):
                 for context in self._contexts.values():
                     context.begin_microbatch(microbatch == count - 1)
                 self._play(microbatch)
+                seen.append(self._take_traffic())
+            traffic = traffic_of_microbatches(seen, layout.num_microbatches)
         self._ledger.enter(StepPoint(count - 1, "optimizer", ""))
         for context in self._contexts.values():
             context.finish_exchange()
-        temporaries = temporary_bytes(self._config.optimizer, self._groups, self._layout.optimizer_shards)
-        leave_early = gradients_leave_early(self._config.training)
-        book_update(self._ledger, temporaries, self._exchanged.values(), self._layout, leave_early)
-        every = Fraction(self._layout.num_microbatches, count)
-        sent: dict[str, Any] = {axis: _times(exchange, every) for axis, exchange in self._sent.items()}
-        reductions = Fraction(1) if self._config.gradient_accumulation.mode == "deferred" else every
+        temporaries = temporary_bytes(config.optimizer, self._groups, layout.optimizer_shards)
+        units = self._exchanged.values()
+        book_update(self._ledger, temporaries, units, layout, gradients_leave_early(config.training))
+        return ReplayedStep(self._ledger.footprint(), traffic + traffic_of_replicas(units, layout.optimizer_replicas))
+
+    def _take_traffic(self) -> Traffic:
+        counts = sum((context.traffic for context in self._contexts.values()), start=Counter[str]())
         for context in self._contexts.values():
-            sent["tensor"] += _times(context.sent, reductions)
-        return ReplayedStep(self._ledger.footprint(), Traffic(**sent))
+            context.traffic.clear()
+        exchanges: dict[str, Any] = {
+            axis: Exchange(counts[axis], counts[f"{axis}_bytes"])
+            for axis in ("tensor", "context", "pipeline", "expert")
+        }
+        bytes_: dict[str, Any] = {name: counts[name] for name in _BYTES}
+        collectives = Collectives(counts["all_gathers"], counts["reduce_scatters"], counts["all_reduces"])
+        return Traffic(collectives, **bytes_, **exchanges)
 
     def _allocate_state(self) -> None:
         """Allocate the memory that exists before the step: parameter shards, optimizer state and buffers."""
@@ -259,7 +282,9 @@ class Replay:
                 category, dtype = event.category, unit.parameters[index].computed
                 unit.accumulate(index, Storage(self._ledger, event.num_bytes, category, dtype, taken_from=category))
             case Sent():
-                self._sent[event.axis] += Exchange(1, event.num_bytes)
+                counts = next(iter(self._contexts.values())).traffic
+                counts[event.axis] += 1
+                counts[f"{event.axis}_bytes"] += event.num_bytes
 
     def _change(self, event: Bytes) -> None:
         for category, num_bytes in event.changes:
@@ -270,7 +295,3 @@ class Replay:
                 self._ledger.allocate(num_bytes, category)
         if event.in_product:
             self._ledger.product()
-
-
-def _times(exchange: Exchange, factor: Fraction) -> Exchange:
-    return Exchange(round(exchange.calls * factor), round(exchange.sent_bytes * factor))

@@ -245,11 +245,6 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
     )
 
 
-def whole_shapes(tape: Tape) -> Mapping[str, tuple[int, ...]]:
-    """Return `Tape.shapes` with the parameters of all blocks."""
-    return with_blocks(replace(tape, segments=())).shapes
-
-
 def _of_blocks(by_name: Mapping[str, T], like: Mapping[str, str], removed: Collection[str]) -> dict[str, T]:
     """Return a table by full names without the `removed` blocks, and with those that are `like` others."""
     added = {
