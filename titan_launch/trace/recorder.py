@@ -260,7 +260,7 @@ def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             def init_and_name(fsdp_param: Any) -> None:
                 is_new = not hasattr(fsdp_param, "_unsharded_param")
                 init_unsharded_param(fsdp_param)
-                parameter, name = unsharded_parameter(fsdp_param), name_of[id(fsdp_param.sharded_param)]
+                parameter, name = unsharded_parameter(fsdp_param), name_of.get(id(fsdp_param.sharded_param))
                 if parameter.requires_grad and is_new:
 
                     def note(_: Tensor) -> None:

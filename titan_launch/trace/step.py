@@ -276,7 +276,7 @@ class _Accumulation:
 
     def run(self) -> Traffic:
         """Compute the gradients of all microbatches. Return the traffic of the whole step."""
-        pipeline, num_items = pipeline_of(self.model), torch.ones((), dtype=torch.int64)
+        pipeline, num_items = pipeline_of(self.model), self.memory.paused(torch.ones)((), dtype=torch.int64)
         if pipeline is None:
             return self._run_in_sequence(num_items)
         return self._run_pipeline(pipeline, num_items)
