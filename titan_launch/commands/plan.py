@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -31,6 +31,8 @@ from titan_launch.plan.experts import active_parameters, describe_load
 from titan_launch.plan.hardware import GIB, Hardware, format_memory, hardware_of
 from titan_launch.plan.job import Choice, is_auto, plan_job, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.memory.engine import ReplayEngine
+from titan_launch.plan.memory.recordings import Recorder, Recordings
 from titan_launch.plan.report.comparison import Comparison, Engine, Row, compare
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.report.table import (
@@ -53,7 +55,7 @@ from titan_launch.plan.report.unit_table import (
 from titan_launch.plan.step_time import ModelFlops, flops_of_model
 from titan_launch.plan.types import Inventory, ModelPlan
 
-EngineName = Literal["analytic", "trace"]
+EngineName = Literal["analytic", "replay", "trace"]
 
 _DEFAULTS = PlannerConfig()
 _BANDWIDTH = "GB/s that a device sends {}, in one direction (default: that of --device)"
@@ -74,11 +76,14 @@ def add_arguments(parser: Parser) -> None:
     """Add the options of `plan`."""
     parser.add_job("titan-launch plan --config configs/llama3_8b.toml --world-size 8 --device h100-80gb")
     parser.add_argument("--world-size", type=at_least(1), default=1, metavar="N", help="ranks (default: 1)")
-    text = "analytic: simulate a model of this package, without torch; trace: run a step of any model without values"
+    text = (
+        "analytic: simulate a model of this package, without torch; replay: record a microbatch of any model once, and "
+    )
+    text += "replay it with FSDP2's memory; trace: run a whole step of any model without values, the reference"
     parser.add_argument(
         "--engine",
         choices=get_args(EngineName),
-        help=f"{text} (default: analytic if it supports the model, else trace)",
+        help=f"{text} (default: analytic if it supports the job, else replay)",
     )
     text = "rows to compare; own: only the modes that the job sets or that auto may choose (default: all)"
     parser.add_argument("--rows", choices=("all", "own"), default="all", help=text)
@@ -123,7 +128,7 @@ class PlanOptions:
     """Options of the command `plan`."""
 
     engine: EngineName | None = None
-    """None: the analytic engine if it supports the model, else the trace."""
+    """None: the analytic engine if it supports the job, else the replay of a recording."""
 
     only_own: bool = False
     """Compare only the modes that the job sets or that `auto` may choose."""
@@ -297,25 +302,48 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: Engi
 
     unknown = unknown_part(config, hardware.kernels)
     if wanted == "analytic" and unknown is not None:
-        raise UserError(f"--engine analytic: does not support {unknown}; use --engine trace")
-    if wanted == "trace" or unknown is not None:
-        if wanted is None:
-            say(f"the analytic engine does not support {unknown}; the job is traced", file=sys.stderr, flush=True)
+        raise UserError(f"--engine analytic: does not support {unknown}; use --engine replay")
+    if wanted == "trace":
         return _traced(config, layout, hardware)
+    if wanted == "replay" or unknown is not None:
+        return _replayed(config, layout, hardware)
     inventory = model_inventory(config)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
     return _Subject(inventory, flops, analytic_engine(config, layout, hardware.kernels), "analytic")
 
 
-def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
+def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
+    def recorder() -> Recorder:
+        with _torch_needed(config):
+            from titan_launch.trace.recorder import TorchRecorder
+        return TorchRecorder()
+
+    recordings = Recordings(
+        config, layout, hardware.kernels, recorder, lambda text: say(text, file=sys.stderr, flush=True)
+    )
+    subject = recordings.subject()
+    blocks, seq_len = subject.inventory.blocks, config.training.seq_len
+    flops = flops_of_model(config.model, seq_len, blocks, subject.flops_per_sample)
+    engine = ReplayEngine(config, layout, hardware.kernels, recordings)
+    return _Subject(subject.inventory, flops, engine, "replay", engine.traffic)
+
+
+@contextmanager
+def _torch_needed(config: JobConfig) -> Iterator[None]:
+    """Raise UserError if the imports in the block find no torch."""
     try:
-        from titan_launch.trace.engine import trace_engine
-        from titan_launch.train.auto_mode import inspect_model
-        from titan_launch.train.model import build_job_model
+        yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise UserError(f"model {config.model.name} must be traced, which needs torch: pip install torch") from None
+        raise UserError(f"a plan of model {config.model.name} needs torch: pip install torch") from None
+
+
+def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
+    with _torch_needed(config):
+        from titan_launch.trace.engine import trace_engine
+        from titan_launch.train.auto_mode import inspect_model
+        from titan_launch.train.model import build_job_model
 
     built = build_job_model(config)
     inventory = inspect_model(config, built)

@@ -1,4 +1,4 @@
-"""The planner in a separate process, for models that must be traced. A trace needs a process group of its own."""
+"""The planner in a separate process, for jobs that must be recorded. A recording needs a process group of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL
 
 
 class TraceProcess:
-    """A process that runs `plan --engine trace` during the run, without GPU, with one thread and low priority."""
+    """A process that runs `plan` during the run, without GPU, with one thread and low priority."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class TraceProcess:
         self._output = stack.enter_context((folder / "plan.json").open("w+"))
         self._errors = stack.enter_context((folder / "errors.txt").open("w+"))
         options = [f"--world-size={world_size}", "--rows=own", "--json"]
-        options.append("--engine=trace" if trial is None else f"--trial={trial[0]}")
+        options.append("--engine=replay" if trial is None else f"--trial={trial[0]}")
         self._process = subprocess.Popen(
             ["nice", "-n", "5", sys.executable, "-m", "titan_launch", "plan", f"--config={self._job}", *options],
             stdin=subprocess.DEVNULL,

@@ -27,6 +27,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.files import cache_folder, file_state, replace_text
 from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.job import activation_checkpoint_label
 from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
 from titan_launch.plan.memory.tape import Tape, from_json, to_json
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo
@@ -174,7 +175,9 @@ class Recordings:
             return value
         if self._recorder is None:
             raise NotRecordedError(what)
-        self._say(what)
+        if what != "model":
+            modes = activation_checkpoint_label(job.activation_checkpoint)
+            self._say(f"recording a microbatch with activation checkpointing {modes}")
         recorder = self._recorder()
         value = json.loads(json.dumps(record(recorder)))
         _store(key, value, recorder.files())
