@@ -1,6 +1,6 @@
 """Comparison of planned memory with the memory that PyTorch's allocator takes on a phantom GPU, without a GPU.
 
-    python benchmarks/phantom_memory.py [--only GLOB] [--write docs/verification/gpu.md]
+    python benchmarks/phantom_memory.py [--only GLOB ...] [--write docs/verification/gpu.md]
 
 Needs a CUDA build of torch. Every row is one `titan-launch plan --measure`: three steps of the fullest rank. The first
 rows are the shipped configurations, the others the runs of `published_memory.py`, here compiled and in fp8 where the
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from published_memory import REPORTS, Report, job_of
-from publishing import markdown_table, publish
+from publishing import markdown_table, publish, published_rows
 
 from titan_launch.config.loading.load import dump_job
 from titan_launch.plan.hardware import GIB
@@ -138,14 +138,17 @@ def published(folder: Path) -> Iterator[tuple[str, Path, int, list[str], Report]
 def main() -> int:
     """Measure all rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--only", default="*", metavar="GLOB", help="measure the rows whose names match")
-    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    parser.add_argument("--only", default=["*"], nargs="+", metavar="GLOB", help="measure the rows whose names match")
+    text = "Markdown file with the markers; rows that are not measured stay as they are there"
+    parser.add_argument("--write", type=Path, help=text)
     options = parser.parse_args()
+    earlier = published_rows("phantom_memory", options.write) if options.write else {}
     table, is_right = [_COLUMNS], True
     with tempfile.TemporaryDirectory() as folder:
         jobs = [*((*job, None) for job in shipped()), *published(Path(folder))]
         for name, path, ranks, extra, report in jobs:
-            if not fnmatch(name, options.only):
+            if not any(fnmatch(name, glob) for glob in options.only):
+                table += [earlier[name]] if name in earlier else []
                 continue
             plan = measure(path, ranks, extra)
             known = f"{report.reserved_gib:.1f}" if report else ""

@@ -31,6 +31,14 @@ def put_between_markers(text: str, name: str, path: Path) -> None:
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
+def published_rows(name: str, path: Path) -> dict[str, list[str]]:
+    """Return the rows of the benchmark's table in a Markdown file, by their first cells."""
+    _, _, rest = path.read_text().partition(f"<!-- {name}: begin -->")
+    lines = [line for line in rest.partition(f"<!-- {name}: end -->")[0].splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {row[0]: row for row in rows}
+
+
 def commit() -> str:
     """Return the commit of the sources; "unknown" without git or outside of a repository."""
     return commit_of(Path(__file__).parent, digits=7) or "unknown"

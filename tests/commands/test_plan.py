@@ -197,6 +197,20 @@ def test_plan_traces_models_that_the_analytic_engine_does_not_support(
     assert re.search(r"memory engine: +trace,", shown.out)
 
 
+def test_a_measurement_that_needs_more_host_memory_than_is_free_is_refused() -> None:
+    job: dict[str, Any] = {
+        "model": {"name": "llama3", "flavor": "405B"},
+        "data": {"kind": "synthetic", "vocab_size": 61},
+        "training": {"enable_cpu_offload": True},
+        "activation_checkpoint": {"offload": True},
+        "planner": {"device": "h100-80gb"},
+    }
+    keys = r"training\.enable_cpu_offload = true and activation_checkpoint\.offload = true"
+    wanted = rf"--measure: needs about 6\d{{3}}\.\d GiB of host memory, .* for {keys}; .* GiB are free; plan without"
+    with pytest.raises(UserError, match=wanted):
+        print_plan(JobConfig.model_validate(job), 1, str, PlanOptions(only_own=True, measures=True))
+
+
 def test_auto_is_resolved_for_the_pipeline_rank_with_the_highest_peak_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.experts import active_parameters, describe_load
-from titan_launch.plan.hardware import GIB, Hardware, format_memory, hardware_of
+from titan_launch.plan.hardware import GIB, Hardware, format_memory, free_memory_gib, hardware_of
 from titan_launch.plan.job import Choice, is_auto, plan_job, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.engine import ReplayEngine
@@ -227,13 +227,21 @@ def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
 
 def _measure(planned: _Planned) -> dict[str, Any]:
     """Train three steps of the fullest rank on a phantom GPU. Return the memory that they took. Raises UserError
-    without a known device, and RunError if the memory of the device does not suffice."""
+    without a known device or if the host has too little memory, and RunError if the memory of the device does not
+    suffice."""
     from titan_launch.phantom_gpu.devices import PHANTOMS
-    from titan_launch.phantom_gpu.environment import phantom_gpus
+    from titan_launch.phantom_gpu.environment import RANK_GIB, phantom_gpus
 
     config, hardware = planned.resolution.config, planned.hardware
     if hardware.device not in PHANTOMS:
-        raise UserError(f"error: --measure needs --device, one of {', '.join(PHANTOMS)}")
+        raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
+    offloaded, free = planned.resolution.row.footprint.host_bytes / GIB, free_memory_gib()
+    if offloaded and free < offloaded + RANK_GIB:
+        keys = ["training.enable_cpu_offload = true"] * config.training.enable_cpu_offload
+        keys += ["activation_checkpoint.offload = true"] * config.activation_checkpoint.offload
+        needed = f"{offloaded + RANK_GIB:.1f} GiB of host memory, {offloaded:.1f} GiB for {' and '.join(keys)}"
+        remedy = "plan without --measure, measure a model with fewer layers, or use a machine with more memory"
+        raise UserError(f"--measure: needs about {needed}; {free:.1f} GiB are free; {remedy}")
     with phantom_gpus(hardware.device, 1, hardware.memory_gib, hides_gpu=True) as variables, ExitStack() as stack:
         import torch
 

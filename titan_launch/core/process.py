@@ -97,8 +97,8 @@ def _run(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str
         return OK
     except ConfigError as error:
         return _announce(describe(error.problems), BAD_INPUT)
-    except UserError as error:
-        return _announce(f"error: {error}", BAD_INPUT)
+    except UserError as error:  # some messages already begin with `error: `
+        return _announce(f"error: {str(error).removeprefix('error: ')}", BAD_INPUT)
     except RunError as error:
         return _announce(f"error: {error}", FAILED)
     except Stopped as end:

@@ -14,7 +14,7 @@ from titan_launch.phantom_gpu.build import build
 from titan_launch.phantom_gpu.devices import describe_device
 from titan_launch.plan.hardware import free_memory_gib
 
-_RANK_GIB = 1.2
+RANK_GIB = 1.2
 """Memory of the host that a process with a phantom GPU takes: PyTorch's libraries, and small tensors."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -34,9 +34,9 @@ def phantom_gpus(
         raise UserError("error: this host has a GPU; --hide-gpu lets the phantom stand in its place")
     description = describe_device(device, memory_gib)
     free = free_memory_gib()
-    if free < count * _RANK_GIB:
-        most = int(free / _RANK_GIB)
-        needed = f"{count * _RANK_GIB:.0f} GiB of this host, and {free:.1f} GiB are free"
+    if free < count * RANK_GIB:
+        most = int(free / RANK_GIB)
+        needed = f"{count * RANK_GIB:.0f} GiB of this host, and {free:.1f} GiB are free"
         reason = f"{count} phantom GPUs need about {needed}"
         raise UserError(f"error: {reason}; use at most {most}, or another host")
     libraries = build()

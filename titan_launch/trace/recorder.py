@@ -83,8 +83,8 @@ class _Recorder(Ledger):
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[Note] = []
-        self.taking: str | None = None
-        """Full name of the parameter that takes its gradient."""
+        self.taking: tuple[str, str] | None = None
+        """Full name of the parameter that takes its gradient, and the dtype of the gradient."""
         self.reducing: tuple[str, int] | None = None
         """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element."""
         self.reduced: dict[str, int] = {}
@@ -100,7 +100,8 @@ class _Recorder(Ledger):
     def move(self, num_bytes: int, old: Category, new: Category) -> None:
         if new is Category.UNSHARDED_GRADIENTS and old not in OF_FSDP:
             assert self.taking is not None
-            self.notes.append(Gradient(self.taking, num_bytes, old))
+            name, dtype = self.taking
+            self.notes.append(Gradient(name, num_bytes, dtype, old))
         elif old != new:
             assert new not in OF_FSDP or old in OF_FSDP, (old, new)
             self.free(num_bytes, old)
@@ -236,7 +237,7 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
             microbatches = [memory.paused(batches.make)()] * layout.num_microbatches  # on the host
 
             def take(name: str, gradient: Tensor) -> None:
-                recorder.taking = name
+                recorder.taking = name, _dtype(gradient)
                 memory.hold([gradient], Category.UNSHARDED_GRADIENTS)
 
             PipelineRecorder(pipeline, config, recorder.notes, memory, _unsharded_gradients(model), take, path_of).run(
@@ -263,8 +264,9 @@ def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
                 parameter, name = unsharded_parameter(fsdp_param), name_of.get(id(fsdp_param.sharded_param))
                 if parameter.requires_grad and is_new:
 
-                    def note(_: Tensor) -> None:
-                        recorder.taking = name
+                    def note(own: Tensor) -> None:
+                        assert own.grad is not None and name is not None
+                        recorder.taking = name, _dtype(own.grad)
 
                     stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
 
@@ -282,6 +284,10 @@ def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
         stack.enter_context(unit_steps_wrapped({"init_unsharded_param": naming, "gradient_to_reduce": reducing}))
         yield
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _unsharded_gradients(model: nn.Module) -> Callable[[nn.Module], Iterator[tuple[str, Tensor]]]:

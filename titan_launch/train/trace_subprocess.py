@@ -18,7 +18,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.core.errors import RunError, UserError, config_error
 from titan_launch.core.process import BAD_INPUT, rank_folder
-from titan_launch.core.signals import AGENT_PID
+from titan_launch.core.signals import AGENT_PID, signal_name
 from titan_launch.plan.hardware import Hardware, find_device
 from titan_launch.train.forward import FORWARD
 
@@ -51,6 +51,7 @@ class TraceProcess:
         self._errors = stack.enter_context((folder / "errors.txt").open("w+"))
         options = [f"--world-size={world_size}", "--rows=own", "--json"]
         options.append("--engine=replay" if trial is None else f"--trial={trial[0]}")
+        self._task = "the recording of the model" if trial is None else f"the trial of rank {trial[0]}"
         self._process = subprocess.Popen(
             ["nice", "-n", "5", sys.executable, "-m", "titan_launch", "plan", f"--config={self._job}", *options],
             stdin=subprocess.DEVNULL,
@@ -69,21 +70,23 @@ class TraceProcess:
     def result(self) -> dict[str, Any]:
         """Wait for the process, and return the plan as `plan --json` prints it.
 
-        Raises UserError for bad input, ConfigError for a forward that does not fit, and RunError if the trace failed.
+        Raises UserError for bad input, ConfigError for a forward that does not fit, and RunError if the process failed.
         """
         status = self._process.wait()
         if status == 0:
             self._output.seek(0)
             return _last_json_object(self._output.read())
         self._errors.seek(0)
-        message = self._errors.read().strip() or f"the process ended with status {status}"
+        message = self._errors.read().strip().removeprefix("error: ")
+        if status < 0 or not message:
+            message = f"{message}\n{_describe_end(status)}".lstrip()
         if status == BAD_INPUT:  # the message is complete
-            message = message.removeprefix("error: ").replace(f"{self._job}: ", "")  # the user has no such file
+            message = message.replace(f"{self._job}: ", "")  # the user has no such file
             key, _, reason = message.partition(": ")
             if reason.startswith(FORWARD):
                 raise config_error(tuple(key.split(".")), reason)
             raise UserError(message)
-        raise RunError(f"the model could not be traced:\n{message}")
+        raise RunError(f"{self._task} failed:\n{message}")
 
     def has_enough_memory(self) -> bool:
         """Wait for a trial. Return False if it ran out of memory. Raises the errors of `result`."""
@@ -99,6 +102,13 @@ class TraceProcess:
     def _end(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def _describe_end(status: int) -> str:
+    if status >= 0:
+        return f"the process ended with status {status}"
+    cause = ", probably because the host had no memory left" if status == -signal.SIGKILL else ""
+    return f"the process was killed by {signal_name(-status)}{cause}"
 
 
 def _last_json_object(text: str) -> dict[str, Any]:

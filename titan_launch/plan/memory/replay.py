@@ -279,7 +279,7 @@ class Replay:
                 call(event.number) if event.name in _WITH_NUMBER else call()
             case Gradient():
                 unit, index = self._places[event.parameter]
-                category, dtype = event.category, unit.parameters[index].computed
+                category, dtype = event.category, event.dtype
                 unit.accumulate(index, Storage(self._ledger, event.num_bytes, category, dtype, taken_from=category))
             case Sent():
                 counts = next(iter(self._contexts.values())).traffic

@@ -73,6 +73,7 @@ class Gradient(NamedTuple):
     """Full name."""
 
     num_bytes: int
+    dtype: str
     category: Category
     """The category under which the tape has allocated the gradient."""
 
@@ -303,7 +304,7 @@ def from_json(value: Mapping[str, Any]) -> Tape:
         if kind == 0:
             return changed(*fields)
         if kind == 2:
-            return Gradient(fields[0], fields[1], Category(fields[2]))
+            return Gradient(*fields[:3], Category(fields[3]))
         return _KINDS[kind](*fields)
 
     parts = (Blocks(tuple(paths), repeat and Repeat(**repeat)) for paths, repeat in value["parts"])
