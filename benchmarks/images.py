@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from titan_launch.config.sections.data import ImageData
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.loader import build_train_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import build_source
@@ -121,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        os.environ[VARIABLE] = str(root / "cache")
+        os.environ[CACHE_VARIABLE] = str(root / "cache")
         write_images(root)
         contestants = {
             "class folders": launcher(root / "folder"),

@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests of two workers share two cores; torch is not imported yet
 
@@ -75,6 +75,6 @@ def pytest_configure(config: pytest.Config) -> None:
     do: tests send it to processes that they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if VARIABLE not in os.environ:
-        os.environ[VARIABLE] = tempfile.mkdtemp(prefix="titan_launch_tests_")
-        config.add_cleanup(lambda: shutil.rmtree(os.environ[VARIABLE], ignore_errors=True))
+    if CACHE_VARIABLE not in os.environ:
+        os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="titan_launch_tests_")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ[CACHE_VARIABLE], ignore_errors=True))

@@ -16,7 +16,7 @@ from titan_launch.cli import main
 from titan_launch.commands.prepare import _chosen
 from titan_launch.config.sections.data import JsonlData, TextData
 from titan_launch.core.errors import ConfigError, UserError
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.text import TextCorpus
 from titan_launch.data.sources import build_source
 from titan_launch.data.token_files import read_header
@@ -42,7 +42,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write a file of each sort into the working directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     for name, records in LINES.items():
         Path(name).write_text("".join(json.dumps(record) + "\n" for record in records))
     Path("text.jsonl.gz").write_bytes(gzip.compress(Path("text.jsonl").read_bytes()))

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from titan_launch.core.errors import UserError
-from titan_launch.data.cache import VARIABLE, built_once
+from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.data.cache import built_once
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -82,7 +83,7 @@ def test_a_copied_cache_is_compared_once_and_used(
     build = Build()
     built_once("kind", 1, build)
     shutil.copytree(cache, tmp_path / "copy")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "copy"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "copy"))
     for _ in range(2):
         folder = built_once("kind", 1, build)
         assert folder.is_relative_to(tmp_path / "copy") and build.calls == 1

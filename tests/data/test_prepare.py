@@ -22,7 +22,7 @@ from tests.train.jobs import TINY_JOB_FILE
 from titan_launch.config.sections.data import JsonlData, TextData
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.text import TextCorpus
 from titan_launch.data.prepare import UNFINISHED, cached_token_files, file_digests, prepare
@@ -187,7 +187,7 @@ def test_errors_of_a_process_name_the_key(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_cache_is_built_again(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(PART_BYTES, 1 << 20)
     folder = cached_token_files(corpus(text))
     before = content(folder)
@@ -207,7 +207,7 @@ def test_text_of_the_same_size_and_time_has_other_tokens(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
     """Text that a program writes in place, and text that `rsync -t` copies."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     before = cached_token_files(corpus(text))
     if not in_place:
         (text / "07.txt").rename(tmp_path / "kept")
@@ -221,7 +221,7 @@ def test_text_in_the_image_of_a_disk_has_other_tokens(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an image such as squashfs, other text may have the same times and inode."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr("titan_launch.data.corpora.files.file_state", lambda path: [path.stat().st_size, 0, 0, 0])
     before = cached_token_files(corpus(text))
     rewrite(text / "07.txt", "hello", "olleh")
@@ -232,7 +232,7 @@ def test_the_same_text_elsewhere_has_the_same_tokens(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text on another host, or with other times, is read but not tokenized again."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     folder = cached_token_files(corpus(text))
     times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     (text / "00.txt").touch()
@@ -245,7 +245,7 @@ def test_the_same_text_elsewhere_has_the_same_tokens(
 def test_a_damaged_cache_of_the_right_size_is_built_again(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     folder = cached_token_files(corpus(text))
     before = content(folder)
     for name in before:
@@ -267,7 +267,7 @@ def test_a_cache_that_cannot_be_written_is_one_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"the cache of prepared data cannot be written .*Not a directory"):
         cached_token_files(corpus(text))
 

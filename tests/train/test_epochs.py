@@ -19,7 +19,7 @@ from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.epochs import known_samples, steps_of
 from titan_launch.data.prepare import prepare
 from titan_launch.data.sources.tokens import CORPORA
@@ -145,7 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_data_with_a_length_has_epochs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what `check` counts without opening the data is its length."""
     monkeypatch.chdir(folder)
-    monkeypatch.setenv(VARIABLE, str(folder / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder / "cache"))
     if name in ("chats", "pairs"):
         pytest.importorskip("jinja2")
     if name == "digits":

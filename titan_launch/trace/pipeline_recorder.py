@@ -6,6 +6,7 @@ of the same shape, runs the others. What the schedule itself allocates and holds
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,17 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, Placement
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
+from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.metrics.memory import LiveMemory
 from titan_launch.models.loss import Loss
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.pipeline import Pipeline
 from titan_launch.plan.memory.ledger import Category, StepPoint
-from titan_launch.plan.memory.tape import Event, Step
+from titan_launch.plan.memory.tape import Bytes, Event, Gradient, Step
 from titan_launch.train import pipeline_step
 from titan_launch.train.pipeline_step import HiddenModule, PipelinedStep, ScheduledStage
 
@@ -59,7 +63,8 @@ class PipelineRecorder:
     """Path of each stage's root on the tape."""
 
     _actions: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
-    _shapes: dict[nn.Module, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    _shapes: dict[nn.Module, _Output] = field(default_factory=dict)
+    _last: int = 0
     _microbatch: int = 0
 
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
@@ -75,13 +80,21 @@ class PipelineRecorder:
         step = PipelinedStep(self.pipeline, parallelism, Noted(), torch.device("cpu"))
         with ExitStack() as stack:
             self._watch(stack)
+            self._last = len(microbatches) - 1
             self._actions = _actions_of(step.schedule_for(microbatches), self.pipeline, len(microbatches))
             self.notes.clear()
             step(microbatches, loss, num_items)
-        self.notes[:] = list(self._composed(self.notes))
+        composed = list(self._composed(self.notes))
+        # What the schedule holds of the last microbatch outlives its backward, and then is freed a second time.
+        left = _left(self.notes)
+        left.subtract(_left(composed))
+        self.notes[:] = [*composed, Bytes(tuple((category, n) for category, n in left.items() if n))]
 
     def _is_run(self, stage: int, microbatch: int) -> bool:
-        """Return True for the first microbatch of its kind on a stage."""
+        """Return True for the first microbatch of its kind on a stage, and for the last one on the last stage, whose
+        output lives until the step ends."""
+        if microbatch == self._last and stage == len(self.pipeline.plan.stages) - 1:
+            return True
         own = self._actions[stage, microbatch]
         return all(self._actions[stage, before] != own for before in range(microbatch))
 
@@ -102,10 +115,10 @@ class PipelineRecorder:
             stage = next(local.stage.index for local in self.pipeline.local if local.module is hidden.module)
             if self._is_run(stage, self._microbatch):
                 output = forward(hidden, *args, **kwargs)
-                self._shapes[hidden.module] = output.shape, output.dtype
+                self._shapes[hidden.module] = _Output.of(output)
                 return output
             leaf = None if args[0].requires_grad else weight  # gradients of weights would need a parameter of the stage
-            return _StandIn.apply(args[0], leaf, *self._shapes[hidden.module])
+            return _stand_in(args[0], leaf, self._shapes[hidden.module])
 
         stack.enter_context(replaced(HiddenModule, "forward", run))
         for name in ("pop_forward_order", "restore_forward_order"):
@@ -150,12 +163,25 @@ class PipelineRecorder:
                 is_inside, own = True, []
             else:
                 is_inside = False
-                for of_action in known.setdefault(note.action, own):
+                is_own = self._is_run(note.action[1], note.microbatch)
+                known.setdefault(note.action, own)
+                for of_action in own if is_own else known[note.action]:
                     yield (
                         of_action._replace(microbatch=note.microbatch)
                         if isinstance(of_action, StepPoint)
                         else of_action
                     )
+
+
+def _left(notes: Iterable[Note]) -> Counter[Category]:
+    """Return the bytes that are left at the end, by category."""
+    left: Counter[Category] = Counter()
+    for note in notes:
+        if isinstance(note, Bytes):
+            left.update(dict(note.changes))
+        elif isinstance(note, Gradient):
+            left[note.category] -= note.num_bytes
+    return left
 
 
 def _actions_of(schedule: Any, pipeline: Pipeline, num_microbatches: int) -> dict[tuple[int, int], tuple[str, ...]]:
@@ -168,6 +194,31 @@ def _actions_of(schedule: Any, pipeline: Pipeline, num_microbatches: int) -> dic
         if action is not None and (key := (action.stage_index, action.microbatch_index)) in found:
             found[key] = (*found[key], str(action.computation_type))
     return found
+
+
+class _Output(NamedTuple):
+    """The output of a stage: the part of this rank, and for a DTensor its mesh and placements."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+
+    @classmethod
+    def of(cls, output: Tensor) -> _Output:
+        """Return what is known of an output."""
+        if not isinstance(output, DTensor):
+            return cls(output.shape, output.dtype)
+        return cls(local_tensor(output).shape, output.dtype, output.device_mesh, output.placements)
+
+
+def _stand_in(x: Tensor, weight: Tensor | None, output: _Output) -> Tensor:
+    """Return a tensor like the output of a stage. Its backward needs nothing of the stage."""
+    own = x.to_local() if isinstance(x, DTensor) else x
+    y: Tensor = _StandIn.apply(own, weight, output.shape, output.dtype)
+    if output.mesh is None:
+        return y
+    return DTensor.from_local(y, output.mesh, output.placements, run_check=False)
 
 
 class _StandIn(torch.autograd.Function):

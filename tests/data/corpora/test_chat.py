@@ -22,7 +22,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import IGNORED_TARGET, ChatData, TokensData
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.chat import ChatCorpus, chat_messages
 from titan_launch.data.prepare import prepare
 from titan_launch.data.preview import decode_sample
@@ -120,7 +120,7 @@ def write_folder(base: Path, folder: Path, settings: dict[str, Any], special: li
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
 
 
 def load(folder: Path) -> Tokenizer:

@@ -12,7 +12,7 @@ import pytest
 
 from titan_launch.config.sections.data import CorpusData, HuggingFaceData, JsonlData, ParquetData, TextData
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.base import Corpus, is_held_out
 from titan_launch.data.sources import build_source
 from titan_launch.data.sources.tokens import TokenSource
@@ -23,7 +23,7 @@ SEQ_LEN = 8
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
 
 
 def build(config: CorpusData) -> TokenSource:

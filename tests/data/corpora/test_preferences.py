@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from titan_launch.config.sections.data import PreferenceData, TokensData
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.chat import PreferenceCorpus, preference_messages
 from titan_launch.data.packing import longest_pair, pack
 from titan_launch.data.prepare import prepare
@@ -29,7 +29,7 @@ SEQ_LEN = 300
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
 
 
 def turn(role: str, content: Any) -> dict[str, Any]:

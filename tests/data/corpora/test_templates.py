@@ -15,7 +15,7 @@ import pytest
 from tests.data.corpora.test_chat import load, write_folder
 from tests.sampling import rest_is_slow
 from titan_launch.config.sections.data import ChatData, TokensData
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.chat import ChatCorpus
 from titan_launch.data.corpora.records import RecordError
 from titan_launch.data.prepare import prepare
@@ -292,7 +292,7 @@ def bytes_and_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
 
 
 def write(name: str, words: Path, root: Path) -> Path:

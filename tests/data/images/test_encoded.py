@@ -17,7 +17,7 @@ import torch
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import ImageData
 from titan_launch.core.errors import ConfigError, UserError
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.loader import build_validation_loader
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer
@@ -115,7 +115,7 @@ def test_folders_shards_and_arrays_of_the_same_images_have_the_same_samples(tmp_
 
 def test_the_index_is_built_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
-    monkeypatch.setenv(VARIABLE, str(cache))
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
     root = write_folder(tmp_path / "folder")
     first = build(root).fingerprint(0)
     (index,) = (cache / "images").glob("*/index.npz")

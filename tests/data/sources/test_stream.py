@@ -11,7 +11,7 @@ import pytest
 
 from titan_launch.config.sections.data import FactoryData, HuggingFaceData
 from titan_launch.core.errors import ConfigError, UserError
-from titan_launch.data.cache import VARIABLE
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.base import is_held_out
 from titan_launch.data.loader import StreamLoader
 from titan_launch.data.sources import StreamSource, build_source
@@ -54,7 +54,7 @@ def test_parts_take_turns_and_repeat() -> None:
 
 
 def test_a_stream_of_rows_has_the_samples_of_its_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     indexed = build_source(rows(tmp_path, streaming=False), ByteTokenizer(), 4)
     source = open_rows(tmp_path)
     samples = list(itertools.islice(source.open_part(0, 1), len(indexed)))

@@ -304,7 +304,8 @@ def from_json(value: Mapping[str, Any]) -> Tape:
         if kind == 0:
             return changed(*fields)
         if kind == 2:
-            return Gradient(*fields[:3], Category(fields[3]))
+            name, num_bytes, dtype, category = fields
+            return Gradient(name, num_bytes, dtype, Category(category))
         return _KINDS[kind](*fields)
 
     parts = (Blocks(tuple(paths), repeat and Repeat(**repeat)) for paths, repeat in value["parts"])

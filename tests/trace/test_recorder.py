@@ -1,0 +1,293 @@
+"""Replays of recorded microbatches compared with traces of whole steps: memory, its peak, and traffic are the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sampling import rest_is_slow
+from tests.trace.test_engine import DEEP
+from tests.trace.traces import FP32_NORMS, a_job
+from tests.train.test_losses import write_model
+from titan_launch.config.job import JobConfig
+from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.job import Choice, possible_choices
+from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.memory import recordings
+from titan_launch.plan.memory.engine import ReplayEngine
+from titan_launch.plan.memory.recordings import NotRecordedError, Recordings
+from titan_launch.plan.memory.tape import Tape
+from titan_launch.trace.engine import TraceEngine
+from titan_launch.trace.recorder import TorchRecorder
+
+BF16 = {"param_dtype": "bfloat16"}
+DEFERRED = {"mode": "deferred"}
+UNSHARDED = {"mode": "deferred", "keep_params_unsharded": True}
+DEEP_MODEL = {"args": {"n_layers": 9, "vocab_size": 64}}
+IMAGES = {"kind": "images"}
+
+
+def pipeline(schedule: str, degree: int = 2, **more: int) -> dict[str, Any]:
+    return {"pipeline_parallel_degree": degree, "pipeline_parallel_schedule": schedule, **more}
+
+
+# name: ranks, kernels, sections
+JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
+    "tensor parallelism, deferred": (
+        4,
+        "cuda",
+        {
+            "model": DEEP_MODEL,
+            "parallelism": {"tensor_parallel_degree": 2},
+            "precision": BF16,
+            "gradient_accumulation": DEFERRED,
+        },
+    ),
+    "tensor parallelism, whole sequences": (
+        4,
+        "cpu",
+        {
+            "model": DEEP_MODEL,
+            "parallelism": {"tensor_parallel_degree": 2, "sequence_parallel": False, "loss_parallel": False},
+            "activation_checkpoint": {"mode": "selective"},
+        },
+    ),
+    "context parallelism": (
+        4,
+        "cuda",
+        {"parallelism": {"context_parallel_degree": 2}, "precision": BF16, "gradient_accumulation": UNSHARDED},
+    ),
+    "1F1B, deep": (
+        4,
+        "cuda",
+        {
+            "model": {"args": {"n_layers": 14}},
+            "parallelism": pipeline("1F1B"),
+            "precision": BF16,
+            "gradient_accumulation": DEFERRED,
+            "training": {"global_batch_size": 16},
+        },
+    ),
+    "GPipe": (4, "cpu", {"parallelism": pipeline("GPipe"), "activation_checkpoint": {"mode": "full"}}),
+    "interleaved, immediate": (
+        4,
+        "cuda",
+        {
+            "model": {"args": {"n_layers": 4}},
+            "parallelism": pipeline("Interleaved1F1B"),
+            "precision": FP32_NORMS,
+            "loss": {"chunks": 2},
+            "training": {"global_batch_size": 16},
+        },
+    ),
+    "interleaved zero bubble": (
+        4,
+        "cuda",
+        {
+            "model": {"args": {"n_layers": 4}},
+            "parallelism": pipeline("InterleavedZeroBubble"),
+            "precision": BF16,
+            "gradient_accumulation": UNSHARDED,
+            "training": {"global_batch_size": 16},
+        },
+    ),
+    "ZBV": (
+        2,
+        "cpu",
+        {
+            "model": {"args": {"n_layers": 4}},
+            "parallelism": pipeline("ZBVZeroBubble"),
+            "gradient_accumulation": UNSHARDED,
+            "training": {"global_batch_size": 6},
+        },
+    ),
+    "tensor parallelism in a pipeline": (
+        4,
+        "cuda",
+        {
+            "model": {"args": {"n_layers": 2, "vocab_size": 64}},
+            "parallelism": {**pipeline("1F1B"), "tensor_parallel_degree": 2},
+            "precision": BF16,
+            "gradient_accumulation": DEFERRED,
+        },
+    ),
+    "adapters": (
+        4,
+        "cuda",
+        {
+            "model": DEEP_MODEL,
+            "lora": {"targets": ["layers.*.attention.w*", "layers.*.feed_forward.w*"], "rank": 4},
+            "precision": BF16,
+            "activation_checkpoint": {"mode": "full"},
+        },
+    ),
+    "latent attention": (2, "cuda", {"model": {"name": "deepseek_v3", "flavor": "debug"}, "precision": BF16}),
+    "own blocks": (2, "cpu", {"model": {"blocks": ["layers.*.attention", "layers.*.feed_forward"]}}),
+    "ResNet, synchronized": (
+        4,
+        "cuda",
+        {
+            "model": {"name": "resnet"},
+            "data": IMAGES,
+            "batchnorm": {"statistics": "synchronized"},
+            "gradient_accumulation": DEFERRED,
+        },
+    ),
+    "ResNet": (2, "cpu", {"model": {"name": "resnet"}, "data": IMAGES, "precision": BF16}),
+    "layers that run twice": (
+        4,
+        "cpu",
+        {
+            "model": {
+                "name": "tests.trace.models:Chain",
+                "args": {"n_layers": 12, "twice": True},
+                "blocks": ["layers.*"],
+            }
+        },
+    ),
+    "layers that read all earlier ones": (
+        4,
+        "cpu",
+        {
+            "model": {
+                "name": "tests.trace.models:Chain",
+                "args": {"n_layers": 7, "dense": "outputs"},
+                "blocks": ["layers.*"],
+            }
+        },
+    ),
+    "a model that counts its layers": (
+        4,
+        "cuda",
+        {
+            "model": {
+                "name": "tests.trace.models:Chain",
+                "args": {"n_layers": 7, "counts": True},
+                "blocks": ["layers.*"],
+            }
+        },
+    ),
+    **{f"deep: {name}": (4, "cuda", sections) for name, sections in DEEP.items()},
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+
+
+def engine_of(config: JobConfig, layout: Layout, kernels: Kernels = "cuda", may_record: bool = True) -> ReplayEngine:
+    recorder = TorchRecorder if may_record else None
+    return ReplayEngine(config, layout, kernels, Recordings(config, layout, kernels, recorder))
+
+
+def assert_replayed_as_traced(config: JobConfig, layout: Layout, choice: Choice, kernels: Kernels) -> None:
+    replayed, traced = engine_of(config, layout, kernels), TraceEngine(config, layout, kernels)
+    ours, reference = replayed(choice), traced(choice)
+    assert (ours.peak_bytes, ours.peak_point) == (pytest.approx(reference.peak_bytes, abs=64), reference.peak_point)
+    assert ours.pipeline_rank == reference.pipeline_rank
+    assert ours.host_bytes == reference.host_bytes
+    for point in ours.peaks:
+        assert ours.peaks[point].total == pytest.approx(reference.peaks[point].total, rel=1e-4, abs=64), point
+    assert replayed.traffic(choice) == traced.traffic(choice)
+
+
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 4))
+def test_a_replayed_step_is_the_traced_one(name: str) -> None:
+    ranks, kernels, sections = JOBS[name]
+    config, layout, choice = a_job(ranks, **sections)
+    assert_replayed_as_traced(config, layout, choice, kernels)
+
+
+def test_the_second_model_of_a_loss_is_replayed(tmp_path: Path) -> None:
+    teacher = write_model(tmp_path / "teacher", 3, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=61)
+    loss = {"name": "distillation", "distillation": {"teacher": str(teacher)}}
+    config, layout, choice = a_job(2, loss=loss, precision=BF16, gradient_accumulation=DEFERRED)
+    assert_replayed_as_traced(config, layout, choice, "cuda")
+
+
+def test_one_recording_serves_all_modes_shards_and_lengths() -> None:
+    sections: dict[str, Any] = {"precision": BF16, "lora": {"targets": ["layers.*.attention.w*"], "rank": 4}}
+    config, layout, _ = a_job(2, **sections)
+    assert engine_of(config, layout)  # records nothing yet
+    with pytest.raises(NotRecordedError):
+        engine_of(config, layout, may_record=False)(a_job(2, **sections)[2])
+    recorder = Recordings(config, layout, "cuda", TorchRecorder)
+    choices, _ = possible_choices(config, layout, recorder.subject().inventory)
+    for checkpointing in dict.fromkeys(choice.activation_checkpoint for choice in choices):
+        recorder.tape(checkpointing)
+    other, wide, _ = a_job(
+        8,
+        **sections,
+        training={"global_batch_size": 64, "steps": 7, "enable_cpu_offload": True},
+        optimizer={"name": "Muon"},
+        parallelism={"data_parallel_replicate_degree": 2},
+    )
+    choices, _ = possible_choices(other, wide, recorder.subject().inventory)
+    engine, reference = engine_of(other, wide, may_record=False), TraceEngine(other, wide, "cuda")
+    assert len(choices) > 12
+    for choice in choices[:: len(choices) // 3]:
+        assert engine(choice).peak_bytes == pytest.approx(reference(choice).peak_bytes, abs=64), choice.label
+        assert engine.traffic(choice) == reference.traffic(choice)
+
+
+def the_only_entry(folder: Path) -> Path:
+    entries = [path for path in folder.rglob("*.json") if "segments" in path.read_text()]
+    assert len(entries) == 1
+    return entries[0]
+
+
+def test_a_damaged_entry_of_the_cache_is_made_anew(tmp_path: Path) -> None:
+    config, layout, choice = a_job(2)
+    expected = engine_of(config, layout)(choice)
+    entry = the_only_entry(tmp_path / "cache")
+    whole = entry.read_text()
+    for damage in (whole[:-40], "", "[]", "{}", whole.replace('"digest": "', '"digest": "0')):
+        entry.write_text(damage)
+        with pytest.raises(NotRecordedError):
+            engine_of(config, layout, may_record=False)(choice)
+        assert engine_of(config, layout)(choice) == expected
+        assert json.loads(entry.read_text()) == json.loads(whole)
+
+
+def test_a_recording_of_another_model_or_release_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, layout, choice = a_job(2)
+    engine_of(config, layout)(choice)
+    for sections in ({"model": {"args": {"n_layers": 3}}}, {"precision": BF16}, {"training": {"seq_len": 16}}):
+        other, _, _ = a_job(2, **sections)
+        with pytest.raises(NotRecordedError):
+            engine_of(other, layout, may_record=False)(choice)
+    monkeypatch.setattr(recordings, "version", lambda package: "9.9")
+    with pytest.raises(NotRecordedError):
+        engine_of(config, layout, may_record=False)(choice)
+
+
+def test_a_changed_file_of_a_users_model_is_recorded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(__file__).with_name("models.py").read_text()
+    file = tmp_path / "own_chain.py"
+    file.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    config, layout, choice = a_job(2, model={"name": "own_chain:Chain", "args": {"n_layers": 2}})
+    engine_of(config, layout)(choice)
+    assert engine_of(config, layout, may_record=False)(choice)
+    file.write_text(f"{source}\n# changed\n")
+    with pytest.raises(NotRecordedError):
+        engine_of(config, layout, may_record=False)(choice)
+
+
+def test_packed_documents_have_a_recording_of_their_own(tmp_path: Path) -> None:
+    config, layout, choice = a_job(2)
+    plain = engine_of(config, layout)(choice).peak_bytes
+    text = tmp_path / "text.txt"
+    text.write_text("some text\n" * 50)
+    packed, _, _ = a_job(
+        2, data={"kind": "text", "path": str(text), "packing": "documents"}, model={"args": {"vocab_size": 320}}
+    )
+    layout = plan_layout(packed.parallelism, packed.training, 2)
+    own = Recordings(packed, layout, "cuda", TorchRecorder)
+    assert ReplayEngine(packed, layout, "cuda", own)(choice).peak_bytes > plain
+    assert isinstance(own.tape(choice.activation_checkpoint), Tape)
