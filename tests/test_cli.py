@@ -213,7 +213,7 @@ def test_plan_writes_a_picture_beside_text_or_json(job: Path, tmp_path: Path) ->
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_plan_traces_models_that_the_analytic_engine_does_not_know(job: Path) -> None:
+def test_plan_records_models_that_the_analytic_engine_does_not_know(job: Path) -> None:
     text = job.read_text()
     start, end = text.index("[model.args]"), text.index("[data]")
     job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
@@ -221,13 +221,13 @@ def test_plan_traces_models_that_the_analytic_engine_does_not_know(job: Path) ->
     env = {"PYTHONPATH": str(job.parent), "RANK": "0"}
     result = run("titan_launch", "plan", "--config", job, "--world-size", "2", "--verbose", **env)
     assert result.returncode == 0, result.stderr
-    assert "the analytic engine does not support my_model:build; the job is traced" in result.stderr
-    assert re.search(r"memory engine: +trace,", result.stdout)
+    assert "recording a microbatch with activation checkpointing none" in result.stderr
+    assert re.search(r"memory engine: +replay,", result.stdout)
     assert "activation checkpointing is not compared: the model's blocks are unknown" in result.stdout
     result = run("titan_launch", "plan", "--config", job, "--engine", "analytic", **env)
     assert (result.returncode, result.stderr) == (
         2,
-        "error: --engine analytic: does not support my_model:build; use --engine trace\n",
+        "error: --engine analytic: does not support my_model:build; use --engine replay\n",
     )
 
 

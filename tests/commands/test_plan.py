@@ -182,19 +182,19 @@ def test_traffic_of_a_traced_model_is_that_counted_by_the_trace(
 TENSOR: dict[str, Any] = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"args": {"vocab_size": 64}}}
 
 
-def test_plan_traces_models_that_the_analytic_engine_does_not_support(
+def test_plan_records_jobs_that_the_analytic_engine_does_not_support(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = JobConfig.model_validate(tiny_job(tmp_path, **TENSOR))
     with pytest.raises(
-        UserError, match=r"does not support parallelism\.tensor_parallel_degree = 2; use --engine trace"
+        UserError, match=r"does not support parallelism\.tensor_parallel_degree = 2; use --engine replay"
     ):
         print_plan(config, 4, str, PlanOptions(engine="analytic"))
     print_plan(config, 4, str, PlanOptions(only_own=True, verbose=True))
     shown = capsys.readouterr()
-    assert "does not support parallelism.tensor_parallel_degree = 2; the job is traced" in shown.err
+    assert shown.err == "recording a microbatch with activation checkpointing none\n"
     assert "  tensor parallel (GiB)" in shown.out and "  pipeline (GiB)" not in shown.out
-    assert re.search(r"memory engine: +trace,", shown.out)
+    assert re.search(r"memory engine: +replay,", shown.out)
 
 
 def test_a_measurement_that_needs_more_host_memory_than_is_free_is_refused() -> None:
