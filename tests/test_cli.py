@@ -515,7 +515,7 @@ def test_launched_runs_end_with_status_0_and_print_no_error(job: Path) -> None:
 
 def test_plan_without_torch_installed_says_that_a_trace_needs_it() -> None:
     result = run_without_torch("plan", "--config", "configs/resnet_bn.toml", "--world-size", "2")
-    assert result.returncode == 2 and "resnet must be traced, which needs torch: pip install torch" in result.stderr
+    assert result.returncode == 2 and "a plan of model resnet needs torch: pip install torch" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -37,8 +37,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """Call `fn(*args)` on every rank of a fresh gloo group and return what each rank returned, in rank order.
 
     `fn` is a module-level function; its arguments and result are pickled. Runs do not predict
-    the memory of models that must be traced. Raises AssertionError with the traceback of the first rank that failed, or
-    that is late.
+    the memory of models that must be recorded. Raises AssertionError with the traceback of the first rank that failed,
+    or that is late.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []

@@ -32,16 +32,19 @@ RELEASE = torch_release.torch_release()
 
 NAMES: dict[str, set[str]] = {
     "FSDPModule": {"_get_fsdp_state"},
-    "FSDPState": {"_fsdp_param_group", "_comm_ctx", "_state_ctx"},
+    "FSDPState": {
+        *("_fsdp_param_group", "_comm_ctx", "_state_ctx", "_modules", "_pre_forward", "_post_forward", "_pre_backward"),
+        "_root_post_backward_final_callback",
+    },
     "FSDPCommContext": {"post_forward_order", "all_gather_stream"},
     "FSDPParamGroup": {
         *("fsdp_params", "mesh_info", "gradient_divide_factor", "unshard", "wait_for_unshard", "post_backward"),
         *("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook", "_is_hsdp", "_post_forward_indices"),
-        *("_init_mp_dtypes", "_all_gather_result"),
+        *("_init_mp_dtypes", "_all_gather_result", "pre_forward", "post_forward"),
     },
     "FSDPParam": {
         *("sharded_param", "all_gather_outputs", "to_sharded", "init_unsharded_param", "all_gather_inputs"),
-        *("_unsharded_param", "_sharded_param_data", "param_dtype"),
+        *("_unsharded_param", "_sharded_param_data", "param_dtype", "_orig_size", "_get_grad_inner_tensor"),
     },
     "HSDPMeshInfo": {"replicate_process_group"},
     "modules": {"foreach_reduce", "DefaultAllGather", "DefaultReduceScatter", "TrainingState"},
@@ -56,6 +59,8 @@ NAMES: dict[str, set[str]] = {
 }
 """Private names that `torch_private` uses on every release, by owner."""
 
+if torch_release.FINALIZES_BACKWARD:
+    NAMES["FSDPState"] |= {"finalize_backward"}
 if not torch_release.ACCUMULATES_IN_GRAD:
     NAMES["FSDPParamGroup"] |= {"_partial_reduce_output"}
     NAMES["FSDPParam"] |= {"unsharded_accumulated_grad", "to_accumulated_grad_if_needed"}
@@ -146,7 +151,11 @@ def test_every_private_name_in_the_source_is_listed() -> None:
 
 def test_no_other_module_uses_private_state_of_fsdp() -> None:
     marks = {"_get_fsdp_state", "_fsdp_param_group", "fsdp_params", "_comm_ctx", "_state_ctx", "_unsharded_param"}
-    allowed = {"plan/memory/analytic/fsdp.py", "metrics/memory.py"}  # get the state as an argument, or mention it
+    allowed = {
+        "plan/memory/analytic/fsdp.py",
+        "plan/memory/fsdp.py",
+        "metrics/memory.py",
+    }  # get the state as an argument, or mention it
     for path in ROOT.rglob("*.py"):
         if path.name == "torch_private.py":
             continue

@@ -294,6 +294,23 @@ def unsharded_parameter(parameter: Any) -> nn.Parameter:
     return unsharded
 
 
+def divided_shapes(model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Size]]:
+    """Yield the sharded parameters of a model, each with the shape that FSDP2 shards: that of the part which tensor and
+    expert parallelism have left to this rank."""
+    for group in parameter_groups(model):
+        for parameter in group.fsdp_params:
+            yield parameter.sharded_param, parameter._orig_size
+
+
+def unsharded_gradients(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield the sharded parameters whose unsharded parameters have a gradient, each with this gradient."""
+    for group in parameter_groups(model):
+        for parameter in group.fsdp_params:
+            gradient = unsharded_parameter(parameter).grad
+            if gradient is not None:
+                yield parameter.sharded_param, gradient
+
+
 def shard_to_send(parameter: Any) -> tuple[Tensor, torch.dtype | None]:
     """Return the padded flat shard, and the dtype to which it is cast for the all-gather (None: no cast)."""
     return parameter._sharded_param_data, parameter.param_dtype

@@ -385,8 +385,7 @@ TAGS = [
     Tag(
         "memory/predicted_active_gib",
         "same",
-        "The planner's prediction of `memory/max_active_gib`. If the model must be traced, it is reported after the "
-        "trace.",
+        "The planner's prediction of `memory/max_active_gib`. If the job must be recorded, it is reported afterwards.",
         chart=("Memory", "peak memory (GiB)"),
     ),
     Tag(

@@ -19,12 +19,10 @@ from titan_launch.core.import_string import user_files
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.torch_private import (
-    end_forward as fsdp_end_forward,
-)
-from titan_launch.distributed.torch_private import (
+    divided_shapes,
     hooks_watched,
-    parameter_groups,
     unit_steps_wrapped,
+    unsharded_gradients,
     unsharded_parameter,
 )
 from titan_launch.metrics.memory import is_in_backward
@@ -196,13 +194,15 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
         again = name in ("post_forward", "complete_forward") and is_in_backward()
         recorder.notes.append(Step(name, path_of[module], int(again)))
 
-    def end_forward(root: nn.Module) -> None:
+    end_forward = fsdp.end_forward
+
+    def noted_end_forward(root: nn.Module) -> None:
         on_hook("end_forward", root)
-        fsdp_end_forward(root)
+        end_forward(root)
 
     with ExitStack() as stack:
         stack.enter_context(hooks_watched(on_hook))
-        stack.enter_context(replaced(fsdp, "end_forward", end_forward))
+        stack.enter_context(replaced(fsdp, "end_forward", noted_end_forward))
         assembled, frozen, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
         model, mesh = assembled.module, assembled.mesh
         path_of |= {module: path for path, module in model.named_modules()}
@@ -255,19 +255,20 @@ def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[s
 def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Note the name of each parameter that takes its gradient until the end of the block."""
     name_of = {id(p): name for name, p in model.named_parameters()}
+    watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
     with ExitStack() as stack:
 
         def naming(init_unsharded_param: Any) -> Any:
             def init_and_name(fsdp_param: Any) -> None:
-                is_new = not hasattr(fsdp_param, "_unsharded_param")
                 init_unsharded_param(fsdp_param)
                 parameter, name = unsharded_parameter(fsdp_param), name_of.get(id(fsdp_param.sharded_param))
-                if parameter.requires_grad and is_new:
 
-                    def note(own: Tensor) -> None:
-                        assert own.grad is not None and name is not None
-                        recorder.taking = name, _dtype(own.grad)
+                def note(own: Tensor) -> None:
+                    assert own.grad is not None and name is not None
+                    recorder.taking = name, _dtype(own.grad)
 
+                if parameter.requires_grad and id(parameter) not in watched:
+                    watched[id(parameter)] = parameter
                     stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
 
             return init_and_name
@@ -293,26 +294,17 @@ def _dtype(tensor: Tensor) -> str:
 def _unsharded_gradients(model: nn.Module) -> Callable[[nn.Module], Iterator[tuple[str, Tensor]]]:
     """Return a function that yields name and gradient of each unsharded parameter of a stage of `model`."""
     name_of = {id(p): name for name, p in model.named_parameters()}
-
-    def gradients(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        for group in parameter_groups(stage):
-            for parameter in group.fsdp_params:
-                gradient = unsharded_parameter(parameter).grad
-                if gradient is not None:
-                    yield name_of[id(parameter.sharded_param)], gradient
-
-    return gradients
+    return lambda stage: ((name_of[id(parameter)], gradient) for parameter, gradient in unsharded_gradients(stage))
 
 
 def _divided_shapes(model: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parts of parameters that tensor parallelism leaves to this rank."""
     name_of = {id(p): name for name, p in model.named_parameters()}
     shapes = {}
-    for group in parameter_groups(model):
-        for parameter in group.fsdp_params:
-            name, whole = name_of[id(parameter.sharded_param)], parameter.sharded_param.shape
-            parts = plan.sharded_by[parent(name)].expert_parallel
-            own = (parameter._orig_size[0] * parts, *parameter._orig_size[1:]) if parts > 1 else parameter._orig_size
-            if tuple(whole) != tuple(own):
-                shapes[name] = tuple(own)
+    for parameter, own in divided_shapes(model):
+        name = name_of[id(parameter)]
+        parts = plan.sharded_by[parent(name)].expert_parallel
+        shape = (own[0] * parts, *own[1:]) if parts > 1 else tuple(own)
+        if shape != tuple(parameter.shape):
+            shapes[name] = shape
     return shapes

@@ -107,7 +107,7 @@ def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> J
     """Return the job with a number in place of `training.local_batch_size = "auto"`. Collective.
 
     Rank 0 chooses the largest microbatch that is planned to fit. Then each rank tries it in a process of its own, and
-    the next smaller ones until no rank runs out of memory. Raises ConfigError on all ranks (UserError for a traced
+    the next smaller ones until no rank runs out of memory. Raises ConfigError on all ranks (UserError for a recorded
     model) if none fits.
     """
     if not is_auto_batch(config):
@@ -136,7 +136,7 @@ def _largest_batch(config: JobConfig, hardware: Hardware, world_size: int) -> in
     unknown = unknown_part(config, hardware.kernels)
     if unknown is not None:
         _log.info(
-            "auto: the job is traced for each possible microbatch, because the analytic engine does not support %s",
+            "auto: the job is recorded for each possible microbatch, because the analytic engine does not support %s",
             unknown,
         )
         with ExitStack() as stack:
@@ -164,7 +164,7 @@ def resolve_auto_modes(
     """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
 
     If the job has no `auto`, return the same job and None. A resumed run keeps the modes that it began with. Otherwise
-    rank 0 chooses the modes for all ranks. Raises ConfigError (UserError for a traced model) on all ranks if the job
+    rank 0 chooses the modes for all ranks. Raises ConfigError (UserError for a recorded model) on all ranks if the job
     fits into memory with no choice of modes. Nothing is written or allocated before.
     """
     if not is_auto(config):
@@ -220,7 +220,7 @@ def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
 def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
     is_unknown = unknown_part(config, hardware.kernels) is not None
     if is_unknown and is_tested_release():
-        return _resolved_by_trace(config, layout, hardware)
+        return _resolved_by_recording(config, layout, hardware)
     inventory = inspect_model(config, built)
     if is_unknown:
         return _least_memory(config, layout, inventory)
@@ -235,13 +235,13 @@ def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> De
     first accumulation mode."""
     own = [choice for choice in possible_choices(config, layout, inventory)[0] if is_configured_choice(config, choice)]
     choice = next(choice for choice in own if choice.activation_checkpoint == own[-1].activation_checkpoint)
-    reason = "because it takes the least memory: jobs are not traced on an untested release of PyTorch"
+    reason = "because it takes the least memory: jobs are not recorded on an untested release of PyTorch"
     return choice, f"{choice.label}, {reason}"
 
 
-def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
+def _resolved_by_recording(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
     _log.info(
-        "auto: the job is traced to predict its memory, because the analytic engine does not support %s",
+        "auto: the job is recorded to predict its memory, because the analytic engine does not support %s",
         unknown_part(config, hardware.kernels),
     )
     with ExitStack() as stack:

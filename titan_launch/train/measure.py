@@ -50,10 +50,10 @@ class MemoryCheck:
     """The predicted peak memory of a step, which is reported as a metric and compared once with the measured peak."""
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
-        """Predict with the analytic engine, or start a process that traces the model. Closing `stack` ends the process.
+        """Predict with the analytic engine, or start a process that records the job. Closing `stack` ends the process.
 
-        A pipeline is not traced, because the trace may show the memory of another rank. Tensor and context parallelism
-        are not traced on CPUs, because the trace would take longer than the run.
+        A pipeline is not predicted, because the prediction may be that of another rank. Tensor and context parallelism
+        are not recorded on CPUs, because the recording would slow the run down.
         """
         self._prediction: Prediction | None = None
         self._trace: TraceProcess | None = None
@@ -111,7 +111,7 @@ class MemoryCheck:
             row = next(row for row in rows if row["is_chosen"])
             self._prediction = Prediction(row["active_bytes"] / GIB, row["peak"]["text"])
         except (UserError, RunError) as error:
-            _log.info("memory is not predicted, because the trace failed: %s", str(error).splitlines()[-1])
+            _log.info("memory is not predicted, because the recording failed: %s", str(error).splitlines()[-1])
         self._trace = None
 
     def _compare(self) -> None:
