@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.phantom_gpu.conftest import Phantom
+from tests.train.test_losses import write_model
 
+TEACHER = ("--loss.name=distillation", "--loss.distillation.teacher={teacher}")
 JOBS = {
     "120 MiB, 2 ranks": ("configs/llama_debug.toml", 2, ()),
+    "120 MiB, 2 ranks, average of the weights": ("configs/llama_debug.toml", 2, ("--ema.decay=0.9",)),
+    "120 MiB, 2 ranks, teacher": ("configs/llama_debug.toml", 2, TEACHER),
     "8B, 8 ranks": ("configs/llama3_8b.toml", 8, ()),
     "8B, 8 ranks, z-loss": ("configs/llama3_8b.toml", 8, ("--loss.z_loss=1e-4",)),
     "70B, 64 ranks": ("configs/llama3_70b.toml", 64, ()),
@@ -20,10 +24,13 @@ JOBS = {
 
 @pytest.mark.phantom
 @pytest.mark.parametrize(
-    "name", [*list(JOBS)[:1], *(pytest.param(job, marks=pytest.mark.slow) for job in list(JOBS)[1:])]
+    "name", [*list(JOBS)[:3], *(pytest.param(job, marks=pytest.mark.slow) for job in list(JOBS)[3:])]
 )
-def test_planned_memory_is_measured_memory(phantom: Phantom, name: str) -> None:
+def test_planned_memory_is_measured_memory(phantom: Phantom, tmp_path: Path, name: str) -> None:
     config, ranks, options = JOBS[name]
+    if options is TEACHER:
+        teacher = write_model(tmp_path / "teacher", 3, n_layers=6)
+        options = tuple(option.format(teacher=teacher) for option in options)
     command = ["-m", "titan_launch", "plan", "--config", config, f"--world-size={ranks}", "--rows=own", *options]
     ended = phantom.run(*command, "--device=h100-80gb", "--measure", "--json")
     assert ended.returncode == 0, ended.stderr

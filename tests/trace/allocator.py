@@ -15,7 +15,7 @@ from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.init import initialize
 from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
-from titan_launch.optim.ema import WeightEMA
+from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.batchnorm import RunningStatistics
@@ -47,7 +47,7 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
             nn.init.constant_(parameter, 0.01)
         loss = build_loss(model, plan, config, 1)
         optimizer = build_optimizer(model, config.optimizer)
-        ema = None if config.ema.decay is None else WeightEMA(model, optimizer, config.ema)
+        ema = build_ema(config.ema, model, optimizer)
         statistics = RunningStatistics(model)
         _accumulate(config, model, loss, layout)
         clip_grad_norm(model.parameters(), 1.0)

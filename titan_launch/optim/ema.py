@@ -115,3 +115,8 @@ class WeightEMA:
         """Return the part of a parameter of which this rank has the average."""
         local = local_tensor(parameter).detach()
         return local if self._replicas is None else self._replicas.of(parameter, local)
+
+
+def build_ema(config: EMAConfig, model: nn.Module, optimizer: Optimizer) -> WeightEMA | None:
+    """Return the average of a wrapped model on its device; None without `ema.decay`."""
+    return None if config.decay is None else WeightEMA(model, optimizer, config)

@@ -22,6 +22,7 @@ from titan_launch.core.patches import replaced
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.optim.clip import clip_grad_norm
+from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import replicas_of
 from titan_launch.parallel import expert_parallel
 from titan_launch.parallel.accumulation import build_strategy
@@ -34,6 +35,7 @@ from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.step import Batches
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_model_optimizer, speed_up_on_cpu
+from titan_launch.train.frozen_model import assemble_frozen_model
 from titan_launch.train.health.out_of_memory import is_out_of_memory
 from titan_launch.train.kernel_choice import use_kernels
 from titan_launch.train.model import allocate_model, assemble_model, build_job_model, build_loss
@@ -85,15 +87,22 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         plan = plan_precision(config, built)
         use_kernels(config, built, plan, layout, device, stack)
         model = assemble_model(config, built, plan, mesh, batches)
+        frozen = assemble_frozen_model(config, mesh, batches)
         if device.type == "cpu":  # its allocator keeps freed memory
             speed_up_on_cpu(config, model, stack)
+        modules = [model.module]
         allocate_model(model, config, device, stack, initial_values=False)
+        if frozen is not None:
+            modules.append(frozen.module)
+            frozen.allocate(device, stack, initial_values=False)
         with torch.no_grad():
-            for tensor in (*model.module.parameters(), *model.module.buffers()):
-                local_tensor(tensor).zero_()  # memory that nothing has written to is not yet taken from the host
+            for module in modules:
+                for tensor in (*module.parameters(), *module.buffers()):
+                    local_tensor(tensor).zero_()  # memory that nothing has written to is not yet taken from the host
         optimizer = build_model_optimizer(config, model)
+        ema = build_ema(config.ema, model.module, optimizer)
         replicas = replicas_of(optimizer)
-        loss = build_loss(model.module, plan, config, batches.num_classes)
+        loss = build_loss(model.module, plan, config, batches.num_classes, frozen=frozen)
         strategy, valid = build_strategy(config.gradient_accumulation, replicas), torch.ones((), device=device)
         pipeline = pipeline_of(model.module)
         count = layout.num_microbatches if pipeline else min(layout.num_microbatches, MICROBATCHES)
@@ -113,6 +122,8 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
             if replicas is not None:
                 replicas.gather_parameters()
             optimizer.zero_grad()
+            if ema is not None:
+                ema.update(config.ema.every_steps, torch.zeros_like(valid))  # a step whose update is due
         if device.type != "cuda":
             return None
         torch.cuda.synchronize(device)

@@ -23,7 +23,7 @@ from titan_launch.metrics.timeline import Timeline
 from titan_launch.metrics.traffic import communication_counted
 from titan_launch.models.lora import Adapter, adapters_of
 from titan_launch.models.stages import PassThrough
-from titan_launch.optim.ema import WeightEMA
+from titan_launch.optim.ema import WeightEMA, build_ema
 from titan_launch.optim.registry import build_optimizer, replicas_of
 from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.parallel.accumulation import build_strategy
@@ -116,7 +116,7 @@ def build_run(
         frozen.allocate(ranks.device, stack)
     optimizer = build_model_optimizer(config, model)
     unfreezing = Unfreezing(model.module, job.plan)
-    ema = None if config.ema.decay is None else WeightEMA(model.module, optimizer, config.ema)
+    ema = build_ema(config.ema, model.module, optimizer)
 
     folder = open_run_folder(job, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
