@@ -47,7 +47,7 @@ def planned_sizes(config: JobConfig, machine: Machine) -> Sizes:
     """
     where = f"{machine.ranks} {machine.device}"
     if unknown := unknown_part(config, "cuda"):
-        how = f"`titan-launch plan --world-size {machine.ranks}` traces a step, and shows what fits."
+        how = f"`titan-launch plan --world-size {machine.ranks}` shows what fits."
         reason = f"Sizes: small ones, since {unknown} is not planned without building it."
         local_batch_size = config.training.local_batch_size
         assert local_batch_size != "auto", "recipes begin with a number"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +9,9 @@ from typing import Any, Protocol
 
 from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.job import JobConfig
-from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.config.sections.data import separates_documents
-from titan_launch.config.sections.training import OptimizerConfig
-from titan_launch.plan.communication import exchanged_units, shard_shape
+from titan_launch.plan.communication import exchanged_units
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic import ops
@@ -33,16 +30,9 @@ from titan_launch.plan.memory.ledger import (
     state_bytes,
     temporary_bytes,
 )
+from titan_launch.plan.memory.replay import group_sizes
 from titan_launch.plan.module_selection import selection
-from titan_launch.plan.param_groups import (
-    GroupSettings,
-    first_match,
-    group_name,
-    is_inner_matrix,
-    is_undecayed,
-    settings_of,
-)
-from titan_launch.plan.replica_shards import chunk_numel, gradients_leave_early
+from titan_launch.plan.replica_shards import gradients_leave_early
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, TensorInfo, Unit, full_name, outermost
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
@@ -105,35 +95,6 @@ class AnalyticModel:
     there is none."""
 
 
-def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
-    """Return the shards of the trained parameters by optimizer group; with an optimizer that is sharded over replicas,
-    the chunks that this rank updates. A shared parameter is listed once. It belongs to a group if any of its paths
-    matches the glob of the group."""
-    paths: defaultdict[str, list[str]] = defaultdict(list)
-    undecayed: defaultdict[str, bool] = defaultdict(bool)
-    inner: defaultdict[str, bool] = defaultdict(lambda: True)
-    shards: dict[str, ShardSize] = {}
-    for module in plan.inventory.modules:
-        classes = [name.rpartition(".")[2] for name in module.classes]
-        for parameter in module.parameters if module.same_as is None else ():
-            name = parameter.tied_to or full_name(module.path, parameter.name)
-            num_axes = len(parameter.shape) - parameter.is_stacked
-            paths[name].append(full_name(module.path, parameter.name))
-            undecayed[name] |= is_undecayed(parameter.name, num_axes, classes)
-            inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, plan.inventory.head)
-            if parameter.requires_grad:
-                unit = plan.unit_of[module.path]
-                shape = shard_shape(parameter, layout.shards_of(unit), unit.expert_parallel)
-                num_elements = chunk_numel(shape, layout.optimizer_replicas)
-                shards.setdefault(name, ShardSize(parameter.shape, num_elements, unit.storage_dtype))
-    groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
-    for name, shard in shards.items():
-        index = first_match(config.param_groups, paths[name])
-        settings = settings_of(config, index, undecayed[name], inner[name])
-        groups.setdefault(group_name(index, settings), (settings, []))[1].append(shard)
-    return [GroupSizes(settings, group) for settings, group in groups.values()]
-
-
 class Replay:
     """A model with its FSDP2 units, for one step."""
 
@@ -154,7 +115,7 @@ class Replay:
         self._ledger = Ledger(on_host(config.training, kernels))
         self._autograd = Autograd(self._ledger)
         self._context = Context(self._autograd, layout)
-        self._groups = group_sizes(plan, config.optimizer, layout)
+        self._groups = group_sizes([(plan, plan)], config.optimizer, layout)
         self._exchanged = exchanged_units(plan, layout)
         self._unit_of_module = self._make_units()
         self._again = again
