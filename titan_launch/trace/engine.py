@@ -1,5 +1,5 @@
-"""The planner's engine for any model. It traces a step with torch to find memory and traffic. If possible, it traces
-two shallower models and extrapolates.
+"""The reference engine of the planner, for any model. It traces a step with torch to find memory and traffic. If
+possible, it traces two shallower models and extrapolates.
 """
 
 from __future__ import annotations
