@@ -36,7 +36,7 @@ class Mark(NamedTuple):
     """The begin or the end of what a stage runs for a microbatch."""
 
     action: tuple[str, int, tuple[str, ...]]
-    """`forward`, `backward` or `weights`; the stage; and all actions of the microbatch in its backward."""
+    """The method of PyTorch's stage that runs it, the stage, and all actions of the microbatch on the stage."""
 
     microbatch: int
     is_begin: bool
@@ -63,9 +63,16 @@ class PipelineRecorder:
     """Path of each stage's root on the tape."""
 
     _actions: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    """The actions of each microbatch on each stage, by (stage, microbatch)."""
+
     _shapes: dict[nn.Module, _Output] = field(default_factory=dict)
+    """The output of each stage, by its module."""
+
     _last: int = 0
+    """The last microbatch."""
+
     _microbatch: int = 0
+    """The microbatch that runs."""
 
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
         """Run a step."""
@@ -185,7 +192,8 @@ def _left(notes: Iterable[Note]) -> Counter[Category]:
 
 
 def _actions_of(schedule: Any, pipeline: Pipeline, num_microbatches: int) -> dict[tuple[int, int], tuple[str, ...]]:
-    """Return the names of the actions of each microbatch's backward on each stage of this rank."""
+    """Return the names of the actions of each microbatch on each stage of this rank, such as a whole backward or its two
+    parts; an empty tuple if the schedule has only whole backwards and lists no actions."""
     found: dict[tuple[int, int], tuple[str, ...]] = {
         (local.stage.index, microbatch): () for local in pipeline.local for microbatch in range(num_microbatches)
     }

@@ -99,6 +99,8 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
     }
     of_plan = {"device": planner.device, "expert_load": planner.expert_load}
     sections: dict[str, Any] = {name: getattr(config, name) for name in _KEPT}
+    if config.model.is_of_package:
+        sections["model"] = config.model.model_copy(update={"weights": None, "exclude_from_weights": ()})
     if config.data.unit == "tokens":
         data: DataSource = (_Packed if separates_documents(config.data) else SyntheticData)(
             kind="synthetic", vocab_size=2
@@ -231,7 +233,7 @@ def _files_named_in(value: Any) -> list[Any]:
         return [entry for part in value.values() for entry in _files_named_in(part)]
     if isinstance(value, (list, tuple)):
         return [entry for part in value for entry in _files_named_in(part)]
-    if not isinstance(value, str) or os.sep not in value:
+    if not isinstance(value, str):
         return []
     found = []
     for path in (Path(value), Path(value) / "config.json", Path(value) / "adapter_config.json"):
