@@ -192,8 +192,8 @@ def _left(notes: Iterable[Note]) -> Counter[Category]:
 
 
 def _actions_of(schedule: Any, pipeline: Pipeline, num_microbatches: int) -> dict[tuple[int, int], tuple[str, ...]]:
-    """Return the names of the actions of each microbatch on each stage of this rank, such as a whole backward or its two
-    parts; an empty tuple if the schedule has only whole backwards and lists no actions."""
+    """Return the names of the actions of each microbatch on each stage of this rank, such as a whole backward or its
+    two parts; an empty tuple if the schedule has only whole backwards and lists no actions."""
     found: dict[tuple[int, int], tuple[str, ...]] = {
         (local.stage.index, microbatch): () for local in pipeline.local for microbatch in range(num_microbatches)
     }
