@@ -14,6 +14,7 @@ from tests.trace.traces import FP32_NORMS, a_job
 from tests.train.test_losses import write_model
 from titan_launch.config.job import JobConfig
 from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, possible_choices
 from titan_launch.plan.layout import Layout, plan_layout
@@ -191,8 +192,12 @@ def assert_replayed_as_traced(config: JobConfig, layout: Layout, choice: Choice,
     assert (ours.peak_bytes, ours.peak_point) == (pytest.approx(reference.peak_bytes, abs=64), reference.peak_point)
     assert ours.pipeline_rank == reference.pipeline_rank
     assert ours.host_bytes == reference.host_bytes
+    # From torch 2.15 on, autograd converts the gradients of the first microbatch that is deferred. A recording does not
+    # tell where exactly.
+    converts = ACCUMULATES_IN_GRAD and choice.accumulation.mode == "deferred"
     for point in ours.peaks:
-        assert ours.peaks[point].total == pytest.approx(reference.peaks[point].total, rel=1e-4, abs=64), point
+        rel = 0.02 if converts and point.microbatch == 0 else 1e-4
+        assert ours.peaks[point].total == pytest.approx(reference.peaks[point].total, rel=rel, abs=64), point
     assert replayed.traffic(choice) == traced.traffic(choice)
 
 
