@@ -53,11 +53,8 @@ class PipelineRecorder:
     config: JobConfig
     notes: list[Note]
     memory: LiveMemory
-    gradients: Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
-    """Returns the name and the gradient of each unsharded parameter of a stage."""
-
-    take: Callable[[str, Tensor], None]
-    """Notes that a parameter takes a gradient."""
+    take_gradients: Callable[[nn.Module], None]
+    """Notes that the parameters of a stage take their gradients."""
 
     roots: dict[nn.Module, str]
     """Path of each stage's root on the tape."""
@@ -92,7 +89,8 @@ class PipelineRecorder:
             self.notes.clear()
             step(microbatches, loss, num_items)
         composed = list(self._composed(self.notes))
-        # What the schedule holds of the last microbatch outlives its backward, and then is freed a second time.
+        # The schedule frees the output of the last microbatch after its backward. In the composed notes it is then
+        # freed twice, because the first microbatch, whose notes were copied, freed its output in backward.
         left = _left(self.notes)
         left.subtract(_left(composed))
         self.notes[:] = [*composed, Bytes(tuple((category, n) for category, n in left.items() if n))]
@@ -148,8 +146,7 @@ class PipelineRecorder:
             self.notes.append(Mark(action, microbatch, is_begin=True))
             result = function(stage, microbatch, *args, **kwargs)
             if name == "backward_weight_one_chunk":  # the schedule sets the gradients itself
-                for parameter, gradient in self.gradients(stage.submod):
-                    self.take(parameter, gradient)
+                self.take_gradients(stage.submod)
             self.notes.append(Mark(action, microbatch, is_begin=False))
             return result
 

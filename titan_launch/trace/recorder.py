@@ -6,7 +6,7 @@ are recorded instead. So the tape does not depend on the mode of gradient accumu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -58,6 +58,7 @@ from titan_launch.plan.memory.tape import (
 from titan_launch.plan.pipeline import parts_on_rank
 from titan_launch.plan.types import ModelPlan, outermost, parent
 from titan_launch.precision.diagnosis import dtype_failures_explained
+from titan_launch.precision.observation import dtype_of
 from titan_launch.trace.engine import (
     check_release,
     failures_explained,
@@ -209,7 +210,8 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
         if frozen is not None:
             path_of |= {module: SECOND + path for path, module in frozen.module.named_modules()}
         pipeline = pipeline_of(model)
-        stack.enter_context(_gradients_named(model, recorder))
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        stack.enter_context(_gradients_named(recorder, name_of))
         steps = StepPoints(recorder)
         memory = stack.enter_context(watched_memory(model, recorder))
         for index, (module, part) in enumerate(parts_of(model, plan)):
@@ -236,14 +238,14 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
         else:
             microbatches = [memory.paused(batches.make)()] * layout.num_microbatches  # on the host
 
-            def take(name: str, gradient: Tensor) -> None:
-                recorder.taking = name, _dtype(gradient)
-                memory.hold([gradient], Category.UNSHARDED_GRADIENTS)
+            def take_gradients(stage: nn.Module) -> None:
+                for parameter, gradient in unsharded_gradients(stage):
+                    recorder.taking = name_of[id(parameter)], dtype_of(gradient)
+                    memory.hold([gradient], Category.UNSHARDED_GRADIENTS)
 
-            PipelineRecorder(pipeline, config, recorder.notes, memory, _unsharded_gradients(model), take, path_of).run(
-                microbatches, loss, num_items
-            )
-        return Tape((), tuple(recorder.segments()), buffers, _divided_shapes(model, plan), recorder.reduced)
+            schedule = PipelineRecorder(pipeline, config, recorder.notes, memory, take_gradients, path_of)
+            schedule.run(microbatches, loss, num_items)
+        return Tape((), tuple(recorder.segments()), buffers, _divided_shapes(model, plan, name_of), recorder.reduced)
 
 
 def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[str, int]:
@@ -252,9 +254,9 @@ def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[s
 
 
 @contextmanager
-def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Note the name of each parameter that takes its gradient until the end of the block."""
-    name_of = {id(p): name for name, p in model.named_parameters()}
+def _gradients_named(recorder: _Recorder, name_of: Mapping[int, str]) -> Iterator[None]:
+    """Note the name of each parameter that takes its gradient until the end of the block. `name_of`: full names of the
+    model's parameters by their ids."""
     watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
     with ExitStack() as stack:
 
@@ -265,7 +267,7 @@ def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
                 def note(own: Tensor) -> None:
                     assert own.grad is not None and name is not None
-                    recorder.taking = name, _dtype(own.grad)
+                    recorder.taking = name, dtype_of(own.grad)
 
                 if parameter.requires_grad and id(parameter) not in watched:
                     watched[id(parameter)] = parameter
@@ -287,19 +289,9 @@ def _gradients_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         yield
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _unsharded_gradients(model: nn.Module) -> Callable[[nn.Module], Iterator[tuple[str, Tensor]]]:
-    """Return a function that yields name and gradient of each unsharded parameter of a stage of `model`."""
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    return lambda stage: ((name_of[id(parameter)], gradient) for parameter, gradient in unsharded_gradients(stage))
-
-
-def _divided_shapes(model: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parts of parameters that tensor parallelism leaves to this rank."""
-    name_of = {id(p): name for name, p in model.named_parameters()}
+def _divided_shapes(model: nn.Module, plan: ModelPlan, name_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parts of parameters that tensor parallelism leaves to this rank. `name_of`: as in
+    `_gradients_named`."""
     shapes = {}
     for parameter, own in divided_shapes(model):
         name = name_of[id(parameter)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -12,6 +9,7 @@ from typing import NamedTuple
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
+from titan_launch.core.patches import garbage_collection_disabled
 from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, plan_untrained, with_choice
@@ -27,21 +25,21 @@ from titan_launch.plan.types import ModelPlan
 
 
 class Parts(NamedTuple):
-    """What a pipeline rank runs."""
+    """The parts of a model that one rank runs: the stages of a pipeline rank, or the whole model."""
 
     plans: tuple[ModelPlan, ...]
-    """The plan of each of its stages, or of the whole model."""
+    """The plan of each part."""
 
     shortcut: Shortcut | None
+    """The shallower models from which the memory of a single part is extrapolated."""
 
 
 class ReplayEngine:
     """Predicts a job's step under the modes of a `Choice`."""
 
     def __init__(self, config: JobConfig, layout: Layout, kernels: Kernels, recordings: Recordings):
-        self._config = config.model_copy(
-            update={"compile": CompileConfig()}
-        )  # a compiled job is planned as an eager one
+        # A compiled job is planned as an eager one.
+        self._config = config.model_copy(update={"compile": CompileConfig()})
         self._layout = layout
         self._kernels = kernels
         self._recordings = recordings
@@ -72,7 +70,7 @@ class ReplayEngine:
 
     def _predicted(self, choice: Choice) -> tuple[Footprint, Traffic]:
         plan = self._plan(bool(choice.accumulation.keep_params_unsharded))
-        with _without_garbage_collection():
+        with garbage_collection_disabled():  # a replay makes many objects, all of which their reference counts free
             ranks = [self._of_rank(choice, rank) for rank in representative_ranks(plan)]
         return max(ranks, key=lambda predicted: predicted[0].peak_bytes)
 
@@ -115,16 +113,3 @@ class ReplayEngine:
             return None
         own = frozen_job(self._config, found)
         return SecondModel(own, plan_untrained(own, inventory))
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector in the block. A replay makes many objects, which their reference counts free, so
-    collections would find nothing and take a fifth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -1,5 +1,5 @@
-"""What is known of a job's model: its modules, and the tapes of its microbatches, from the user's cache or recorded
-now. No torch.
+"""The recordings of a job: the table of its model's modules, and the tapes of its microbatches. They come from the
+user's cache, or are made now. No torch.
 
 A recording does not depend on the number of shards, the mode of gradient accumulation, the optimizer, the length of the
 run or its files. `recorded_job` sets all of these to their defaults: what it returns is what is recorded, and the key

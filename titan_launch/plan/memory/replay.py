@@ -121,35 +121,6 @@ class SecondModel:
     """Result of `plan.job.plan_untrained`."""
 
 
-class _Model:
-    """The FSDP2 units of a model, or of a pipeline stage."""
-
-    def __init__(self, context: Context, config: JobConfig, plan: ModelPlan):
-        """Make the units of `context`."""
-        self.context = context
-        self.by_path: dict[str, ShardedUnit] = {}
-        """The unit of each module that FSDP2 wraps."""
-        self.places: dict[str, tuple[ShardedUnit, int]] = {}
-        """The unit of each parameter that FSDP2 manages, and its index there, by full name."""
-        for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True):
-            names, parameters = [], []
-            for module in modules:
-                policy = plan.unit_of[module.path]
-                is_ignored = context.layout.is_ignored(policy, config.training.enable_cpu_offload)
-                own = [parameter for parameter in module.parameters if parameter.tied_to is None]
-                parameters += [(parameter, policy, is_ignored) for parameter in own]
-                names += [full_name(module.path, parameter.name) for parameter in own if not is_ignored]
-            sharded = ShardedUnit(context, unit, parameters)
-            self.by_path |= dict.fromkeys(unit.modules, sharded)
-            self.places |= {name: (sharded, index) for index, name in enumerate(names)}
-        in_order = (self.by_path[m.path] for m in plan.inventory.modules if m.path in self.by_path)
-        context.units = list(dict.fromkeys(in_order))
-        for path, ahead in plan_backward_prefetch(plan).items():
-            self.by_path[path].prefetch = [self.by_path[other] for other in ahead]
-        for path, ahead in plan_forward_prefetch(plan).items():
-            self.by_path[path].forward_prefetch = [self.by_path[other] for other in ahead]
-
-
 _BYTES = (
     "all_gather_bytes",
     "reduce_scatter_bytes",
@@ -193,7 +164,9 @@ class Replay:
         self._contexts: dict[str, Context] = {}
         """FSDP2's state of each root, by the path of the root on the tape."""
         self._units: dict[str, ShardedUnit] = {}
+        """The unit of each module that FSDP2 wraps, by its path on the tape."""
         self._places: dict[str, tuple[ShardedUnit, int]] = {}
+        """The unit of each parameter that FSDP2 manages, and its index there, by full name."""
         for index, plan in enumerate(locals_):
             self._add(root_path(index if layout.pipeline > 1 else None), config, plan)
         if second is not None:
@@ -203,6 +176,7 @@ class Replay:
             unit.parameters[index].sent_elements = elements
 
     def _add(self, root: str, config: JobConfig, plan: ModelPlan) -> None:
+        """Add the units of a model, or of a pipeline stage, whose root has the path `root` on the tape."""
         leave_early = gradients_leave_early(self._config.training)
         splits_backward = self._config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
         context = self._contexts[root] = Context(
@@ -212,10 +186,24 @@ class Replay:
             self._exchanged if leave_early else {},
             splits_backward and self._layout.pipeline > 1,
         )
-        model = _Model(context, config, plan)
-        prefix = SECOND if root == SECOND else ""
-        self._units |= {prefix + path if path else root: unit for path, unit in model.by_path.items()}
-        self._places |= {prefix + name: place for name, place in model.places.items()}
+        prefix, by_path = SECOND if root == SECOND else "", dict[str, ShardedUnit]()
+        for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True):
+            names, parameters = [], []
+            for module in modules:
+                policy = plan.unit_of[module.path]
+                is_ignored = self._layout.is_ignored(policy, config.training.enable_cpu_offload)
+                own = [parameter for parameter in module.parameters if parameter.tied_to is None]
+                parameters += [(parameter, policy, is_ignored) for parameter in own]
+                names += [full_name(module.path, parameter.name) for parameter in own if not is_ignored]
+            sharded = ShardedUnit(context, unit, parameters)
+            by_path |= dict.fromkeys(unit.modules, sharded)
+            self._places |= {prefix + name: (sharded, index) for index, name in enumerate(names)}
+        context.units = list(dict.fromkeys(by_path[m.path] for m in plan.inventory.modules if m.path in by_path))
+        for path, ahead in plan_backward_prefetch(plan).items():
+            by_path[path].prefetch = [by_path[other] for other in ahead]
+        for path, ahead in plan_forward_prefetch(plan).items():
+            by_path[path].forward_prefetch = [by_path[other] for other in ahead]
+        self._units |= {prefix + path if path else root: unit for path, unit in by_path.items()}
 
     def step(self, num_microbatches: int) -> ReplayedStep:
         """Run the step of `num_microbatches`. May be called only once."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -12,6 +10,7 @@ from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
+from titan_launch.core.patches import garbage_collection_disabled
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, with_choice
 from titan_launch.plan.layout import Layout
@@ -71,7 +70,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     def plan(unsharded: bool, removed: tuple[str, ...] = ()) -> ModelPlan:
         return without_blocks(plan(unsharded), removed) if removed else plan_units(config, inventory, unsharded)
 
-    @_without_garbage_collection()
+    @garbage_collection_disabled()  # a replay makes many objects, all of which their reference counts free
     def footprint(choice: Choice) -> Footprint:
         unsharded = bool(choice.accumulation.keep_params_unsharded)
         again = checkpointed_modules(inventory, choice.activation_checkpoint)
@@ -87,19 +86,6 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
         return extrapolate(shorter, longer, shortcut.factor) or replay()
 
     return footprint
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector in the block. A replay makes many objects, which their reference counts free, so
-    collections would find nothing and take a fifth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _args(config: JobConfig) -> ModelArgs:
