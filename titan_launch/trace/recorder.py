@@ -21,6 +21,7 @@ from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.torch_private import (
     divided_shapes,
     hooks_watched,
+    roots,
     unit_steps_wrapped,
     unsharded_gradients,
     unsharded_parameter,
@@ -31,7 +32,6 @@ from titan_launch.models.build import BuiltModel
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.parallel import fsdp
 from titan_launch.parallel.batchnorm import RunningStatistics
-from titan_launch.parallel.pipeline import parts as parts_of
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import Kernels
@@ -57,7 +57,6 @@ from titan_launch.plan.memory.tape import (
 )
 from titan_launch.plan.pipeline import parts_on_rank
 from titan_launch.plan.types import ModelPlan, outermost, parent
-from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.precision.observation import dtype_of
 from titan_launch.trace.engine import (
     check_release,
@@ -66,9 +65,9 @@ from titan_launch.trace.engine import (
     remove_blocks,
     whole_traced_on_error,
 )
-from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
+from titan_launch.trace.observers import StepPoints, count_exchanges
 from titan_launch.trace.pipeline_recorder import Mark, Note, PipelineRecorder
-from titan_launch.trace.step import assemble_without_values, makes_logits, watched_memory
+from titan_launch.trace.step import assemble_without_values, watched_memory, watched_parts
 from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.frozen_model import inspect_frozen_model
 from titan_launch.train.measure import hold_frozen
@@ -214,12 +213,8 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
         stack.enter_context(_gradients_named(recorder, name_of))
         steps = StepPoints(recorder)
         memory = stack.enter_context(watched_memory(model, recorder))
-        for index, (module, part) in enumerate(parts_of(model, plan)):
-            path_of[module] = root_path(None if pipeline is None else index)
-            stack.enter_context(
-                steps.watch(module, modules_in_order(module, part.inventory), makes_logits(model, module))
-            )
-            stack.enter_context(dtype_failures_explained(module, part, config.precision))
+        path_of |= {root: root_path(None if pipeline is None else index) for index, root in enumerate(roots(model))}
+        stack.enter_context(watched_parts(model, plan, steps, config.precision))
         stack.enter_context(count_exchanges(mesh, _Exchanges(recorder)))
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         loss = build_loss(model, plan, config, batches.num_classes, has_values=False, frozen=frozen)

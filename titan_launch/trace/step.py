@@ -18,6 +18,7 @@ from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.data import separates_documents
+from titan_launch.config.sections.precision import PrecisionConfig
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch, build_source
 from titan_launch.data.tokenizers import build_tokenizer
@@ -209,11 +210,7 @@ def _trace_microbatches(
         stored = memory.returning_for(Category.GRADIENTS, ReplicaShards.stored)
         for name, function in (("start", start), ("stored", stored)):
             stack.enter_context(replaced(ReplicaShards, name, function))
-        for module, part in parts(model, plan):
-            stack.enter_context(
-                step_points.watch(module, modules_in_order(module, part.inventory), makes_logits(model, module))
-            )
-            stack.enter_context(dtype_failures_explained(module, part, config.precision))
+        stack.enter_context(watched_parts(model, plan, step_points, config.precision))
         count = stack.enter_context(count_collectives(model, *([] if frozen is None else [frozen.module])))
         stack.enter_context(count_exchanges(mesh, count))
         groups = _group_sizes(config, model, plan, mesh.layout)
@@ -253,7 +250,19 @@ def watched_memory(model: nn.Module, ledger: Ledger) -> Iterator[LiveMemory]:
         yield memory
 
 
-def makes_logits(model: nn.Module, module: nn.Module) -> bool:
+@contextmanager
+def watched_parts(model: nn.Module, plan: ModelPlan, points: StepPoints, precision: PrecisionConfig) -> Iterator[None]:
+    """Observe the points of a step in a model, or in the stages of this rank, and explain errors of dtypes there, until
+    the end of the block."""
+    with ExitStack() as stack:
+        for module, part in parts(model, plan):
+            order = modules_in_order(module, part.inventory)
+            stack.enter_context(points.watch(module, order, _makes_logits(model, module)))
+            stack.enter_context(dtype_failures_explained(module, part, precision))
+        yield
+
+
+def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
     """Return True if the loss is computed from the output of `module`: the model, or the last pipeline stage."""
     pipeline = pipeline_of(model)
     return pipeline is None or (pipeline.has_last and module is pipeline.local[-1].module)

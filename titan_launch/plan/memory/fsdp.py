@@ -147,6 +147,8 @@ class Context:
                         unit.post_backward()
                 unit.group_state = State.IDLE
             unit.state = State.IDLE
+            if not FINALIZES_BACKWARD:  # older releases end each unit here
+                unit.finalize_backward()
         if self._is_manual:
             self.all_gather = None
         else:
@@ -253,10 +255,11 @@ class ShardedUnit:
         self.unit = unit
         self.shards = context.layout.shards_of(unit)
         parts = unit.expert_parallel
-        weights = [(Parameter(info, policy, parts, self.shards), ignored) for info, policy, ignored in parameters]
-        self.parameters = [parameter for parameter, ignored in weights if not ignored]
+        self.weights = [Parameter(info, policy, parts, self.shards) for info, policy, _ in parameters]
+        pairs = zip(self.weights, parameters, strict=True)
+        self.parameters = [weight for weight, (*_, is_ignored) in pairs if not is_ignored]
         """The parameters that FSDP2 manages."""
-        self.shard_bytes = sum(p.padded // self.shards * DTYPE_BYTES[p.stored] for p, _ in weights)
+        self.shard_bytes = sum(p.padded // self.shards * DTYPE_BYTES[p.stored] for p in self.weights)
         """Bytes of the shards of all parameters on this rank."""
         self.prefetch: list[ShardedUnit] = []
         """Units to all-gather ahead in backward, instead of the default: `set_modules_to_backward_prefetch`."""
@@ -456,7 +459,7 @@ class ShardedUnit:
 
         From torch 2.15 on, autograd first converts the gradient to the dtype that FSDP2's `_set_unsharded_grad_dtypes`
         has set."""
-        dtype = self._grad_dtype(index, gradient.dtype)
+        dtype = self.grad_dtype(index, gradient.dtype)
         if dtype != gradient.dtype:
             gradient = self.context.new(gradient.numel, dtype, Category.BACKWARD)
         if index in self._gradients:
@@ -464,7 +467,8 @@ class ShardedUnit:
         gradient.relabel(Category.UNSHARDED_GRADIENTS)
         self._gradients[index] = gradient
 
-    def _grad_dtype(self, index: int, computed: str) -> str:
+    def grad_dtype(self, index: int, computed: str) -> str:
+        """Return the dtype in which autograd accumulates a gradient that was computed in the dtype `computed`."""
         if not ACCUMULATES_IN_GRAD:
             return computed
         is_wider = DTYPE_BYTES[self.unit.reduce_dtype] > DTYPE_BYTES[computed]

@@ -16,7 +16,8 @@ from typing import Any
 
 from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.plan.memory.analytic.offload import Offloader
-from titan_launch.plan.memory.analytic.tensors import Backward, Leaf, Node, Saved, Storage, Tensor
+from titan_launch.plan.memory.analytic.tensors import Backward, Leaf, Node, Saved, Tensor
+from titan_launch.plan.memory.fsdp import Storage
 from titan_launch.plan.memory.ledger import Category, Ledger
 
 Keeps = Callable[[], Callable[[str], bool]]

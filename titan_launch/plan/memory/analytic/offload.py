@@ -8,7 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from titan_launch.plan.memory.analytic.tensors import Node, Storage, Tensor
+from titan_launch.plan.memory.analytic.tensors import Node, Tensor
+from titan_launch.plan.memory.fsdp import Storage
 from titan_launch.plan.memory.ledger import SMALLEST_OFFLOADED, Category, Ledger
 
 

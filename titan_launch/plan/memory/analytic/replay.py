@@ -16,8 +16,9 @@ from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.autograd import Autograd
-from titan_launch.plan.memory.analytic.fsdp import Context, ShardedUnit, cast_input, cast_output
-from titan_launch.plan.memory.analytic.tensors import Storage, Tensor
+from titan_launch.plan.memory.analytic.fsdp import CalledUnit, cast_input, cast_output
+from titan_launch.plan.memory.analytic.tensors import Tensor
+from titan_launch.plan.memory.fsdp import Context, Storage
 from titan_launch.plan.memory.ledger import (
     MICROBATCHES,
     Category,
@@ -114,9 +115,10 @@ class Replay:
         self._layout = layout
         self._ledger = Ledger(on_host(config.training, kernels))
         self._autograd = Autograd(self._ledger)
-        self._context = Context(self._autograd, layout)
         self._groups = group_sizes([(plan, plan)], config.optimizer, layout)
         self._exchanged = exchanged_units(plan, layout)
+        during_backward = self._exchanged if gradients_leave_early(config.training) else {}
+        self._context = Context(self._ledger, layout, config.gradient_accumulation, during_backward)
         self._unit_of_module = self._make_units()
         self._again = again
         blocks = outermost(plan.inventory.blocks) if config.activation_checkpoint.offload else ()
@@ -148,7 +150,7 @@ class Replay:
         self._allocate_state()
         count = min(self._layout.num_microbatches, MICROBATCHES)
         for self._microbatch in range(count):
-            self._begin_microbatch(is_last=self._microbatch == count - 1)
+            self._context.begin_microbatch(self._microbatch == count - 1)
             self._forward_and_backward()
         self._ledger.enter(StepPoint(self._microbatch, "optimizer", ""))
         self._context.finish_exchange()
@@ -157,7 +159,7 @@ class Replay:
         book_update(self._ledger, temporaries, self._exchanged.values(), self._layout, leave_early)
         return self._ledger.footprint()
 
-    def _make_units(self) -> dict[str, ShardedUnit]:
+    def _make_units(self) -> dict[str, CalledUnit]:
         """Return the FSDP2 unit of each module, by path. Also store the units in FSDP2's context, in the order of the
         model's modules."""
         plan, offloads = self._plan, self._config.training.enable_cpu_offload
@@ -168,8 +170,12 @@ class Replay:
             return ((p, policy, is_ignored) for p in module.parameters if p.tied_to is None)
 
         units = [
-            ShardedUnit(
-                self._context, unit, plan.casts_inputs(unit), [p for module in modules for p in parameters(module)]
+            CalledUnit(
+                self._context,
+                self._autograd,
+                unit,
+                plan.casts_inputs(unit),
+                [p for module in modules for p in parameters(module)],
             )
             for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True)
         ]
@@ -185,11 +191,11 @@ class Replay:
     def _weights(self) -> dict[str, Tensor]:
         """Return every parameter by its full name. Shared parameters have an entry for each name."""
         weights: dict[str, Tensor] = {}
-        unseen = {unit.unit: iter(unit.weights) for unit in self._context.units}
+        unseen = {unit.unit: iter(unit.tensors) for unit in self._unit_of_module.values()}
         for module in self._plan.inventory.modules:
             for info in module.parameters:
                 if info.tied_to is None:
-                    weight = next(unseen[self._plan.sharded_by[module.path]]).unsharded
+                    weight = next(unseen[self._plan.sharded_by[module.path]])
                 else:
                     weight = weights[info.tied_to]
                 weights[full_name(module.path, info.name)] = weight
@@ -211,15 +217,6 @@ class Replay:
             for buffer in module.buffers if module.same_as is None else ():
                 size = DTYPE_BYTES[dtypes[full_name(module.path, buffer.name)]] if buffer.is_floating else 8
                 yield buffer.numel * size * (2 if is_batch_norm(module) else 1)
-
-    def _begin_microbatch(self, is_last: bool) -> None:
-        accumulation = self._config.gradient_accumulation
-        for unit in self._context.units:
-            unit.reduce_grads = is_last or accumulation.mode != "deferred"
-            unit.all_reduce_grads = is_last or accumulation.mode == "immediate"
-            unit.reshard_after_backward = is_last or not accumulation.keep_params_unsharded
-            if is_last and gradients_leave_early(self._config.training):
-                unit.exchanged = self._exchanged.get(unit.unit)
 
     def _forward_and_backward(self) -> None:
         num_tokens = self._num_tokens
@@ -255,13 +252,13 @@ class Replay:
         if is_forward and path in self._offloaded:
             compute = partial(self._autograd.offloader.run, self._offloaded[path], compute)
         unit, policy = self._unit_of_module.get(path), self._plan.policies.get(path)
-        gathered = x if unit is None else unit.pre_forward(x)  # as in nn.Module, `x` lives until this function returns
+        gathered = x if unit is None else unit.enter(x)  # as in nn.Module, `x` lives until this function returns
         given = gathered if policy is None else cast_input(self._autograd, gathered, policy)
         del gathered
         output = compute(given)
         if is_forward and path in self._entered_modules:
             self._mark_backward(output, path)
-        output = output if unit is None else unit.post_forward(path, output)
+        output = output if unit is None else unit.leave(path, output)
         return output if policy is None else cast_output(self._autograd, output, policy)
 
     def _checkpointed(self, compute: Compute) -> Compute:

@@ -10,27 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf
 
-from titan_launch.plan.memory.ledger import Category, Ledger
-
-
-class Storage:
-    """Memory that is allocated while a reference to this object exists."""
-
-    __slots__ = ("_category", "_ledger", "num_bytes")
-
-    def __init__(self, ledger: Ledger, num_bytes: int, category: Category):
-        self._ledger = ledger
-        self.num_bytes = num_bytes
-        self._category = category
-        ledger.allocate(num_bytes, category)
-
-    def __del__(self) -> None:
-        self._ledger.free(self.num_bytes, self._category)
-
-    def relabel(self, category: Category) -> None:
-        """Count the memory under another category."""
-        self._ledger.move(self.num_bytes, self._category, category)
-        self._category = category
+from titan_launch.plan.memory.fsdp import Storage
 
 
 class Tensor:
