@@ -1,5 +1,7 @@
 """Hand-written training loop for one GPU: FSDP2 around the launcher's Llama, without checks and reports.
 
+Initial weights and tokens are the launcher's, because a GPU at its power limit computes some values faster than others.
+
     python -m benchmarks.gpu.bare '{"flavor": "1B", "args": {}, ...}'
 
 It prints one line of JSON: seconds per step and peak active memory in GiB, both of the steps after the warm-up, and the
@@ -25,12 +27,12 @@ from torch.nn.attention import sdpa_kernel
 
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.sections.data import SyntheticData
+from titan_launch.data.sources.synthetic import SyntheticSource
 from titan_launch.models.attention import causal_attention
-from titan_launch.models.decoder import Decoder
+from titan_launch.models.decoder import Decoder, llama_values
+from titan_launch.models.init import initialize
 from titan_launch.train.kernel_choice import BACKENDS, choose, refusal
-
-_VOCABULARY = 256
-"""Vocabulary size of the launcher's synthetic data."""
 
 
 def main(job: dict[str, Any]) -> None:
@@ -40,12 +42,13 @@ def main(job: dict[str, Any]) -> None:
     model = build(job, device)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    shape = (job["steps"], job["batch"], job["seq_len"] + 1)
-    tokens = torch.randint(_VOCABULARY, shape)
+    source = SyntheticSource(SyntheticData(kind="synthetic"), job["seq_len"])
+    samples = [torch.stack(source[index]) for index in range(job["steps"] * job["batch"])]
+    batches = torch.stack(samples).view(job["steps"], job["batch"], 2, job["seq_len"])
     gc.disable()
     began = 0.0
     with sdpa_kernel([*BACKENDS.values()], set_priority=True):
-        for step, batch in enumerate(tokens):
+        for step, batch in enumerate(batches):
             if step == job["warm_up"]:
                 began = start_window(device)
             train_step(model, parameters, optimizer, batch.to(device, non_blocking=True))
@@ -77,7 +80,7 @@ def attention_backend(job: dict[str, Any]) -> str:
 
 
 def build(job: dict[str, Any], device: torch.device) -> Decoder:
-    """Return the model with one FSDP unit per block; each block is compiled if the job asks for it."""
+    """Return the initialized model with one FSDP unit per block; each block is compiled if the job asks for it."""
     args = resolve_args("llama3", job["flavor"], job["args"])
     assert isinstance(args, DecoderArgs)
     with device:
@@ -89,15 +92,17 @@ def build(job: dict[str, Any], device: torch.device) -> Decoder:
             layer.compile(fullgraph=True)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    initialize(model, llama_values(args), 0, device)
     return model
 
 
 def train_step(
     model: Decoder, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, batch: Tensor
 ) -> None:
-    """Run forward, backward, clipping and update without waiting for the device."""
-    logits = model(batch[:, :-1])
-    F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten()).backward()
+    """Run forward, backward, clipping and update without waiting for the device. `batch`: inputs and targets, int64
+    `[batch, 2, seq_len]`."""
+    logits = model(batch[:, 0])
+    F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1].flatten()).backward()
     gradients = [parameter.grad.to_local() for parameter in parameters]  # type: ignore[union-attr]
     norm = torch.stack(torch._foreach_norm(gradients)).norm()
     torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))

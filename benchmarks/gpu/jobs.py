@@ -24,6 +24,7 @@ _SHAPE = Shape("1B, 2 layers", "1B", {"n_layers": 2}, 2048, 2)
 
 COMPILED: Options = {"compile.enable": True}
 DETERMINISTIC: Options = {"debug.deterministic": True}
+FP32: Options = {"precision.param_dtype": "float32"}
 FULL: Options = {"activation_checkpoint.mode": "full"}
 ACTIVATION_OFFLOAD: Options = {"activation_checkpoint.offload": True}
 CPU_OFFLOAD: Options = {"training.enable_cpu_offload": True}
@@ -94,7 +95,7 @@ BRANCHES: Mapping[str, Options] = {
     "EMA": {"ema.decay": 0.99},
     "LoRA": LORA,
     "DPO": DPO,
-    "fp32": {"precision.param_dtype": "float32"},
+    "fp32": FP32,
     "dataloader workers": {"data.num_workers": 2},
     "compiled, selective activation checkpointing": {**COMPILED, "activation_checkpoint.mode": "selective"},
     "compiled loss": {**COMPILED, "compile.components": '["loss"]'},

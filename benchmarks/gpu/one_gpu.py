@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.gpu import gpu_tests
@@ -16,6 +16,7 @@ from benchmarks.gpu.jobs import (
     DETERMINISTIC,
     DOCUMENT_TOKENS,
     DOCUMENTS,
+    FP32,
     FULL,
     GEMMA2,
     GEMMA3,
@@ -32,6 +33,10 @@ from benchmarks.gpu.steps import Step, agreement_of, last_output_line, memory_of
 _LAUNCHER = ("titan_launch",)
 _GROUPED, _LOOPED = (("benchmarks.gpu.expert_product", product) for product in ("grouped", "looped"))
 
+COUNTED = {"TORCH_LOGS": "recompiles"}
+EAGER_ROUNDING = {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS": "1"}
+"""Environments of pairs: recompilations are logged; fused kernels round where eager operations do."""
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -43,7 +48,8 @@ class Pair:
     second: Options = field(default_factory=dict)
     tolerance: Tolerance = ROUNDING
     programs: tuple[Sequence[str], Sequence[str]] = (_LAUNCHER, _LAUNCHER)
-    logs_recompilations: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of both runs."""
 
 
 def _selective(option: str) -> Options:
@@ -58,8 +64,12 @@ PAIRS = (
         programs=(_GROUPED, _LOOPED),
     ),
     *(
-        Pair(f"{name}: eager and compiled", options, second=COMPILED)
+        pair
         for name, options in (("gpt-oss", GPT_OSS), ("gemma2", GEMMA2), ("gemma3", GEMMA3))
+        for pair in (
+            Pair(f"{name}: eager and compiled", options, second=COMPILED, environment=EAGER_ROUNDING),
+            Pair(f"{name} in fp32: eager and compiled", {**options, **FP32}, second=COMPILED),
+        )
     ),
     Pair(
         "documents: 7 packed in a sample and each alone",
@@ -75,13 +85,13 @@ PAIRS = (
         tolerance=EXACT,
     ),
     Pair("CPU offload: off and on", {}, second=CPU_OFFLOAD),
-    Pair("gemma3: without and with selective checkpointing", GEMMA3, second=_selective("2"), logs_recompilations=True),
-    Pair("gemma3: without and with checkpointing per op", GEMMA3, second=_selective("op"), logs_recompilations=True),
+    Pair("gemma3: without and with selective checkpointing", GEMMA3, second=_selective("2"), environment=COUNTED),
+    Pair("gemma3: without and with checkpointing per op", GEMMA3, second=_selective("op"), environment=COUNTED),
     Pair(
         "gemma3, compiled: without and with checkpointing per op",
         {**GEMMA3, **COMPILED},
         second=_selective("op"),
-        logs_recompilations=True,
+        environment=COUNTED,
     ),
 )
 
@@ -104,7 +114,7 @@ def groups(setting: Setting) -> Iterator[list[Step]]:
 
 def pair_step(pair: Pair, setting: Setting) -> Step:
     """Return the step of a pair: both runs, one after the other, and their comparison."""
-    environment = ["env", "TORCH_LOGS=recompiles"] if pair.logs_recompilations else []
+    environment = ["env", *(f"{name}={value}" for name, value in pair.environment.items())] if pair.environment else []
     names = [f"{pair.name}, {number}" for number in ("first", "second")]
     runs = zip(names, (pair.first, pair.second), pair.programs, strict=True)
     commands = [
