@@ -359,8 +359,11 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
                 check(arguments, capsys)
         case ["python", "-m", "titan_launch.phantom_gpu", *arguments]:
             inner = build_phantom_parser().parse_args(arguments).command
-            assert inner[0] == "titan-launch"
-            check(inner[1:], capsys)
+            if inner[0].startswith("scripts/"):
+                check_script(inner[0], inner[1:])
+            else:
+                assert inner[0] == "titan-launch"
+                check(inner[1:], capsys)
         case ["torchrun", "--nproc-per-node", ranks, "-m", "titan_launch", *arguments]:
             check([*arguments, "--world-size", ranks], capsys)
         case ["torchrun", "--nproc-per-node", _, script, *arguments] if script.startswith("benchmarks/"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.gpu import gpu_tests
-from benchmarks.gpu.comparisons import EXACT, ROUNDING, Tolerance
+from benchmarks.gpu.comparisons import EXACT, FP32_ROUNDING, ROUNDING, Tolerance
 from benchmarks.gpu.jobs import (
     ACTIVATION_OFFLOAD,
     BRANCHES,
@@ -63,13 +63,13 @@ PAIRS = (
         {**GPT_OSS, "training.trainable": '["layers.*.moe.experts.b*"]'},
         programs=(_GROUPED, _LOOPED),
     ),
+    *(  # not GPT-OSS, whose experts multiply differences of bf16: losses then differ by 1 % after 5 steps on an H200
+        Pair(f"{name}: eager and compiled", options, second=COMPILED, environment=EAGER_ROUNDING)
+        for name, options in (("gemma2", GEMMA2), ("gemma3", GEMMA3))
+    ),
     *(
-        pair
+        Pair(f"{name} in fp32: eager and compiled", {**options, **FP32}, second=COMPILED, tolerance=FP32_ROUNDING)
         for name, options in (("gpt-oss", GPT_OSS), ("gemma2", GEMMA2), ("gemma3", GEMMA3))
-        for pair in (
-            Pair(f"{name}: eager and compiled", options, second=COMPILED, environment=EAGER_ROUNDING),
-            Pair(f"{name} in fp32: eager and compiled", {**options, **FP32}, second=COMPILED),
-        )
     ),
     Pair(
         "documents: 7 packed in a sample and each alone",

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from benchmarks.gpu.cases import Case, Shape
 from benchmarks.gpu.processes import log_name, run_process
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.phantom import unmarked
-from titan_launch.plan.hardware import GIB
+from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.job import configured_choice, with_unsharded_parameters
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine
@@ -107,11 +109,15 @@ def launcher_command(job: Mapping[str, Any]) -> list[str]:
 
 
 def planned_gib(case: Case, device: Device) -> float:
-    """Return the planner's prediction of peak active memory. It is that of an eager step without float8."""
+    """Return the planner's prediction of peak active memory on this device. It is that of an eager step without
+    float8."""
     config = load_job(BASE, overrides(job_of(case, device, "outputs"))).config
     layout = plan_layout(config.parallelism, config.training, world_size=1)
     config = with_unsharded_parameters(config, layout)
-    return analytic_engine(config, layout, device)(configured_choice(config)).peak_bytes / GIB
+    name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
+    workspace = hardware_of(config, 1, device, name).workspace_bytes
+    footprint = analytic_engine(config, layout, device)(configured_choice(config))
+    return footprint.with_workspace(workspace).peak_bytes / GIB
 
 
 def read_bare(output: str) -> Result:

@@ -18,7 +18,7 @@ from benchmarks.gpu.processes import log_name, slowness
 from benchmarks.gpu.runs import Device, Result, planned_gib, run
 from benchmarks.gpu.table import header, row, table
 
-_LIMIT = 2.5
+_LIMIT = 4
 """Time limit of a case, as a multiple of its expected duration."""
 
 

@@ -85,6 +85,8 @@ ALLOWED = {
     ("array", "data/token_files.py"): "maps of shards; the header has their sizes",
     ("library", "data/corpora/huggingface.py"): "the package datasets, which runs no scripts",
     ("library", "models/weights/folder.py"): "safetensors; the header is compared with the file before",
+    ("json", "plan/memory/recordings.py"): "entries of the user's own cache, which have digests",
+    ("read", "plan/memory/recordings.py"): "the same",
     ("library", "recipes/folders.py"): "pyarrow, for the columns of a Parquet file",
     ("toml", "config/loading/toml_positions.py"): "a quoted key of a job file that was read",
     # Files that this process or its parent has just written.

@@ -77,7 +77,7 @@ class TraceProcess:
             self._output.seek(0)
             return _last_json_object(self._output.read())
         self._errors.seek(0)
-        message = self._errors.read().strip().removeprefix("error: ")
+        message = _error(self._errors.read())
         if status < 0 or not message:
             message = f"{message}\n{_describe_end(status)}".lstrip()
         if status == BAD_INPUT:  # the message is complete
@@ -109,6 +109,12 @@ def _describe_end(status: int) -> str:
         return f"the process ended with status {status}"
     cause = ", probably because the host had no memory left" if status == -signal.SIGKILL else ""
     return f"the process was killed by {signal_name(-status)}{cause}"
+
+
+def _error(text: str) -> str:
+    """Return the error at the end of `text`, or all of it if there is none. The lines before say what was recorded."""
+    _, prefix, error = f"\n{text}".partition("\nerror: ")
+    return (error if prefix else text).strip()
 
 
 def _last_json_object(text: str) -> dict[str, Any]:

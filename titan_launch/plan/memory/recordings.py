@@ -101,11 +101,11 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
     sections: dict[str, Any] = {name: getattr(config, name) for name in _KEPT}
     if config.model.is_of_package:
         sections["model"] = config.model.model_copy(update={"weights": None, "exclude_from_weights": ()})
-    if config.data.unit == "tokens":
+    if config.data.unit == "tokens" and config.model.is_of_package:
         data: DataSource = (_Packed if separates_documents(config.data) else SyntheticData)(
             kind="synthetic", vocab_size=2
         )
-    else:
+    else:  # images have their shapes, and a user's own model is compared with the vocabulary
         data, sections["tokenizer"] = config.data, config.tokenizer
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
         sections["gradient_accumulation"] = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
