@@ -27,14 +27,16 @@ VOCABULARY, TOKENS, SEED = 61, 16, 0
 class Text(nn.Module):
     """Embedding, blocks and head. Each model changes one of them."""
 
+    width = 16
+
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.embedding = nn.Embedding(VOCABULARY, self.width)
         self.blocks = nn.ModuleList(self.block() for _ in range(2))
-        self.output = nn.Linear(16, VOCABULARY, bias=False)
+        self.output = nn.Linear(self.width, VOCABULARY, bias=False)
 
     def block(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        return nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh())
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

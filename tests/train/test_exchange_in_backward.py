@@ -86,6 +86,10 @@ def test_gradients_in_host_memory_leave_after_backward(tmp_path: Path) -> None:
 class Odd(Text):
     """A model that runs its first block twice, and uses neither its second block nor a parameter of its third."""
 
+    width = 64
+    """The parts that replicas update then have multiples of 16 elements. PyTorch's AdamW rounds the elements that do
+    not fill a vector of the CPU differently."""
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks.append(self.block())
