@@ -35,11 +35,11 @@ from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.models.loss import Loss
 from titan_launch.parallel.accumulation import build_strategy
-from titan_launch.plan.communication import Traffic, traffic_of_step
-from titan_launch.plan.job import Choice
+from titan_launch.plan.communication import Traffic
+from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
+from titan_launch.trace.recorder import recorded_engine
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
 from titan_launch.train.step import forward_backward
@@ -71,12 +71,18 @@ class Figures:
     """Relative error of the gradient, by reduce dtype and number of microbatches."""
 
 
-def measure(accumulation: GradientAccumulationConfig, ranks: Ranks) -> Figures:
-    """Measure one mode."""
+def predict(accumulation: GradientAccumulationConfig, world_size: int) -> tuple[int, Traffic]:
+    """Return the planner's predictions for one mode: peak memory in bytes, and traffic. The process must have no
+    process group."""
+    config = job(accumulation, FEW, "float32", world_size)
+    layout = plan_layout(config.parallelism, config.training, world_size)
+    engine, choice = recorded_engine(config, layout, "cpu"), configured_choice(config)
+    return engine(choice).peak_bytes, engine.traffic(choice)
+
+
+def measure(accumulation: GradientAccumulationConfig, ranks: Ranks, planned: tuple[int, Traffic]) -> Figures:
+    """Measure one mode. `planned`: result of `predict`."""
     config = job(accumulation, FEW, "float32", ranks.world_size)
-    layout = plan_layout(config.parallelism, config.training, ranks.world_size)
-    planned = analytic_engine(config, layout, "cpu")(Choice(accumulation, config.activation_checkpoint))
-    plan = plan_precision(config, build_model(config.model, config.training.seq_len))
     model, batches = sharded(config, ranks), microbatches(config, ranks, FEW)
     with count_collectives(model) as count:
         run_step(model, accumulation, batches)
@@ -93,8 +99,8 @@ def measure(accumulation: GradientAccumulationConfig, ranks: Ranks) -> Figures:
         for dtype in ("float32", "bfloat16")
         for number in (FEW, MANY)
     }
-    planned_traffic = traffic_of_step(plan, layout, accumulation)
-    return Figures(count.traffic, planned_traffic, held[0], peak, planned.peak_bytes, errors)
+    planned_peak, planned_traffic = planned
+    return Figures(count.traffic, planned_traffic, held[0], peak, planned_peak, errors)
 
 
 def job(accumulation: GradientAccumulationConfig, number: int, reduce_dtype: str, world_size: int) -> JobConfig:
@@ -220,8 +226,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     options = parser.parse_args()
+    planned = {name: predict(accumulation, int(os.environ["WORLD_SIZE"])) for name, accumulation in MODES.items()}
     with process_group("cpu", timeout_seconds=600) as ranks:
-        figures = {name: measure(accumulation, ranks) for name, accumulation in MODES.items()}
+        figures = {name: measure(accumulation, ranks, planned[name]) for name, accumulation in MODES.items()}
         if ranks.is_rank_0:
             machine = (
                 f"{ranks.world_size} ranks (2 replicas x {ranks.world_size // 2} shards) on {os.cpu_count()} cores"

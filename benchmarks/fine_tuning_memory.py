@@ -2,8 +2,8 @@
 
     python benchmarks/fine_tuning_memory.py [--write docs/how_to/fit_into_memory.md] [--models 1B 8B 70B]
 
-Every number is one that the command `plan` prints. Its analytic engine predicts jobs without adapters, in milliseconds.
-Jobs with adapters are traced, which takes seconds each.
+Every number is one that the command `plan` prints. Each row is recorded once, which takes seconds, and replayed for
+each number of GPUs.
 """
 
 from __future__ import annotations

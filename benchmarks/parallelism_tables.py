@@ -4,8 +4,8 @@
         [--ranks 8 64 512] [--layouts FSDP ...]
 
 Every row is a prediction of `plan`. Each layout is planned with two accumulation modes: the one with the least memory,
-and the one with the least traffic. The table has the faster of those that fit. The analytic engine predicts FSDP2 and
-HSDP in milliseconds. Other layouts are traced, which takes seconds each.
+and the one with the least traffic. The table has the faster of those that fit. Each model is recorded once for each
+degree of tensor and pipeline parallelism, which takes seconds; all other predictions replay these recordings.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
 from titan_launch.plan.report.comparison import Row, compare
 from titan_launch.plan.step_time import flops_of_model
-from titan_launch.trace.engine import trace_engine
+from titan_launch.trace.recorder import recorded_engine
 from titan_launch.train.auto_mode import inspect_model
 
 SAMPLES = 512
@@ -93,13 +92,8 @@ def _row(config: JobConfig, layout: Layout) -> Row:
     hardware = hardware_of(config, ranks_on_machine=8)
     inventory = inspect_model(config, built)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
-    if unknown_part(config, hardware.kernels) is None:
-        engine = analytic_engine(config, layout, hardware.kernels)
-        comparison = compare(config, layout, inventory, flops, hardware, engine, only_own=True)
-    else:
-        traced = trace_engine(config, layout, hardware.kernels)
-        comparison = compare(config, layout, inventory, flops, hardware, traced, only_own=True, counted=traced.traffic)
-    return comparison.rows[0]
+    engine = recorded_engine(config, layout, hardware.kernels)
+    return compare(config, layout, inventory, flops, hardware, engine, only_own=True).rows[0]
 
 
 def _shortest(row: Row) -> tuple[float, float]:

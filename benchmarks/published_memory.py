@@ -4,7 +4,7 @@
 
 Published figures are the allocator's reserved memory, which exceeds the predicted active memory. The jobs have the
 settings that the reports name (`benchmarks/*.md` of TorchTitan). The exit status is 1 if a prediction is not below a
-published figure, or not within 25 % of it. The script does not import torch.
+published figure, or not within 25 % of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from titan_launch.config.job import JobConfig
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine
 from titan_launch.plan.report.comparison import estimate_reserved
+from titan_launch.trace.recorder import recorded_engine
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def predict(report: Report) -> tuple[float, float]:
     config = job_of(report)
     layout = plan_layout(config.parallelism, config.training, report.ranks)
     choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
-    footprint = analytic_engine(config, layout, "cuda")(choice)
+    footprint = recorded_engine(config, layout, "cuda")(choice)
     reserved = estimate_reserved(footprint, hardware_of(config, ranks_on_machine=8, kernels="cuda"))
     return footprint.peak_bytes / GIB, reserved / GIB
 

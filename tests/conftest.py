@@ -17,7 +17,7 @@ LONGEST_FILES = (
     "tests/test_cli.py",
     "tests/test_docs.py",
     "tests/test_configs.py",
-    "tests/trace/test_analytic.py",
+    "tests/trace/test_recorder.py",
     "tests/launch/test_torchrun.py",
     "tests/parallel/test_matrix.py",
     "tests/train/test_lora.py",

@@ -20,7 +20,7 @@ from titan_launch.core.phantom import unmarked
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.job import configured_choice, with_unsharded_parameters
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine
+from titan_launch.trace.recorder import recorded_engine
 from titan_launch.train.kernel_choice import BACKENDS
 
 Device = Literal["cpu", "cuda"]
@@ -116,7 +116,7 @@ def planned_gib(case: Case, device: Device) -> float:
     config = with_unsharded_parameters(config, layout)
     name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
     workspace = hardware_of(config, 1, device, name).workspace_bytes
-    footprint = analytic_engine(config, layout, device)(configured_choice(config))
+    footprint = recorded_engine(config, layout, device)(configured_choice(config))
     return footprint.with_workspace(workspace).peak_bytes / GIB
 
 

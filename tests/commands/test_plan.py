@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
@@ -15,7 +16,9 @@ from tests.train.jobs import run_job, sharded_model, tiny_job
 from titan_launch.commands.plan import PlanOptions, print_plan
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.parallel.fsdp import fsdp_modules
+from titan_launch.plan.hardware import GIB
 
 JSON, TEXT, VERBOSE = PlanOptions(as_json=True), PlanOptions(), PlanOptions(verbose=True)
 
@@ -96,7 +99,7 @@ def test_the_plan_of_a_mixture(capsys: pytest.CaptureFixture[str]) -> None:
     which each rank has 4,096 x 8 rows of 2,048 bf16 numbers, and keeps a sixteenth."""
     plan = plan_of_experts(capsys, 16)
     assert (plan["parameters"], plan["active_parameters"]) == (30_532_122_624, 3_353_032_704)
-    assert plan["engine"] == "analytic" and "a rank receives 32,768 rows" in plan["expert_load"]
+    assert plan["engine"] == "replay" and "a rank receives 32,768 rows" in plan["expert_load"]
     (row,) = plan["rows"]
     rows, counts = 4 * 32768 * 2048 * 2, 128 * 8
     sent = 2 * 48 * (rows + counts) * 15 // 16
@@ -173,7 +176,6 @@ def test_traffic_of_a_traced_model_is_that_counted_by_the_trace(
         print_plan(JobConfig.model_validate(job), 4, str, JSON)
         table = json.loads(capsys.readouterr().out)
         calls[twice] = table["collectives_per_step"]
-        assert any("counted" in note for note in table["notes"]) == twice
     # The second run of the layers all-gathers the first layer in forward and in backward. The last layer is unsharded
     # after forward, so the second run all-gathers it only in backward.
     assert calls[True]["all_gathers"] == calls[False]["all_gathers"] + 2 + 1
@@ -182,19 +184,51 @@ def test_traffic_of_a_traced_model_is_that_counted_by_the_trace(
 TENSOR: dict[str, Any] = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"args": {"vocab_size": 64}}}
 
 
-def test_plan_records_jobs_that_the_analytic_engine_does_not_support(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_plan_says_what_it_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     config = JobConfig.model_validate(tiny_job(tmp_path, **TENSOR))
-    with pytest.raises(
-        UserError, match=r"does not support parallelism\.tensor_parallel_degree = 2; use --engine replay"
-    ):
-        print_plan(config, 4, str, PlanOptions(engine="analytic"))
     print_plan(config, 4, str, PlanOptions(only_own=True, verbose=True))
     shown = capsys.readouterr()
     assert shown.err == "recording a microbatch with activation checkpointing none\n"
     assert "  tensor parallel (GiB)" in shown.out and "  pipeline (GiB)" not in shown.out
     assert re.search(r"memory engine: +replay,", shown.out)
+
+
+def test_the_recommended_keys_are_toml_that_makes_the_job_the_recommended_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tiny_job(tmp_path, training={"global_batch_size": 8}, planner={"memory_gib": 1.0})
+    print_plan(JobConfig.model_validate(job), 2, str, TEXT)
+    _, keys, *_ = capsys.readouterr().out.split("\n\n")
+    tables = tomli.loads(keys)
+    assert tables == {"gradient_accumulation": {"mode": "deferred", "keep_params_unsharded": True}}
+    print_plan(JobConfig.model_validate({**job, **tables}), 2, str, TEXT)
+    assert "Recommended (the modes of the job): gradient accumulation deferred with" in capsys.readouterr().out
+
+
+def test_a_job_that_does_not_fit_gets_changes_with_which_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plan(**sections: Any) -> dict[str, Any]:
+        job = JobConfig.model_validate(tiny_job(tmp_path, **sections))
+        print_plan(job, 2, str, JSON)
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    sizes = {"seq_len": 64, "local_batch_size": 8, "global_batch_size": 16}
+    smallest = min(row["reserved_bytes_estimated"] for row in plan(training=sizes)["rows"]) / GIB
+    planner = {"memory_gib": 0.8 * smallest, "margin_gib": 0.0, "overhead_gib": 0.0}
+    refused = plan(training=sizes, planner=planner)
+    fitting = [advice for advice in refused["advice"] if advice["fits"]]
+    assert refused["recommended"] is None and fitting
+    for advice in fitting:
+        tables: dict[str, Any] = {"training": sizes, "planner": planner}
+        for section, keys in tomli.loads("\n".join(advice["lines"])).items():
+            tables[section] = {**tables.get(section, {}), **keys}
+        (row,) = [row for row in plan(**tables)["rows"] if row["is_chosen"]]
+        assert row["verdict"] == "fits", advice
 
 
 def test_a_measurement_that_needs_more_host_memory_than_is_free_is_refused() -> None:

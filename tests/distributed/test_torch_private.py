@@ -21,7 +21,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
-from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, tiny_job
+from tests.train.jobs import TINY_ARGS, read_metrics, record, run_job, sharded_model, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core import torch_release
 from titan_launch.core.patches import replaced
@@ -180,23 +180,25 @@ def refuse(*_: Any) -> Any:
     raise RuntimeError("the private state of a unit was touched")
 
 
+SECTIONS: dict[str, Any] = {
+    "precision": {"param_dtype": "bfloat16"},
+    "gradient_accumulation": {"mode": "deferred"},
+    "parallelism": {"data_parallel_replicate_degree": 2},
+    "comm": {"count_traffic": True},
+    "validation": {"freq": 2, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 8}},
+}
+
+
 def train_on(folder: Path, newest_tested: tuple[int, int]) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Train, and return the log lines. An untested release trains without private state of units."""
     lines: list[str] = []
-    sections: dict[str, Any] = {
-        "precision": {"param_dtype": "bfloat16"},
-        "gradient_accumulation": {"mode": "deferred"},
-        "parallelism": {"data_parallel_replicate_degree": 2},
-        "comm": {"count_traffic": True},
-        "validation": {"freq": 2, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 8}},
-    }
     log = SimpleNamespace(warning=lambda text, *values: lines.append(text % values))
     with replaced(torch_release, "NEWEST_TESTED", newest_tested), replaced(torch_private, "_log", log):
         torch_private.warn_of_untested_release()
         if torch_release.is_tested_release():
-            return run_job(tiny_job(folder, **sections)), lines
+            return run_job(tiny_job(folder, **SECTIONS)), lines
         with replaced(FSDPState, "_fsdp_param_group", property(refuse)):  # PyTorch itself uses another name
-            return run_job(tiny_job(folder, **sections)), lines
+            return run_job(tiny_job(folder, **SECTIONS)), lines
 
 
 def train_on_both(folder: Path) -> tuple[list[str], list[str]]:
@@ -208,6 +210,7 @@ def train_on_both(folder: Path) -> tuple[list[str], list[str]]:
 
 @pytest.mark.skipif(RELEASE < (2, 13), reason="a release newer than those tested has FSDPModule.reset_iter_state")
 def test_an_untested_release_trains_without_private_state(tmp_path: Path) -> None:
+    record(tiny_job(tmp_path, **SECTIONS), 2)
     quiet, (line,) = run_ranks(train_on_both, 2, tmp_path)[0]
     assert quiet == []
     assert line.startswith(f"torch {RELEASE[0]}.{RELEASE[1]} is newer than the newest tested release, 2.")

@@ -35,6 +35,7 @@ from tests.models.parity import CASES as FAMILY_CASES
 from tests.models.parity import VOCABULARY
 from tests.models.published_configs import PUBLISHED_FILES
 from tests.sampling import rest_is_slow, sampled
+from tests.trace.traces import model_inventory
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.huggingface.adapters import matching_limited, read_config
 from titan_launch.config.huggingface.config_json import read_folder_config
@@ -46,7 +47,6 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import file_inside
 from titan_launch.models.weights.adapters import AdapterFolder
 from titan_launch.models.weights.folder import find_weights
-from titan_launch.plan.memory.analytic.engine import model_inventory
 
 pytest.importorskip("safetensors")
 

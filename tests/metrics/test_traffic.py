@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
+from tests.trace.traces import planned
 from tests.train.jobs import planned_and_sharded, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import Batch
@@ -20,20 +21,24 @@ from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.fsdp import fsdp_modules
-from titan_launch.plan.communication import Traffic, traffic_of_step
+from titan_launch.plan.communication import Traffic
+from titan_launch.plan.layout import plan_layout
 from titan_launch.precision.observation import observe
 from titan_launch.train.step import forward_backward
 
 
-def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
-    """Return the traffic of a step on this rank: counted alone, counted beside the precision audit, and planned. The
-    last value tells if FSDP2's own collectives are restored."""
+def job(mode: str, ranks: int, replicate: int) -> JobConfig:
     sections: dict[str, Any] = {
         "parallelism": {"data_parallel_replicate_degree": replicate},
         "gradient_accumulation": {"mode": mode},
-        "training": {"global_batch_size": 3 * dist.get_world_size()},
+        "training": {"global_batch_size": 3 * ranks},
     }
-    config = JobConfig.model_validate(tiny_job(Path("unused"), **sections))
+    return JobConfig.model_validate(tiny_job(Path("unused"), **sections))
+
+
+def count(config: JobConfig) -> tuple[Traffic, Traffic, bool]:
+    """Return the traffic of a step on this rank: counted alone, and counted beside the precision audit. The last value
+    tells if FSDP2's own collectives are restored."""
     model, plan, layout = planned_and_sharded(config, config.training.seq_len)
     groups = [parameter_group(module) for module in fsdp_modules(model)]
     before = [vars(group).copy() for group in groups if group is not None]
@@ -56,16 +61,18 @@ def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
     names = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
     after = [vars(group) for group in groups if group is not None]
     is_restored = all(a[name] is b[name] for a, b in zip(before, after, strict=True) for name in names)
-    return alone, observed, traffic_of_step(plan, layout, config.gradient_accumulation), is_restored
+    return alone, observed, is_restored
 
 
 @pytest.mark.parametrize(
     ("mode", "ranks", "replicate"), [("immediate", 2, 1), ("deferred", 2, 2), ("deferred_all_reduce", 4, 2)]
 )
 def test_counted_traffic_is_the_planned_traffic(mode: str, ranks: int, replicate: int) -> None:
-    for alone, observed, planned, is_restored in run_ranks(count, ranks, mode, replicate):
-        assert alone == observed == planned
-        assert planned.collectives.total > 0 and is_restored
+    config = job(mode, ranks, replicate)
+    _, expected = planned(config, plan_layout(config.parallelism, config.training, ranks), "cpu")
+    for alone, observed, is_restored in run_ranks(count, ranks, config):
+        assert alone == observed == expected
+        assert expected.collectives.total > 0 and is_restored
 
 
 GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclKernel_ReduceScatter"

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, tiny_job
-from titan_launch.config.architectures.vit import FLAVORS, ViTArgs, flops_per_image, num_parameters
+from titan_launch.config.architectures.vit import FLAVORS, ViTArgs, flops_per_image
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.models.build import SPECS
@@ -62,8 +62,7 @@ def test_published_sizes() -> None:
     sizes = {}
     for flavor, row in FLAVORS.items():
         args = ViTArgs.model_validate(row)
-        sizes[flavor] = num_parameters(args)
-        assert sum(p.numel() for p in on_meta(args).parameters()) == sizes[flavor]
+        sizes[flavor] = sum(p.numel() for p in on_meta(args).parameters())
     del sizes["debug"]
     assert sizes == {
         "Ti/16": 5_717_416,
@@ -75,13 +74,12 @@ def test_published_sizes() -> None:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_flops_and_parameters_are_what_torch_counts(pool: str) -> None:
+def test_flops_are_what_torch_counts(pool: str) -> None:
     args = tiny_args(pool=pool)
     model = on_meta(args)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(3, 1, 6, 6, device="meta")).sum().backward()
     assert counter.get_total_flops() == 3 * flops_per_image(args)
-    assert sum(p.numel() for p in model.parameters()) == num_parameters(args)
 
 
 def test_flops_of_vit_b_are_the_published_ones() -> None:

@@ -415,10 +415,13 @@ def test_without_the_library_the_error_names_the_extra(folder: Path, monkeypatch
 
 
 def test_a_folder_is_checked_without_torch(folder: Path) -> None:
+    """After the model has been recorded."""
     code = (
         "import sys; from titan_launch.config.loading.load import load_job; from titan_launch.commands import parser;"
         f"job = load_job({str(folder / 'job.toml')!r}); parser.check_weights(job);"
         f"assert job.config.model.args['vocab_size'] == {VOCABULARY}; print('torch' in sys.modules)"
     )
     (folder / "job.toml").write_text(JOB.replace('"hf"', json.dumps(str(folder))))
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    for is_imported in (True, False):
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert found == f"{is_imported}\n"

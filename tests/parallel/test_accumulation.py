@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed import join_fake_group, run_ranks
 from tests.tensors import cross_entropy_sum
+from tests.trace.traces import planned
 from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
@@ -25,7 +25,6 @@ from titan_launch.plan.communication import (
     Traffic,
     collectives_of_microbatch,
     collectives_of_step,
-    traffic_of_step,
 )
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.auto_mode import plan_precision
@@ -71,14 +70,8 @@ def make_job(mode: str = "immediate", **sections: dict[str, Any]) -> JobConfig:
 NORMS_IN_FP32 = {"rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
 
 
-def count(config: JobConfig, microbatches: int = 4) -> tuple[Traffic, Traffic]:
-    """Return the collectives of one step, counted on the model and planned."""
-    layout = replace(
-        plan_layout(config.parallelism, config.training, dist.get_world_size()), num_microbatches=microbatches
-    )
-    plan = plan_precision(config, build_model(config.model, 16))
-    planned = traffic_of_step(plan, layout, config.gradient_accumulation)
-    assert planned.collectives == collectives_of_step(plan.units, layout, config.gradient_accumulation)
+def count(config: JobConfig, microbatches: int) -> Traffic:
+    """Return the collectives of one step on this rank."""
     model = sharded_model(config, 16)
     strategy = build_strategy(config.gradient_accumulation)
     tokens = torch.randint(0, 61, (1, 16))
@@ -86,7 +79,17 @@ def count(config: JobConfig, microbatches: int = 4) -> tuple[Traffic, Traffic]:
         for index in range(microbatches):
             strategy.begin_microbatch(model, is_last=index == microbatches - 1)
             cross_entropy_sum(model(tokens), tokens).backward()
-    return counter.counted, planned
+    return counter.counted
+
+
+def compared(config: JobConfig, ranks: int, microbatches: int = 4) -> Traffic:
+    """Return the planned collectives of one step, which are those that are counted on all ranks."""
+    layout = replace(plan_layout(config.parallelism, config.training, ranks), num_microbatches=microbatches)
+    _, expected = planned(config, layout, "cpu")
+    plan = plan_precision(config, build_model(config.model, 16))
+    assert expected.collectives == collectives_of_step(plan.units, layout, config.gradient_accumulation)
+    assert run_ranks(count, ranks, config, microbatches) == [expected] * ranks
+    return expected
 
 
 N = MICROBATCHES
@@ -112,18 +115,16 @@ def test_counted_collectives_of_a_step_on_hsdp_are_the_planned_ones(
         gradient_accumulation={"keep_params_unsharded": unsharded},
         parallelism={"data_parallel_replicate_degree": 2},
     )
-    for counted, planned in run_ranks(count, 4, job):
-        assert counted == planned and planned.collectives == expected
+    assert compared(job, 4).collectives == expected
 
 
 def test_communicated_bytes_are_those_of_padded_parameters_in_the_dtypes_of_units() -> None:
     """61 rows of 32 on 2 ranks are padded to 62. bf16 is gathered and fp32 reduced."""
-    ((counted, planned), _) = run_ranks(count, 2, make_job("deferred"), 1)
-    assert counted == planned
+    expected = compared(make_job("deferred"), 2, 1)
     per_layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
     embedding, head = 62 * 32, 62 * 32 + 32
-    assert planned.all_gather_bytes == 2 * (embedding + (2 * LAYERS - 1) * per_layer + head)
-    assert planned.reduce_scatter_bytes == 4 * (embedding + LAYERS * per_layer + head)
+    assert expected.all_gather_bytes == 2 * (embedding + (2 * LAYERS - 1) * per_layer + head)
+    assert expected.reduce_scatter_bytes == 4 * (embedding + LAYERS * per_layer + head)
 
 
 LAYOUTS = [
@@ -147,30 +148,31 @@ def test_counted_collectives_and_their_bytes_are_the_planned_ones(
 ) -> None:
     parallelism = {**sections.get("parallelism", {}), "data_parallel_replicate_degree": replicate}
     job = make_job(mode, **{"precision": NORMS_IN_FP32, **sections, "parallelism": parallelism})
-    for counted, planned in run_ranks(count, ranks, job, 3):
-        assert counted == planned
+    compared(job, ranks, 3)
 
 
-def count_with_frozen_weights() -> tuple[Traffic, Traffic]:
-    """Count the traffic of 7 fake ranks with a model half of whose weights are frozen."""
+def count_among_7_ranks(config: JobConfig) -> Traffic:
+    """Count the traffic of 7 fake ranks."""
     join_fake_group(7)
-    return count(make_job(model={"name": f"{__name__}:HalfFrozen", "args": {}}), 2)
+    return count(config, 2)
 
 
 def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
-    ((counted, planned),) = run_ranks(count_with_frozen_weights, 1)
-    assert counted == planned
-    assert planned.reduce_scatter_bytes < 2 * planned.all_gather_bytes  # fp32 of the trained part, bf16 of all
+    config = make_job(model={"name": f"{__name__}:HalfFrozen", "args": {}})
+    layout = replace(plan_layout(config.parallelism, config.training, 7), num_microbatches=2)
+    _, expected = planned(config, layout, "cpu")
+    assert run_ranks(count_among_7_ranks, 1, config) == [expected]
+    assert expected.reduce_scatter_bytes < 2 * expected.all_gather_bytes  # fp32 of the trained part, bf16 of all
 
 
 def test_an_fp32_rule_for_all_norms_costs_two_collectives_a_microbatch_or_none() -> None:
     gathers, scatters = (N, N) if CAN_SHARE_UNITS else (N * (4 * LAYERS - 1), N * (2 * LAYERS + 1))
-    plain, _ = run_ranks(count, 2, make_job())[0]
-    ruled, planned = run_ranks(count, 2, make_job(precision={**NORMS_IN_FP32, "placement": "own_unit"}))[0]
-    assert ruled == planned and ruled.collectives == plain.collectives + Collectives(gathers, scatters)
+    plain = compared(make_job(), 2)
+    ruled = compared(make_job(precision={**NORMS_IN_FP32, "placement": "own_unit"}), 2)
+    assert ruled.collectives == plain.collectives + Collectives(gathers, scatters)
     if MIXES_DTYPES_IN_UNIT:
-        inside, planned = run_ranks(count, 2, make_job(precision={**NORMS_IN_FP32, "placement": "in_place"}))[0]
-        assert inside == planned and inside.collectives == plain.collectives
+        inside = compared(make_job(precision={**NORMS_IN_FP32, "placement": "in_place"}), 2)
+        assert inside.collectives == plain.collectives
         assert inside.reduce_scatter_bytes == ruled.reduce_scatter_bytes > 0
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed import run_ranks
 from tests.sampling import rest_is_slow
 from tests.tensors import cross_entropy_sum
+from tests.trace.traces import planned
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.checkpoint.index import read_index, read_tensor
 from titan_launch.config.architectures.experts import ExpertArgs
@@ -31,9 +32,8 @@ from titan_launch.models.init import initialize
 from titan_launch.models.mixture_of_experts import Experts, count_choices
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.expert_parallel import Dispatch
-from titan_launch.plan.communication import Traffic, traffic_of_step
-from titan_launch.plan.experts import exchange_of_step
-from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.communication import Traffic
+from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.trace.observers import count_exchanges
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
@@ -217,8 +217,8 @@ def test_muon_refuses_experts_whose_matrices_are_divided(tmp_path: Path) -> None
     assert "Muon needs whole matrices of experts, but 2 FSDP2 shards do not divide the 3 experts of layers.0" in message
 
 
-def counted(folder: Path, parallelism: dict[str, Any], mode: str) -> tuple[Traffic, Traffic]:
-    """Return the traffic of one step of two microbatches, counted and planned. fp32 norms have a unit of their own."""
+def job_to_count(folder: Path, parallelism: dict[str, Any], mode: str) -> tuple[JobConfig, Layout]:
+    """Return a job of two microbatches on 4 ranks. fp32 norms have a unit of their own."""
     rules = [{"type": "RMSNorm", "param_dtype": "float32"}]
     config = JobConfig.model_validate(
         job(
@@ -230,20 +230,22 @@ def counted(folder: Path, parallelism: dict[str, Any], mode: str) -> tuple[Traff
             training={"global_batch_size": None, "local_batch_size": 1},
         )
     )
+    return config, replace(plan_layout(config.parallelism, config.training, 4), num_microbatches=2)
+
+
+def counted(config: JobConfig, layout: Layout) -> Traffic:
+    """Return the traffic of one step."""
     built = build_model(config.model, 16)
-    layout = replace(plan_layout(config.parallelism, config.training, dist.get_world_size()), num_microbatches=2)
     plan, mesh = plan_precision(config, built), build_mesh(layout, "cpu")
     model = shard_model(config, built, plan, mesh).to_empty(device="cpu")
     initialize(model, built.initializer, 0, torch.device("cpu"))
     strategy, tokens = build_strategy(config.gradient_accumulation), 16
-    exchange = exchange_of_step(config, plan, layout, config.activation_checkpoint)
-    planned = replace(traffic_of_step(plan, layout, config.gradient_accumulation), expert=exchange)
     inputs = torch.randint(0, 61, (1, tokens))
     with count_collectives(model) as count, count_exchanges(mesh, count):
         for index in range(2):
             strategy.begin_microbatch(model, is_last=index == 1)
             cross_entropy_sum(model(inputs), inputs).backward()
-    return count.traffic, planned
+    return count.traffic
 
 
 @pytest.mark.parametrize(
@@ -257,8 +259,10 @@ def test_counted_collectives_and_exchanges_are_the_planned_ones(
     tmp_path: Path, mode: str, parallelism: dict[str, Any]
 ) -> None:
     """The choices are not equal, so a rank may send more results than another. The sum over all ranks is planned."""
-    found = run_ranks(counted, 4, tmp_path, parallelism, mode)
-    for seen, planned in found:
-        assert replace(seen, expert=planned.expert) == planned
-        assert seen.expert.calls == planned.expert.calls == 5 * 4
-    assert sum(seen.expert.sent_bytes for seen, _ in found) == 4 * found[0][1].expert.sent_bytes
+    config, layout = job_to_count(tmp_path, parallelism, mode)
+    _, expected = planned(config, layout, "cpu")
+    found = run_ranks(counted, 4, config, layout)
+    for seen in found:
+        assert replace(seen, expert=expected.expert) == expected
+        assert seen.expert.calls == expected.expert.calls == 5 * 4
+    assert sum(seen.expert.sent_bytes for seen in found) == 4 * expected.expert.sent_bytes

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plan.report.test_comparison import PEAK, UNSHARDED, auto, choice_label, compared, make_job, predict
+from tests.plan.report.test_comparison import (
+    PEAK,
+    UNSHARDED,
+    PredictedBy,
+    auto,
+    choice_label,
+    compared,
+    make_job,
+    predict,
+)
+from tests.trace.traces import model_inventory
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.auto_mode import Resolution, recommend, resolve, resolve_auto
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.memory.analytic.engine import model_inventory
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.report.table import format_assumptions, format_comparison
 from titan_launch.plan.step_time import flops_of_model
@@ -22,7 +31,8 @@ from titan_launch.plan.units.order import plan_resharding
 def resolved(config: JobConfig, ranks: int = 2) -> Resolution:
     layout, inventory = plan_layout(config.parallelism, config.training, ranks), model_inventory(config)
     flops = flops_of_model(config.model, 16, inventory.blocks)
-    return resolve_auto(config, layout, inventory, flops, hardware_of(config, ranks), predict)
+    engine = PredictedBy(predict, config, layout)
+    return resolve_auto(config, layout, inventory, flops, hardware_of(config, ranks), engine)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +112,7 @@ def test_auto_without_a_memory_limit_is_an_error() -> None:
     assert {row.verdict for row in comparison.rows} == {None} and recommend(comparison, hardware) is None
     assert "verdict" not in format_comparison(comparison)
     flops = flops_of_model(make_job().model, 16, ())
-    assert "--memory-gib" in format_assumptions(hardware, flops, "analytic", make_job())
+    assert "--memory-gib" in format_assumptions(hardware, flops, "replay", make_job())
 
 
 def test_a_job_without_auto_gets_a_recommendation() -> None:

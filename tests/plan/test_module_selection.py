@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.trace.traces import model_inventory
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.core.errors import ConfigError
@@ -15,7 +16,6 @@ from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
 from titan_launch.models.build import build_model
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.analytic.engine import model_inventory
 from titan_launch.plan.module_selection import check_shards, checkpointed_modules
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo
 from titan_launch.train.auto_mode import plan_precision

@@ -10,11 +10,11 @@ from tests.plan.report.test_comparison import auto, compared, labels, make_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
 from titan_launch.plan.advice import advise
-from titan_launch.plan.communication import LinkTraffic, link_traffic_of_step, traffic_of_step
-from titan_launch.plan.job import configured_choice, plan_job
+from titan_launch.plan.communication import LinkTraffic, link_traffic_of_step
+from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine, model_inventory
 from titan_launch.plan.memory.ledger import Category, Footprint
+from titan_launch.trace.recorder import recorded_engine
 
 CONFIG = Path(__file__).parents[2] / "configs/llama3_70b.toml"
 REPLICAS = 64
@@ -26,8 +26,8 @@ def planned(is_sharded: bool) -> tuple[Footprint, LinkTraffic]:
     overrides = [f"--parallelism.data_parallel_replicate_degree={REPLICAS}", *(sharded if is_sharded else [])]
     config = load_job(str(CONFIG), overrides).config
     layout = plan_layout(config.parallelism, config.training, 512)
-    traffic = traffic_of_step(plan_job(config, model_inventory(config)), layout, config.gradient_accumulation)
-    footprint = analytic_engine(config, layout, "cuda")(configured_choice(config))
+    engine, choice = recorded_engine(config, layout, "cuda"), configured_choice(config)
+    footprint, traffic = engine(choice), engine.traffic(choice)
     return footprint, link_traffic_of_step(traffic, layout, gpus_per_node=8)
 
 
@@ -60,7 +60,7 @@ def test_the_advice_replaces_a_mode_that_the_sharded_optimizer_refuses() -> None
     layout = plan_layout(config.parallelism, config.training, 512)
 
     def predict(config: JobConfig, layout: Layout) -> float:
-        return float(analytic_engine(config, layout, "cuda")(configured_choice(config)).peak_bytes)
+        return float(recorded_engine(config, layout, "cuda")(configured_choice(config)).peak_bytes)
 
     (first, *_) = advise(config, layout, 80 * 2**30, predict)
     assert first.fits and first.lines == (

@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 
 from tests.sampling import rest_is_slow
-from tests.trace.traces import FP32_NORMS, a_job
+from tests.trace.traces import FP32_NORMS, a_job, planned
 from titan_launch.core.errors import ConfigError
-from titan_launch.models.build import build_model
-from titan_launch.plan.communication import Traffic, traffic_of_step
+from titan_launch.plan.communication import Traffic
 from titan_launch.plan.job import Choice
 from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.trace import engine as depth
 from titan_launch.trace.engine import trace_engine
-from titan_launch.train.auto_mode import plan_precision
 
 CONV = {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 16, "n_layers": 9}}
 LLAMA = {"args": {"n_layers": 9}}
@@ -120,9 +118,8 @@ def test_collectives_on_hsdp_are_the_planned_ones(mode: str, num_microbatches: i
         "precision": FP32_NORMS,
     }
     config, layout, _ = a_job(4, **sections)
-    plan = plan_precision(config, build_model(config.model, config.training.seq_len))
     counted = ask(sections)[1]
-    assert counted == traffic_of_step(plan, layout, config.gradient_accumulation)
+    assert counted == planned(config, layout, "cuda")[1]
     assert counted.all_reduce_bytes > 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.sampling import rest_is_slow
+from tests.trace.planned_jobs import PLANNED, planned_job
 from tests.trace.test_engine import DEEP
 from tests.trace.traces import FP32_NORMS, a_job
 from tests.train.test_losses import write_model
@@ -206,6 +207,14 @@ def test_a_replayed_step_is_the_traced_one(name: str) -> None:
     ranks, kernels, sections = JOBS[name]
     config, layout, choice = a_job(ranks, **sections)
     assert_replayed_as_traced(config, layout, choice, kernels)
+
+
+@pytest.mark.parametrize("name", rest_is_slow(list(PLANNED), 3))
+def test_a_planned_step_of_a_language_model_is_the_traced_one(name: str) -> None:
+    config, layout, choice, kernels = planned_job(name)
+    assert_replayed_as_traced(config, layout, choice, kernels)
+    host_bytes = engine_of(config, layout, kernels, may_record=False)(choice).host_bytes
+    assert (host_bytes > 0) == name.endswith("offloaded")
 
 
 def test_the_second_model_of_a_loss_is_replayed(tmp_path: Path) -> None:

@@ -17,14 +17,20 @@ from titan_launch.distributed.mesh import Mesh, build_mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import initialize
+from titan_launch.plan.communication import Traffic
+from titan_launch.plan.hardware import hardware_of
+from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.plan.types import ModelPlan
+from titan_launch.trace.recorder import recorded_engine
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
 from titan_launch.train.loop import compared_loss, due_now, fit, is_saved, report, save, train_one_step
 from titan_launch.train.model import build_job_model, shard_model
 from titan_launch.train.run import Run
+from titan_launch.train.trace_subprocess import with_hardware
 
 TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
 TINY_EXPERTS: dict[str, Any] = {
@@ -112,6 +118,16 @@ def this_rank() -> Ranks:
 def this_mesh() -> Mesh:
     """Return a mesh of all ranks of a test, each with its own data."""
     return build_mesh(Layout(1, dist.get_world_size(), local_batch_size=1, num_microbatches=1), "cpu")
+
+
+def record(job: dict[str, Any], ranks: int) -> tuple[Footprint, Traffic]:
+    """Record a job, as an earlier plan would, so that its run on CPUs knows the predicted memory. Return the planned
+    memory and traffic. The process must have no process group."""
+    config = JobConfig.model_validate(job)
+    layout = plan_layout(config.parallelism, config.training, ranks)
+    engine = recorded_engine(with_hardware(config, hardware_of(config, ranks, "cpu")), layout, "cpu")
+    choice = configured_choice(config)
+    return engine(choice), engine.traffic(choice)
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Tensor]:

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.train.jobs import read_metrics, run_job, run_job_until, tiny_job
+from tests.train.jobs import read_metrics, record, run_job, run_job_until, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.plan.hardware import GIB
-from titan_launch.plan.job import Choice
-from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine
 
 Modes = tuple[str, bool, str]
 
@@ -40,9 +37,7 @@ def between_modes(folder: Path) -> float:
 
 
 def needs(folder: Path, mode: Any) -> float:
-    config = JobConfig.model_validate(job(folder, None, mode))
-    engine = analytic_engine(config, plan_layout(config.parallelism, config.training, 2), "cpu")
-    return engine(Choice(config.gradient_accumulation, config.activation_checkpoint)).peak_bytes / GIB
+    return record(job(folder, None, mode), 2)[0].peak_bytes / GIB
 
 
 def recorded(folder: Path) -> Modes:
@@ -126,7 +121,7 @@ def test_if_no_mode_fits_all_ranks_fail_and_no_file_is_written(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("memory_gib", "expected"), [(1.0, "deferred"), (1e-6, "none of")])
-def test_auto_traces_a_users_model(tmp_path: Path, memory_gib: float, expected: str) -> None:
+def test_auto_plans_a_users_model(tmp_path: Path, memory_gib: float, expected: str) -> None:
     wanted = job(tmp_path, memory_gib, checkpoint={"enable": False})
     wanted["model"] = {"name": "tests.parallel.conv_model:ConvNet"}
     messages = run_ranks(fail_to_run, 2, wanted)

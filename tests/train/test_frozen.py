@@ -14,12 +14,12 @@ from torch import Tensor
 from tests.distributed import run_ranks
 from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state, full_tensor
+from tests.trace.traces import model_inventory
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.plan.job import plan_job
-from titan_launch.plan.memory.analytic.engine import model_inventory
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, train_one_step
 

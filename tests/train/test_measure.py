@@ -16,21 +16,18 @@ from torch import Tensor
 from tests.distributed import run_command, run_ranks
 from tests.parallel.conv_model import ConvNet
 from tests.tensors import assert_equal
-from tests.train.jobs import read_metrics, run_job, tiny_job
+from tests.train.jobs import read_metrics, record, run_job, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.metrics.tags import STEP_PARTS
 from titan_launch.models import mixture_of_experts
-from titan_launch.models.build import build_model
 from titan_launch.models.mixture_of_experts import Choice
-from titan_launch.plan.communication import traffic_of_step
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import plan_layout
 from titan_launch.report.figures import time_parts
 from titan_launch.report.recorded_run import load_run
 from titan_launch.train import measure
-from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.measure import MEASURED, PREDICTED, MemoryCheck, StepMeasurements, check_profiling
 
 VALIDATION = {
@@ -66,12 +63,8 @@ def test_measured_traffic_and_memory_of_a_run_are_the_planned_ones(
         ema={"decay": 0.9},
         validation=VALIDATION,
     )
+    _, planned = record(job, ranks)
     run_ranks(run_job, ranks, job)
-    config = JobConfig.model_validate(job)
-    layout = plan_layout(config.parallelism, config.training, ranks)
-    planned = traffic_of_step(
-        plan_precision(config, build_model(config.model, 16)), layout, config.gradient_accumulation
-    )
     reports = read_metrics(tmp_path)
     assert len(reports) == 4
     for report in reports:
@@ -114,17 +107,14 @@ def test_measured_traffic_and_memory_of_a_mixture_are_the_planned_ones(tmp_path:
     If gloo's thread happens to free a buffer late, one run measures a little more, so the smallest of some runs counts.
     """
     job = tiny_job(tmp_path, parallelism={"expert_parallel_degree": degree}, **MIXTURE)
-    config = JobConfig.model_validate(job)
+    _, planned = record(job, ranks)
     measured = []
     for _ in range(3):
         run_ranks(run_job if degree == 1 else train_with_equal_choices, ranks, job)
         measured.append(read_metrics(tmp_path)[2][MEASURED])
         if measured[-1] == pytest.approx(read_metrics(tmp_path)[2][PREDICTED], rel=0.01):
             break
-    layout = plan_layout(config.parallelism, config.training, ranks)
-    plan = plan_precision(config, build_model(config.model, 128))
     report = read_metrics(tmp_path)[2]
-    planned = traffic_of_step(plan, layout, config.gradient_accumulation)
     assert report["comm/collectives"] == planned.collectives.total
     assert report["comm/all_gather_gib"] * GIB == planned.all_gather_bytes
     assert min(measured) == pytest.approx(report[PREDICTED], rel=0.01)
@@ -137,6 +127,7 @@ def test_measured_memory_of_the_z_loss_is_the_planned_one(tmp_path: Path, comput
     sizes = {"seq_len": 128, "local_batch_size": 2}
     precision = {"param_dtype": compute}
     job = tiny_job(tmp_path, model=args, training=sizes, loss={"z_loss": 1e-4}, precision=precision)
+    record(job, 1)
     run_ranks(run_job, 1, job)
     report = read_metrics(tmp_path)[2]
     assert report[MEASURED] == pytest.approx(report[PREDICTED], rel=0.01)
@@ -245,7 +236,9 @@ class Log(logging.Handler):
 def test_a_peak_memory_that_differs_from_the_plan_by_more_than_10_percent_is_logged_once(
     tmp_path: Path, factor: float, warns: bool
 ) -> None:
-    warnings = checked(tiny_job(tmp_path), factor)
+    job = tiny_job(tmp_path)
+    record(job, 1)
+    warnings = checked(job, factor)
     assert len(warnings) == warns
     for warning in warnings:
         assert "the planner predicted a peak of" in warning and "microbatch" in warning
@@ -284,7 +277,7 @@ def test_windows_without_validation_or_checkpoint_are_steady_after_the_first() -
     assert steady == [False, True, False, True]
 
 
-def test_a_users_model_is_traced_in_the_background(tmp_path: Path) -> None:
+def test_a_job_on_gpus_is_recorded_in_the_background(tmp_path: Path) -> None:
     job = JobConfig.model_validate(
         {
             "job": {"device": "cpu"},
@@ -295,16 +288,28 @@ def test_a_users_model_is_traced_in_the_background(tmp_path: Path) -> None:
     )
     layout = plan_layout(job.parallelism, job.training, 2)
     with ExitStack() as stack:
-        check = MemoryCheck(job, layout, hardware_of(job, 2, "cpu"), stack)
+        check = MemoryCheck(job, layout, hardware_of(job, 2, "cuda"), stack)
         assert check.scalars(None) == {}
         assert check._trace is not None
         check._trace._process.wait(timeout=120)
-        assert check.scalars(None)[PREDICTED] > 0
+        predicted = check.scalars(None)
+        assert predicted[PREDICTED] > 0
+    with ExitStack() as stack:  # the next run finds the recording
+        check = MemoryCheck(job, layout, hardware_of(job, 2, "cuda"), stack)
+        assert check._trace is None and check.scalars(None) == predicted
+    longer = job.model_copy(update={"training": job.training.model_copy(update={"seq_len": 32})})
     with ExitStack() as stack:
-        check = MemoryCheck(job, layout, hardware_of(job, 2, "cpu"), stack)
+        check = MemoryCheck(longer, layout, hardware_of(job, 2, "cuda"), stack)
         assert check._trace is not None
         process = check._trace._process
     assert process.poll() is not None  # the trace process does not outlive the run
+
+
+def test_nothing_is_recorded_during_a_run_on_cpus(tmp_path: Path) -> None:
+    job = JobConfig.model_validate(tiny_job(tmp_path, training={"seq_len": 12}))
+    with ExitStack() as stack:
+        check = MemoryCheck(job, plan_layout(job.parallelism, job.training, 1), hardware_of(job, 1, "cpu"), stack)
+        assert check._trace is None and check.scalars(None) == {}
 
 
 def talks() -> torch.nn.Module:
@@ -316,7 +321,7 @@ def test_a_model_that_cannot_be_traced_still_trains(caplog: pytest.LogCaptureFix
     job = JobConfig.model_validate({"job": {"device": "cpu"}, "model": {"name": f"{__name__}:fails"}})
     layout = plan_layout(job.parallelism, job.training, 1)
     with ExitStack() as stack, caplog.at_level(logging.INFO, "titan_launch"):
-        check = MemoryCheck(job, layout, hardware_of(job, 1, "cpu"), stack)
+        check = MemoryCheck(job, layout, hardware_of(job, 1, "cuda"), stack)
         assert check._trace is not None
         check._trace._process.wait(timeout=120)
         assert check.scalars(None) == {}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from titan_launch.commands.parser import Parser, at_least
+from titan_launch.commands.parser import NoTorchError, Parser, at_least, recordings_of
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.carried import carried_configs
 from titan_launch.config.loading.load import load_job
@@ -127,10 +127,21 @@ def _recipe(arguments: Namespace, file: str) -> str:
             draft = Path(folder, "draft.toml")
             draft.write_text(job_text((), tables_of(name, inputs)), encoding="utf-8")
             config = load_job(str(draft), rules=()).config
-        inputs = replace(inputs, sizes=planned_sizes(config, machine))
+        inputs = replace(inputs, sizes=_sizes(config, machine))
     elif machine is not None:
         inputs = replace(inputs, sizes=replace(inputs.sizes, comments=(_NO_MODEL,)))
     return job_text(head_of(name, inputs, file), tables_of(name, inputs))
+
+
+def _sizes(config: JobConfig, machine: Machine) -> Sizes:
+    """Return the sizes for the machine; the small ones of the recipe if the job must be recorded without torch."""
+    try:
+        return planned_sizes(config, machine, recordings_of)
+    except NoTorchError:
+        local_batch_size = config.training.local_batch_size
+        assert local_batch_size != "auto", "recipes begin with a number"
+        how = f"`titan-launch plan --world-size {machine.ranks}` shows what fits."
+        return Sizes(local_batch_size, "none", ("Sizes: small ones, since torch is not installed.", how))
 
 
 def _machine(arguments: Namespace) -> Machine | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,8 +16,10 @@ from titan_launch.config.loading.load import LoadedJob, load_job
 from titan_launch.config.rules import Rule
 from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.core.import_string import refuse_imports_from
-from titan_launch.core.terminal import shortened
-from titan_launch.plan.hardware import planned_device_exists
+from titan_launch.core.terminal import say, shortened
+from titan_launch.plan.hardware import Kernels, planned_device_exists
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.recordings import Recorder, Recordings, recorded_inventory
 
 OVERRIDES = """\
 keys of the job:
@@ -198,13 +201,12 @@ def load(
 def check_weights(loaded: LoadedJob) -> None:
     """Raise UserError if `model.weights` does not hold the tensors of the model. Values are not read.
 
-    A run that resumes does not need the folder. Modules of a user's own model are only known with torch; then only the
-    files are checked.
+    A run that resumes does not need the folder. Of a user's own model only the files are checked, and of any model if
+    it has not been recorded and there is no torch.
     """
     config = loaded.config
     if config.model.weights is None:
         return
-    from titan_launch.plan.memory.analytic.engine import ANALYTIC_MODELS, model_inventory
     from titan_launch.train.run_folder.folder import resumes
 
     if resumes(config.job.run_folder, config, config.checkpoint.load):
@@ -212,12 +214,42 @@ def check_weights(loaded: LoadedJob) -> None:
     from titan_launch.models.weights.folder import find_weights, open_weights
 
     try:
-        if config.model.name in ANALYTIC_MODELS:
-            find_weights(config.model, model_inventory(config))
-        else:
-            open_weights(config.model)
+        folder = open_weights(config.model)
+        if config.model.is_of_package:
+            with suppress(NoTorchError):
+                find_weights(config.model, recorded_inventory(config, _recorder(config)), folder=folder)
     except ConfigError as error:
         raise UserError(loaded.provenance.describe(error.problems)) from None
+
+
+class NoTorchError(UserError):
+    """Raised if something must be recorded and there is no torch."""
+
+
+@contextmanager
+def torch_needed(config: JobConfig) -> Iterator[None]:
+    """Raise NoTorchError if the imports in the block find no torch."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        reason = f"a plan of model {config.model.name} needs torch, once: pip install torch"
+        raise NoTorchError(f"{reason}; what has been recorded with this job is planned without it") from None
+
+
+def _recorder(config: JobConfig) -> Callable[[], Recorder]:
+    def recorder() -> Recorder:
+        with torch_needed(config):
+            from titan_launch.trace.recorder import TorchRecorder
+        return TorchRecorder()
+
+    return recorder
+
+
+def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels) -> Recordings:
+    """Return the recordings of a job. What is not in the cache is recorded with torch, and said on standard error."""
+    return Recordings(config, layout, kernels, _recorder(config), lambda text: say(text, file=sys.stderr, flush=True))
 
 
 def load_to_train(

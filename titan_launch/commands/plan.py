@@ -1,6 +1,7 @@
 """The command `plan`, and dry runs: predictions of a job on any number of ranks, without a GPU.
 
-If the analytic engine knows the model, torch is not imported, and the answer takes a fraction of a second.
+The first plan of a model records microbatches with torch. Plans with other shards, modes, optimizers or paths find the
+recordings in the user's cache: they take a fraction of a second, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from titan_launch.commands.parser import Parser, at_least, check_weights, load
+from titan_launch.commands.parser import Parser, at_least, check_weights, load, recordings_of, torch_needed
 from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import refuse_weights_folder
@@ -24,16 +25,16 @@ from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.core.torch_release import planned_release
+from titan_launch.plan.advice import Advice, advise, smallest_sufficient
 from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
-from titan_launch.plan.communication import Traffic
 from titan_launch.plan.experts import active_parameters, describe_load
 from titan_launch.plan.hardware import GIB, Hardware, format_memory, free_memory_gib, hardware_of
-from titan_launch.plan.job import Choice, is_auto, plan_job, with_unsharded_parameters
+from titan_launch.plan.job import configured_choice, is_auto, plan_job, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.engine import ReplayEngine
-from titan_launch.plan.memory.recordings import Recorder, Recordings
-from titan_launch.plan.report.comparison import Comparison, Engine, Row, compare
+from titan_launch.plan.memory.ledger import HELD
+from titan_launch.plan.report.comparison import Comparison, Engine, Row, compare, estimate_reserved
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.report.table import (
     accuracy,
@@ -55,7 +56,7 @@ from titan_launch.plan.report.unit_table import (
 from titan_launch.plan.step_time import ModelFlops, flops_of_model
 from titan_launch.plan.types import Inventory, ModelPlan
 
-EngineName = Literal["analytic", "replay", "trace"]
+EngineName = Literal["replay", "trace"]
 
 _DEFAULTS = PlannerConfig()
 _BANDWIDTH = "GB/s that a device sends {}, in one direction (default: that of --device)"
@@ -76,15 +77,9 @@ def add_arguments(parser: Parser) -> None:
     """Add the options of `plan`."""
     parser.add_job("titan-launch plan --config configs/llama3_8b.toml --world-size 8 --device h100-80gb")
     parser.add_argument("--world-size", type=at_least(1), default=1, metavar="N", help="ranks (default: 1)")
-    text = (
-        "analytic: simulate a model of this package, without torch; replay: record a microbatch of any model once, and "
-    )
-    text += "replay it with FSDP2's memory; trace: run a whole step of any model without values, the reference"
-    parser.add_argument(
-        "--engine",
-        choices=get_args(EngineName),
-        help=f"{text} (default: analytic if it supports the job, else replay)",
-    )
+    text = "replay: record a microbatch once, and replay it with FSDP2's memory; trace: run a whole step without "
+    text += "values, the reference (default: replay)"
+    parser.add_argument("--engine", choices=get_args(EngineName), default="replay", help=text)
     text = "rows to compare; own: only the modes that the job sets or that auto may choose (default: all)"
     parser.add_argument("--rows", choices=("all", "own"), default="all", help=text)
     text = 'plan with the largest microbatch that fits, as with training.local_batch_size = "auto"'
@@ -96,6 +91,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--trial", type=at_least(0), metavar="R", help=text)
     text = "also measure active and reserved memory: three steps of the fullest rank on a phantom GPU (see --device)"
     parser.add_argument("--measure", action="store_true", help=text)
+    text = "also name changes that save memory, as for a job that does not fit"
+    parser.add_argument("--advise", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg (needs matplotlib)")
     parser.add_key_options("hardware", KEY_OPTIONS)
@@ -111,6 +108,7 @@ def run(arguments: Namespace) -> NoReturn:
         plot=arguments.plot,
         trial=arguments.trial,
         measures=arguments.measure,
+        advises=arguments.advise,
     )
     if options.measures and options.trial is not None:
         raise UserError("error: --measure and --trial: give one of them; both train three steps, on different devices")
@@ -127,9 +125,7 @@ def run(arguments: Namespace) -> NoReturn:
 class PlanOptions:
     """Options of the command `plan`."""
 
-    engine: EngineName | None = None
-    """None: the analytic engine if it supports the job, else the replay of a recording."""
-
+    engine: EngineName = "replay"
     only_own: bool = False
     """Compare only the modes that the job sets or that `auto` may choose."""
 
@@ -146,6 +142,9 @@ class PlanOptions:
     measures: bool = False
     """Measure memory on a phantom GPU."""
 
+    advises: bool = False
+    """Name changes that save memory, also if the job fits."""
+
 
 @dataclass(frozen=True)
 class _Subject:
@@ -155,8 +154,6 @@ class _Subject:
     flops: ModelFlops
     engine: Engine
     engine_name: EngineName
-    counted: Callable[[Choice], Traffic] | None = None
-    """A function that returns the traffic that a trace counted for a choice. None without a trace."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +174,12 @@ class _Planned:
     recommendation: Resolution | None
     """The best choice; for `auto`, the same as `resolution`. None if no choice fits, if no memory limit is known, or if
     not all choices are compared."""
+
+    advice: tuple[Advice, ...] = ()
+    """The cheapest changes that save memory: of a job that does not fit, or on demand."""
+
+    sufficient_ranks: int | None = None
+    """The ranks on which a job that does not fit would fit."""
 
     trial: dict[str, Any] | None = None
     """Memory of a trial on a GPU, or on a phantom GPU. None without a trial, or on a CPU."""
@@ -275,7 +278,7 @@ def _hardware(config: JobConfig, world_size: int) -> Hardware:
     return hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
 
 
-def with_batch_size(config: JobConfig, world_size: int, engine: EngineName | None = None) -> JobConfig:
+def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "replay") -> JobConfig:
     """Return the job with the largest microbatch that is planned to fit, if `training.local_batch_size` is `auto`."""
     if not is_auto_batch(config):
         return config
@@ -284,9 +287,7 @@ def with_batch_size(config: JobConfig, world_size: int, engine: EngineName | Non
     def predict(config: JobConfig, layout: Layout) -> Comparison:
         config = with_unsharded_parameters(config, layout)
         subject = _subject(config, layout, hardware, engine)
-        return compare(
-            config, layout, subject.inventory, subject.flops, hardware, subject.engine, True, subject.counted
-        )
+        return compare(config, layout, subject.inventory, subject.flops, hardware, subject.engine, only_own=True)
 
     return with_local_batch_size(config, largest_batch(config, world_size, hardware, predict))
 
@@ -298,57 +299,48 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     config = with_unsharded_parameters(config, layout)
     subject = _subject(config, layout, hardware, options.engine)
     model = (subject.inventory, subject.flops)
-    comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own, subject.counted)
+    comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own)
     resolution = resolve(comparison, hardware)
     plan = plan_job(resolution.config, subject.inventory)
     best = resolution if is_auto(config) else None if options.only_own else recommend(comparison, hardware)
-    return _Planned(layout, hardware, subject, comparison, resolution, plan, chooses_batch, best)
+    planned = _Planned(layout, hardware, subject, comparison, resolution, plan, chooses_batch, best)
+    is_needed = resolution.row.verdict not in (None, "fits") and best is None and not options.only_own
+    return _advised(planned) if is_needed or options.advises else planned
 
 
-def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: EngineName | None) -> _Subject:
-    from titan_launch.plan.memory.analytic.engine import analytic_engine, model_inventory, unknown_part
+def _advised(planned: _Planned) -> _Planned:
+    """Return the plan with changes that save memory. If the job is planned to fit, they save a fifth of it: a job that
+    was planned to fit, and did not, asks for them."""
+    config, layout, hardware, row = planned.resolution.config, planned.layout, planned.hardware, planned.resolution.row
+    limit = 0.8 * row.reserved_bytes
+    if hardware.memory_gib is not None:
+        limit = min(limit, (hardware.memory_gib - hardware.margin_gib) * GIB)
 
-    unknown = unknown_part(config, hardware.kernels)
-    if wanted == "analytic" and unknown is not None:
-        raise UserError(f"--engine analytic: does not support {unknown}; use --engine replay")
-    if wanted == "trace":
-        return _traced(config, layout, hardware)
-    if wanted == "replay" or unknown is not None:
-        return _replayed(config, layout, hardware)
-    inventory = model_inventory(config)
-    flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
-    return _Subject(inventory, flops, analytic_engine(config, layout, hardware.kernels), "analytic")
+    def predict(config: JobConfig, layout: Layout) -> float:
+        config = with_unsharded_parameters(config, layout)
+        footprint = _replayed(config, layout, hardware).engine(configured_choice(config))
+        return estimate_reserved(footprint.with_workspace(hardware.workspace_bytes), hardware)
+
+    found = tuple(advise(config, layout, limit, predict))
+    ranks = None if row.verdict in (None, "fits") else smallest_sufficient(config, layout, limit, predict)
+    return replace(planned, advice=found, sufficient_ranks=ranks)
+
+
+def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName) -> _Subject:
+    return (_traced if engine == "trace" else _replayed)(config, layout, hardware)
 
 
 def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
-    def recorder() -> Recorder:
-        with _torch_needed(config):
-            from titan_launch.trace.recorder import TorchRecorder
-        return TorchRecorder()
-
-    recordings = Recordings(
-        config, layout, hardware.kernels, recorder, lambda text: say(text, file=sys.stderr, flush=True)
-    )
+    recordings = recordings_of(config, layout, hardware.kernels)
     subject = recordings.subject()
     blocks, seq_len = subject.inventory.blocks, config.training.seq_len
     flops = flops_of_model(config.model, seq_len, blocks, subject.flops_per_sample)
     engine = ReplayEngine(config, layout, hardware.kernels, recordings)
-    return _Subject(subject.inventory, flops, engine, "replay", engine.traffic)
-
-
-@contextmanager
-def _torch_needed(config: JobConfig) -> Iterator[None]:
-    """Raise UserError if the imports in the block find no torch."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise UserError(f"a plan of model {config.model.name} needs torch: pip install torch") from None
+    return _Subject(subject.inventory, flops, engine, "replay")
 
 
 def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
-    with _torch_needed(config):
+    with torch_needed(config):
         from titan_launch.trace.engine import trace_engine
         from titan_launch.train.auto_mode import inspect_model
         from titan_launch.train.model import build_job_model
@@ -356,8 +348,7 @@ def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
     built = build_job_model(config)
     inventory = inspect_model(config, built)
     flops = flops_of_model(config.model, config.training.seq_len, built.blocks, built.flops_per_sample)
-    engine = trace_engine(config, layout, hardware.kernels)
-    return _Subject(inventory, flops, engine, "trace", engine.traffic)
+    return _Subject(inventory, flops, trace_engine(config, layout, hardware.kernels), "trace")
 
 
 def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
@@ -402,11 +393,16 @@ def _best(planned: _Planned) -> tuple[Row | None, str | None]:
 
 
 def _answer(planned: _Planned) -> str:
-    """Return the first lines of the output: the verdict on memory, and the recommended modes or the remedies."""
+    """Return the first lines of the output: the verdict on memory, the recommended modes or the remedies, and changes
+    that save memory, if any were sought."""
+    return "\n".join([_verdict(planned), *_advice(planned)])
+
+
+def _verdict(planned: _Planned) -> str:
     row, hardware, best = planned.resolution.row, planned.hardware, planned.recommendation
     if planned.has_chosen_batch:
         size = planned.layout.local_batch_size
-        return f"Largest microbatch that fits: {size}.\n{_answer(replace(planned, has_chosen_batch=False))}"
+        return f"Largest microbatch that fits: {size}.\n{_verdict(replace(planned, has_chosen_batch=False))}"
     needed = f"about {format_gib(row.reserved_bytes)}"
     if hardware.memory_gib is None:
         return (
@@ -424,13 +420,41 @@ def _answer(planned: _Planned) -> str:
     }[row.verdict]
     if best is not None and is_auto(planned.comparison.config):
         return f"{verdict}\nChosen by `auto`: {best.reason}."
+    if best is not None and best.row is row:
+        return f"{verdict}\nRecommended (the modes of the job): {best.reason}."
     if best is not None:
-        change = " (the modes of the job)" if best.row is row else ""
-        return f"{verdict}\nRecommended{change}: {best.reason}."
+        return f"{verdict}\nRecommended: {best.reason}.\n\n{_keys(planned.resolution.config, best.config)}"
     if row.verdict == "fits":
         return verdict
-    advice = "; ".join(remedies(planned.comparison, planned.comparison.rows))
-    return f"{verdict}\n{advice[0].upper()}{advice[1:]}."
+    if not planned.advice:
+        advice = "; ".join(remedies(planned.comparison, planned.comparison.rows))
+        return f"{verdict}\n{advice[0].upper()}{advice[1:]}."
+    held = sum(row.footprint.by_category.get(category, 0) for category in HELD)
+    alone = f"Parameters and optimizer alone take {format_memory(held)} of a rank."
+    if planned.sufficient_ranks is not None:
+        alone = f"{alone} {planned.sufficient_ranks} ranks suffice."
+    return f"{verdict}\n{alone}"
+
+
+def _advice(planned: _Planned) -> list[str]:
+    """Return lines with the changes that save memory."""
+    if not planned.advice:
+        return []
+    found = [advice for advice in planned.advice if advice.fits] or planned.advice
+    row = planned.resolution.row
+    aim = "save a fifth or more" if row.verdict in (None, "fits") else "suffice"
+    title = f"Changes that {aim}, the cheapest first:" if found[0].fits else f"No change is planned to {aim}:"
+    return ["", title, *(f"  {line}" for advice in found for line in advice.text())]
+
+
+def _keys(config: JobConfig, best: JobConfig) -> str:
+    """Return the keys in which the modes of `best` differ from those of `config`, as TOML to paste."""
+    lines: list[str] = []
+    for name in ("gradient_accumulation", "activation_checkpoint"):
+        own, wanted = getattr(config, name).model_dump(), getattr(best, name).model_dump(exclude_none=True)
+        changed = [f"{key} = {toml_value(value)}" for key, value in wanted.items() if own[key] != value]
+        lines += [*([""] if lines and changed else []), *([f"[{name}]"] if changed else []), *changed]
+    return "\n".join(lines)
 
 
 def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
@@ -459,6 +483,8 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
             "reason": planned.resolution.reason,
         },
         "recommended": None if best is None else {**_modes(best.config), "reason": best.reason},
+        "sufficient_ranks": planned.sufficient_ranks,
+        "advice": [asdict(advice) for advice in planned.advice],
         "trial": planned.trial,
         "accuracy": accuracy(planned.subject.flops, config),
     }

@@ -10,6 +10,7 @@ from titan_launch.config.rules import RULES
 from titan_launch.config.sections.base import Section
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.batch_size import possible_batch_sizes, with_local_batch_size
+from titan_launch.plan.hardware import format_memory
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 
 Predict = Callable[[JobConfig, Layout], float]
@@ -27,6 +28,12 @@ class Advice:
     saved_bytes: float
     fits: bool
     """True if the changed job is predicted to fit."""
+
+    def text(self) -> list[str]:
+        """Return the keys, one on a line; the last one with saving and cost as a comment."""
+        *before, last = self.lines
+        fits = "" if self.fits else ", which is not enough"
+        return [*before, f"{last}  # saves {format_memory(self.saved_bytes)}{fits}; costs {self.cost}"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,22 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
     if found and not any(advice.fits for advice in found):
         found.insert(0, _combined(config, layout, limit_bytes, predict, needed))
     return sorted(found, key=lambda advice: not advice.fits)[:most]  # stable: the cheapest first
+
+
+def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
+    """Return the smallest number of ranks, of the doubles of the job's, on which the job fits into `limit_bytes`; None
+    if there is none. The added ranks shard the parameters; the global batch stays, if the job sets one."""
+    sharded = config.parallelism.model_copy(update={"data_parallel_shard_degree": -1})
+    config = config.model_copy(update={"parallelism": sharded})
+    for doublings in range(1, _MOST_DOUBLINGS + 1):
+        world_size = layout.world_size * 2**doublings
+        predicted = _predicted(config, world_size, predict)
+        if predicted is not None and predicted <= limit_bytes:
+            return world_size
+    return None
+
+
+_MOST_DOUBLINGS = 7
 
 
 def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, needed: float) -> Advice:
@@ -118,6 +141,7 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
     if config.optimizer.state_dtype is None:
         cost = "coarser moments: this changes the training"
         yield _set(config, "optimizer", "state_dtype", "bfloat16", cost)
+        yield _set(config, "optimizer", "state_dtype", "int8", cost)
 
 
 def _smaller_batch(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:

@@ -1,11 +1,11 @@
 """Collectives of a rank in one step: number, bytes and links. No torch.
 
-FSDP2's collectives follow from the units and are computed here; those of expert parallelism in `plan.experts`.
-Collectives of tensor, context and pipeline parallelism are counted in a trace.
+The traffic of a step is counted in its replay (`plan.memory`). Only collectives of units, and those of tensor, context,
+pipeline and expert parallelism are counted. BatchNorm statistics, target counts, gradient clipping and metrics have
+small collectives that are not.
 
-The numbers are exact if every unit runs in every forward, as in the models of this package, and if every trained
-parameter gets a gradient. Only collectives of units are counted here. BatchNorm statistics, target
-counts, gradient clipping and metrics have small collectives that are not counted.
+The number of a unit's collectives also follows from the unit: `collectives_of_unit`. It is exact if the unit runs in
+every forward, and if its parameters get gradients.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
-from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.replica_shards import ExchangedUnit, exchanged_unit
-from titan_launch.plan.types import ModelPlan, ModuleInfo, TensorInfo, Unit, parameters_by_unit, sharded_dim
+from titan_launch.plan.types import ModelPlan, TensorInfo, Unit, parameters_by_unit, sharded_dim
 
 
 @dataclass(frozen=True)
@@ -177,16 +176,6 @@ def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: Gra
     return _times(collectives_of_microbatch(units, layout), layout, accumulation) + Collectives(exchanges, exchanges)
 
 
-def traffic_of_step(plan: ModelPlan, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
-    """Return calls and bytes of a step. `plan` must be made with `accumulation`, because the mode decides which units
-    reshard."""
-    of_units = (
-        _traffic_of_unit(unit, plan, modules, layout, accumulation)
-        for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True)
-    )
-    return sum(of_units, start=traffic_of_replicas(exchanged_units(plan, layout).values(), layout.optimizer_replicas))
-
-
 def exchanged_units(plan: ModelPlan, layout: Layout) -> dict[Unit, ExchangedUnit]:
     """Return the units whose gradients and parameters a sharded optimizer exchanges between the replicas; an empty dict
     if the optimizer is not sharded."""
@@ -229,31 +218,6 @@ def shard_shape(parameter: TensorInfo, shard: int, expert_parallel: int = 1) -> 
     dim = sharded_dim(shape, shard, parameter.is_stacked) if parameter.numel else 0
     shape[dim] = -(-shape[dim] // shard)
     return tuple(shape)
-
-
-def _traffic_of_unit(
-    unit: Unit, plan: ModelPlan, modules: Sequence[ModuleInfo], layout: Layout, accumulation: GradientAccumulationConfig
-) -> Traffic:
-    """Return the traffic of a unit. `modules`: the modules whose own parameters the unit shards."""
-    calls, shards = _times(collectives_of_unit(unit, layout), layout, accumulation), layout.shards_of(unit)
-    gathered = trained = 0
-    for module in modules:
-        size = DTYPE_BYTES[plan.unit_of[module.path].compute_dtype]
-        for parameter in module.parameters:
-            if parameter.tied_to is None:
-                padded = padded_numel(parameter, shards, unit.expert_parallel)
-                gathered += calls.all_gathers * padded * size
-                trained += padded * parameter.requires_grad
-    gradients = trained * DTYPE_BYTES[unit.reduce_dtype]
-    scattered, is_divided = calls.reduce_scatters * gradients, unit.expert_parallel > 1
-    return Traffic(
-        calls,
-        all_gather_bytes=gathered,
-        reduce_scatter_bytes=scattered,
-        all_reduce_bytes=calls.all_reduces * gradients // shards,
-        expert_all_gather_bytes=gathered * is_divided,
-        expert_reduce_scatter_bytes=scattered * is_divided,
-    )
 
 
 def _times(microbatch: Collectives, layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:

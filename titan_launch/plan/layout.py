@@ -108,11 +108,6 @@ class Layout:
         return self.context * self.tensor * self.pipeline
 
     @property
-    def divides_model(self) -> bool:
-        """True if a rank has only a part of the matrices or of the layers."""
-        return self.tensor > 1 or self.pipeline > 1
-
-    @property
     def world_size(self) -> int:
         """Number of all ranks."""
         return self.data_parallel * self.model_parallel

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.auto_mode import resolve_auto
 from titan_launch.plan.batch_size import with_local_batch_size
-from titan_launch.plan.hardware import GIB, hardware_of
-from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine, model_inventory, unknown_part
+from titan_launch.plan.hardware import GIB, Kernels, hardware_of
+from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.memory.engine import ReplayEngine
+from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.step_time import flops_of_model
 
 _LARGEST_MICROBATCH = 64
@@ -39,20 +40,18 @@ class Sizes:
     """Lines for the head of the job file: the reason for these sizes."""
 
 
-def planned_sizes(config: JobConfig, machine: Machine) -> Sizes:
+RecordingsOf = Callable[[JobConfig, Layout, Kernels], Recordings]
+"""Returns the recordings of a job (`commands.parser.recordings_of`)."""
+
+
+def planned_sizes(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Sizes:
     """Return the microbatch and the activation checkpointing with the shortest predicted step among those that fit.
 
     `config`: the job with a global batch size, which does not change. Of equal steps, the one with the larger
-    microbatch is taken, because it has fewer collectives.
+    microbatch is taken, because it has fewer collectives. Raises what `recordings_of` does.
     """
     where = f"{machine.ranks} {machine.device}"
-    if unknown := unknown_part(config, "cuda"):
-        how = f"`titan-launch plan --world-size {machine.ranks}` shows what fits."
-        reason = f"Sizes: small ones, since {unknown} is not planned without building it."
-        local_batch_size = config.training.local_batch_size
-        assert local_batch_size != "auto", "recipes begin with a number"
-        return Sizes(local_batch_size, "none", (reason, how))
-    found = [(_order(candidate), candidate) for candidate in _candidates(config, machine)]
+    found = [(_order(candidate), candidate) for candidate in _candidates(config, machine, recordings_of)]
     if not found:
         comments = (
             f"Sizes: the smallest ones, since the planner finds none with which the job fits into {where}.",
@@ -87,12 +86,10 @@ def _order(candidate: _Candidate) -> tuple[float, int, int]:
     return seconds, _COST.index(candidate.mode), -candidate.local_batch_size
 
 
-def _candidates(config: JobConfig, machine: Machine) -> Iterator[_Candidate]:
+def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Iterator[_Candidate]:
     """Yield the best choice of each microbatch that fits: powers of two that divide the global batch."""
     hardware = hardware_of(config, machine.ranks, "cuda", machine.device, machine.memory_gib)
     hardware = replace(hardware, gpus_per_node=max(1, min(machine.ranks, hardware.gpus_per_node)))
-    inventory = model_inventory(config)
-    flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
     auto = config.activation_checkpoint.model_copy(update={"mode": "auto"})
     per_rank = (config.training.global_batch_size or machine.ranks) // machine.ranks
     size = 1
@@ -100,8 +97,11 @@ def _candidates(config: JobConfig, machine: Machine) -> Iterator[_Candidate]:
         job = with_local_batch_size(config.model_copy(update={"activation_checkpoint": auto}), size)
         layout = plan_layout(job.parallelism, job.training, machine.ranks)
         try:
-            engine = analytic_engine(job, layout, hardware.kernels)
-            resolution = resolve_auto(job, layout, inventory, flops, hardware, engine)
+            recordings = recordings_of(job, layout, hardware.kernels)
+            subject = recordings.subject()
+            flops = flops_of_model(job.model, job.training.seq_len, subject.inventory.blocks, subject.flops_per_sample)
+            engine = ReplayEngine(job, layout, hardware.kernels, recordings)
+            resolution = resolve_auto(job, layout, subject.inventory, flops, hardware, engine)
         except ConfigError:
             return  # neither this microbatch nor a larger one fits
         row, limit = resolution.row, hardware.memory_gib or 0.0

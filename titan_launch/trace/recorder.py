@@ -38,8 +38,9 @@ from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.depth import block_repeat, without_blocks
+from titan_launch.plan.memory.engine import ReplayEngine
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
-from titan_launch.plan.memory.recordings import Subject, layout_of_recording
+from titan_launch.plan.memory.recordings import Recordings, Subject, layout_of_recording
 from titan_launch.plan.memory.tape import (
     OF_FSDP,
     SECOND,
@@ -161,23 +162,28 @@ class TorchRecorder:
         layout, plan = layout_of_recording(job), plan_job(job, subject.inventory)
         parts = parts_on_rank(plan, pipeline_rank)
 
-        def record(blocks: tuple[Blocks, ...]) -> Tape:
-            removed = [path for part in blocks for path in part.omitted]
+        def record(blocks: tuple[Blocks, ...], elsewhere: tuple[Blocks, ...] = ()) -> Tape:
+            removed = [path for part in (*blocks, *elsewhere) for path in part.omitted]
             built, rank = build_job_model(job), pipeline_rank * layout.ranks_per_stage
             remove_blocks(built.module, removed)
             tape = _record(job, built, without_blocks(plan, removed), layout, kernels, rank)
             return replace(tape, parts=blocks)
 
-        paths = [outermost(part.inventory.blocks) for part in parts]
-        repeated = tuple(Blocks.shortened(own, block_repeat(part)) for own, part in zip(paths, parts, strict=True))
+        def shortened(rank: int) -> tuple[Blocks, ...]:
+            own = parts_on_rank(plan, rank)
+            return tuple(Blocks.shortened(outermost(part.inventory.blocks), block_repeat(part)) for part in own)
+
+        repeated = shortened(pipeline_rank)
         if any(part.omitted for part in repeated):
+            # The stages of other ranks only run to find the shapes between the stages.
+            others = (part for rank in range(layout.pipeline) if rank != pipeline_rank for part in shortened(rank))
             with whole_traced_on_error():
-                tape = record(repeated)
+                tape = record(repeated, tuple(others))
                 if is_uniform(tape):
                     return tape
                 log_whole_trace("its blocks do not all allocate the same memory")
         with failures_explained(job.model), shapes_explained(job.model, layout.tensor):
-            return record(tuple(map(Blocks, paths)))
+            return record(tuple(Blocks(outermost(part.inventory.blocks)) for part in parts))
 
     def files(self) -> list[str]:
         """Return the files of modules that this process has imported from outside of Python's folders."""
@@ -295,3 +301,9 @@ def _divided_shapes(model: nn.Module, plan: ModelPlan, name_of: Mapping[int, str
         if shape != tuple(parameter.shape):
             shapes[name] = shape
     return shapes
+
+
+def recorded_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> ReplayEngine:
+    """Return the planner's engine for a job. What is not in the cache is recorded. The process must have no process
+    group."""
+    return ReplayEngine(config, layout, kernels, Recordings(config, layout, kernels, TorchRecorder))

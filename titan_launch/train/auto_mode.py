@@ -24,8 +24,7 @@ from titan_launch.models.build import BuiltModel, take_inventory
 from titan_launch.models.documents import check_documents
 from titan_launch.models.parallel_plans import check_context_plan, check_tensor_plan
 from titan_launch.parallel.batchnorm import check_batch_norms
-from titan_launch.plan.auto_mode import resolve_auto
-from titan_launch.plan.batch_size import is_auto_batch, largest_batch, possible_batch_sizes, with_local_batch_size
+from titan_launch.plan.batch_size import is_auto_batch, possible_batch_sizes, with_local_batch_size
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import (
     Choice,
@@ -35,12 +34,8 @@ from titan_launch.plan.job import (
     plan_job,
     possible_choices,
     with_choice,
-    with_unsharded_parameters,
 )
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine, model_inventory, unknown_part
-from titan_launch.plan.report.comparison import Comparison, compare
-from titan_launch.plan.step_time import flops_of_model
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.forward import check_signature, find_output_layer
 from titan_launch.train.run_folder.attempt import Attempt
@@ -133,23 +128,9 @@ def _is_enough(config: JobConfig, hardware: Hardware, ranks: Ranks) -> bool:
 
 
 def _largest_batch(config: JobConfig, hardware: Hardware, world_size: int) -> int:
-    unknown = unknown_part(config, hardware.kernels)
-    if unknown is not None:
-        _log.info(
-            "auto: the job is recorded for each possible microbatch, because the analytic engine does not support %s",
-            unknown,
-        )
-        with ExitStack() as stack:
-            return int(TraceProcess(config, world_size, hardware, stack).result()["resolved"]["local_batch_size"])
-    inventory = model_inventory(config)
-    flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
-
-    def predict(config: JobConfig, layout: Layout) -> Comparison:
-        config = with_unsharded_parameters(config, layout)
-        engine = analytic_engine(config, layout, hardware.kernels)
-        return compare(config, layout, inventory, flops, hardware, engine, only_own=True)
-
-    return largest_batch(config, world_size, hardware, predict)
+    _log.info("auto: the job is planned with each possible microbatch")
+    with ExitStack() as stack:
+        return int(TraceProcess(config, world_size, hardware, stack).result()["resolved"]["local_batch_size"])
 
 
 def resolve_auto_modes(
@@ -218,16 +199,14 @@ def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
 
 
 def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
-    is_unknown = unknown_part(config, hardware.kernels) is not None
-    if is_unknown and is_tested_release():
-        return _resolved_by_recording(config, layout, hardware)
-    inventory = inspect_model(config, built)
-    if is_unknown:
-        return _least_memory(config, layout, inventory)
-    flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks, built.flops_per_sample)
-    engine = analytic_engine(config, layout, hardware.kernels)
-    resolution = resolve_auto(config, layout, inventory, flops, hardware, engine)
-    return resolution.row.choice, resolution.reason
+    if not is_tested_release():
+        return _least_memory(config, layout, inspect_model(config, built))
+    _log.info("auto: the job is planned")
+    with ExitStack() as stack:
+        resolved = TraceProcess(config, layout.world_size, hardware, stack).result()["resolved"]
+    accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])
+    checkpointing = ActivationCheckpointConfig.model_validate(resolved["activation_checkpoint"])
+    return Choice(accumulation, checkpointing), str(resolved["reason"])
 
 
 def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> Decision:
@@ -237,15 +216,3 @@ def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> De
     choice = next(choice for choice in own if choice.activation_checkpoint == own[-1].activation_checkpoint)
     reason = "because it takes the least memory: jobs are not recorded on an untested release of PyTorch"
     return choice, f"{choice.label}, {reason}"
-
-
-def _resolved_by_recording(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
-    _log.info(
-        "auto: the job is recorded to predict its memory, because the analytic engine does not support %s",
-        unknown_part(config, hardware.kernels),
-    )
-    with ExitStack() as stack:
-        resolved = TraceProcess(config, layout.world_size, hardware, stack).result()["resolved"]
-    accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])
-    checkpointing = ActivationCheckpointConfig.model_validate(resolved["activation_checkpoint"])
-    return Choice(accumulation, checkpointing), str(resolved["reason"])

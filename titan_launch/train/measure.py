@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +25,11 @@ from titan_launch.parallel.compile import compile_time
 from titan_launch.plan.hardware import GIB, Hardware, format_memory
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
+from titan_launch.plan.memory.engine import ReplayEngine
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
+from titan_launch.plan.memory.recordings import NotRecordedError, Recordings
 from titan_launch.train.step import TrainStep
-from titan_launch.train.trace_subprocess import TraceProcess
+from titan_launch.train.trace_subprocess import TraceProcess, with_hardware
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +51,11 @@ class MemoryCheck:
     """The predicted peak memory of a step, which is reported as a metric and compared once with the measured peak."""
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
-        """Predict with the analytic engine, or start a process that records the job. Closing `stack` ends the process.
+        """Predict from the recordings of an earlier plan or run; on GPUs, else start a process that records the job.
+        Closing `stack` ends the process.
 
-        A pipeline is not predicted, because the prediction may be that of another rank. Tensor and context parallelism
-        are not recorded on CPUs, because the recording would slow the run down.
+        A pipeline is not predicted, because the prediction may be that of another rank. On CPUs nothing is recorded
+        during a run, because the recording would slow it down.
         """
         self._prediction: Prediction | None = None
         self._trace: TraceProcess | None = None
@@ -76,16 +78,20 @@ class MemoryCheck:
                 "known; the command `plan` predicts the memory with bfloat16 instead of float8"
             )
             return
-        if unknown_part(config, hardware.kernels) is None:
-            engine = analytic_engine(config, layout, hardware.kernels)
-            footprint = engine(configured_choice(config)).with_workspace(hardware.workspace_bytes)
-            self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.peak_point))
-            return
-        if layout.pipeline > 1 or (layout.model_parallel > 1 and hardware.kernels == "cpu"):
+        if layout.pipeline > 1:
             _log.info(
-                "memory is not predicted during a run with %s; the command `plan` predicts it",
-                unknown_part(config, hardware.kernels),
+                "memory is not predicted during a run with parallelism.pipeline_parallel_degree = %d; the command "
+                "`plan` predicts it",
+                layout.pipeline,
             )
+            return
+        planned = with_hardware(config, hardware)
+        recordings = Recordings(planned, layout, hardware.kernels, recorder=None)
+        with suppress(NotRecordedError):
+            engine = ReplayEngine(planned, layout, hardware.kernels, recordings)
+            footprint = engine(configured_choice(planned)).with_workspace(hardware.workspace_bytes)
+            self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.peak_point))
+        if self._prediction is not None or hardware.kernels == "cpu":
             return
         try:
             self._trace = TraceProcess(config, layout.world_size, hardware, stack)

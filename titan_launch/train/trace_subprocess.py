@@ -1,4 +1,4 @@
-"""The planner in a separate process, for jobs that must be recorded. A recording needs a process group of its own."""
+"""The planner in a separate process: a recording needs a process group of its own."""
 
 from __future__ import annotations
 
@@ -39,19 +39,22 @@ class TraceProcess:
         hardware: Hardware,
         stack: ExitStack,
         trial: tuple[int, torch.device] | None = None,
+        advises: bool = False,
     ):
         """Start the process. Closing `stack` ends the process and removes its files.
 
-        `trial`: rank and device of a trial (`trace.trial`) instead of a trace.
+        `trial`: rank and device of a trial (`trace.trial`) after the plan. `advises`: the plan names changes that save
+        memory.
         """
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-", dir=rank_folder())))
         self._job = folder / "job.json"
-        self._job.write_text(dump_job(_with_hardware(config, hardware)))
+        self._job.write_text(dump_job(with_hardware(config, hardware)))
         self._output = stack.enter_context((folder / "plan.json").open("w+"))
         self._errors = stack.enter_context((folder / "errors.txt").open("w+"))
         options = [f"--world-size={world_size}", "--rows=own", "--json"]
-        options.append("--engine=replay" if trial is None else f"--trial={trial[0]}")
-        self._task = "the recording of the model" if trial is None else f"the trial of rank {trial[0]}"
+        options += [] if trial is None else [f"--trial={trial[0]}"]
+        options += ["--advise"] if advises else []
+        self._task = "the plan of the job" if trial is None else f"the trial of rank {trial[0]}"
         self._process = subprocess.Popen(
             ["nice", "-n", "5", sys.executable, "-m", "titan_launch", "plan", f"--config={self._job}", *options],
             stdin=subprocess.DEVNULL,
@@ -125,7 +128,7 @@ def _last_json_object(text: str) -> dict[str, Any]:
     return plan
 
 
-def _with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
+def with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
     """Return the job with the hardware of this run in its section `[planner]`."""
     known = hardware.device if hardware.kernels == "cuda" and find_device(hardware.device or "") else None
     planner = config.planner.model_copy(

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.trace.traces import model_inventory
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.auto_mode import resolve
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice
-from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.memory.analytic.engine import model_inventory
+from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint
 from titan_launch.plan.report.comparison import Comparison, compare, estimate_reserved, judge
 from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison, format_legend
 from titan_launch.plan.step_time import flops_of_model
+from titan_launch.trace.recorder import recorded_engine
 
 ARGS = {"dim": 32, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
 CHAIN = ("tok_embeddings", *(f"layers.{index}" for index in range(6)), "norm", "output")
@@ -54,11 +55,23 @@ def predict(choice: Choice) -> Footprint:
     )
 
 
+class PredictedBy:
+    """An engine with given footprints, and with the traffic of the job."""
+
+    def __init__(self, footprint: Callable[[Choice], Footprint], config: JobConfig, layout: Layout):
+        self._footprint = footprint
+        self.traffic = recorded_engine(config, layout, "cpu").traffic
+
+    def __call__(self, choice: Choice) -> Footprint:
+        return self._footprint(choice)
+
+
 def compared(config: JobConfig, ranks: int = 2, only_own: bool = False) -> tuple[Comparison, Hardware]:
     layout, hardware = plan_layout(config.parallelism, config.training, ranks), hardware_of(config, ranks)
     inventory = replace(model_inventory(config), pipeline_order=CHAIN)
     flops = flops_of_model(config.model, 16, inventory.blocks)
-    return compare(config, layout, inventory, flops, hardware, predict, only_own), hardware
+    engine = PredictedBy(predict, config, layout)
+    return compare(config, layout, inventory, flops, hardware, engine, only_own), hardware
 
 
 def auto(**planner: float) -> dict[str, dict[str, Any]]:

@@ -102,10 +102,6 @@ class ModelArgs(Section):
         """Return the number of experts that compute a token in a layer; None for a model without experts."""
         return None
 
-    def num_active_parameters(self) -> int | None:
-        """Return the number of parameters that compute a token; None for a model without experts, where all do."""
-        return None
-
     def expert_flops_per_sample(self, seq_len: int) -> int:
         """Return the part of `flops_per_sample` of the experts that tokens choose; 0 for a model without experts."""
         return 0

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -428,10 +428,6 @@ class DecoderArgs(ModelArgs):
         """Return the number of experts that compute a token in a layer; None for a model without experts."""
         return None if self.experts is None else self.experts.top_k
 
-    def num_active_parameters(self) -> int | None:
-        """Return the number of parameters that compute a token; None for a model without experts, where all do."""
-        return None if self.experts is None else num_active_parameters(self)
-
     def expert_flops_per_sample(self, seq_len: int) -> int:
         """Return the part of `flops_per_sample` of the experts that tokens choose; 0 for a model without experts."""
         if self.experts is None:
@@ -442,58 +438,6 @@ class DecoderArgs(ModelArgs):
         """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
         norms."""
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
-
-
-def num_parameters(args: DecoderArgs) -> int:
-    """Return the number of parameters of the model. Shared parameters count once.
-
-    D = `dim`, F = `hidden_dim`, V = `vocab_size`, Q and K = the width of all query heads and of all key heads:
-
-        embedding   V D, and D for each learned position
-        block       attention 2 D Q + 2 D K (wq, wo; wk, wv), feed-forward 3 D F, or 2 D F without a gate
-                    biases: Q + 2 K of wq, wk and wv; D of wo; F of w1, F of w3 if it is gated, and D of w2
-                    with `attention_sinks` one for each query head
-                    two norms, or four with `post_norms`; with `qk_norm` also two norms of one head
-                    with `latent_attention`, other matrices (`products` in `LatentAttentionArgs`) and a norm of each
-                    latent
-        experts     in place of the feed-forward layer: each expert and the shared one as above with their own F, the
-                    router D E with a bias of E, and E selection biases are buffers
-        head        one norm, output V D unless tied
-
-    A norm has a weight for each channel; `layernorm` and `batchnorm` also have a bias.
-    """
-    return _num_parameters(args, lambda experts: experts.num_experts)
-
-
-def num_active_parameters(args: DecoderArgs) -> int:
-    """Return the number of parameters that compute a token: without the experts that a token does not choose."""
-    return _num_parameters(args, lambda experts: experts.top_k)
-
-
-def _num_parameters(args: DecoderArgs, experts_that_count: Callable[[ExpertArgs], int]) -> int:
-    per_channel = 1 if args.norm == "rmsnorm" else 2
-    norm = per_channel * args.dim
-    block = sum(_attention_products(args)) + (4 if args.post_norms else 2) * norm
-    block += args.qkv_bias * (args.query_width + 2 * args.kv_width) + args.attention_output_bias * args.dim
-    block += args.qk_norm * 2 * per_channel * args.head_width + args.attention_sinks * args.n_heads
-    if args.latent_attention is not None:
-        block += per_channel * sum(args.latent_attention.normalized_widths())
-    layers = args.n_layers * block + (args.n_layers - args.num_expert_layers) * _dense_layer(args, args.hidden_dim)
-    experts = args.experts
-    if experts is not None:
-        layer = experts_that_count(experts) * experts.num_expert_parameters(args.dim)
-        layer += experts.num_experts * (args.dim + experts.router_bias)
-        layer += 0 if experts.shared_hidden_dim is None else _dense_layer(args, experts.shared_hidden_dim)
-        layers += args.num_expert_layers * layer
-    embedding = args.vocab_size * args.dim
-    output = 0 if args.tie_embeddings else embedding
-    return embedding + args.num_positions * args.dim + layers + norm + output
-
-
-def _dense_layer(args: DecoderArgs, hidden_dim: int) -> int:
-    """Return the number of parameters of a feed-forward layer that computes every token."""
-    bias = args.feed_forward_bias * ((2 if args.gated else 1) * hidden_dim + args.dim)
-    return _dense_weights(args, hidden_dim) + bias
 
 
 def flops_per_token(args: DecoderArgs, seq_len: int) -> int:

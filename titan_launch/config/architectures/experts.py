@@ -110,7 +110,3 @@ class ExpertArgs(Section):
     def num_chosen_weights(self, dim: int) -> int:
         """Return the number of weights in the matrices of the experts of a layer that a token chooses."""
         return 3 * dim * self.top_k * self.hidden_dim
-
-    def num_expert_parameters(self, dim: int) -> int:
-        """Return the number of parameters of one expert: three matrices, and their biases."""
-        return 3 * dim * self.hidden_dim + self.expert_bias * (2 * self.hidden_dim + dim)

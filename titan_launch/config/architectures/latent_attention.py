@@ -55,7 +55,3 @@ class LatentAttentionArgs(Section):
         latents = dim * (self.kv_lora_rank + self.qk_rope_head_dim)
         heads = self.kv_lora_rank * n_heads * (self.qk_nope_head_dim + self.v_head_dim)
         return [*queries, latents, heads, n_heads * self.v_head_dim * dim]
-
-    def normalized_widths(self) -> list[int]:
-        """Return the widths of the latents, each of which has a norm."""
-        return [*([] if self.q_lora_rank is None else [self.q_lora_rank]), self.kv_lora_rank]

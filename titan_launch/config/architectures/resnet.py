@@ -99,21 +99,6 @@ class _Convolution:
         return self.num_weights * self.out_size**2
 
 
-def num_parameters(args: ResNetArgs) -> int:
-    """Return the number of parameters of the model.
-
-    A convolution from C to C' channels has k k C C' weights and its BatchNorm 2 C'; the last layer K (C + 1), for C
-    channels of the last block and K classes. Besides the stem, a block of width W with C input channels has these
-    convolutions:
-
-        basic        3x3 C W,  3x3 W W
-        bottleneck   1x1 C W,  3x3 W W,  1x1 W 4W
-        shortcut     1x1 from C to the block's output (W or 4W), if the block changes channels or size
-    """
-    convolutions = sum(conv.num_weights + 2 * conv.out_channels for conv in _convolutions(args))
-    return convolutions + args.num_classes * (_out_channels(args) + 1)
-
-
 def flops_per_image(args: ResNetArgs) -> int:
     """Return the FLOPs of forward and backward for one image: 6 M - 2 S.
 

@@ -102,21 +102,6 @@ class ViTArgs(ModelArgs):
         return {name: int(getattr(self, name)) for name in ("n_heads", "hidden_dim", "num_classes")}
 
 
-def num_parameters(args: ViTArgs) -> int:
-    """Return the number of parameters of the model.
-
-    D = `dim`, F = `hidden_dim`, K = `num_classes`, C = `in_channels`, P = `patch_size`, T tokens, L = `n_layers`:
-
-        embedding   projection (C P P + 1) D, positions T D, class token D if there is one
-        block       attention 4 D D + 4 D, feed-forward 2 D F + F + D, two norms 2 D each
-        head        one norm 2 D, output (D + 1) K
-    """
-    dim, class_token = args.dim, args.num_tokens - args.num_patches
-    embedding = _patch_weights(args) + (1 + args.num_tokens + class_token) * dim
-    block = _block_matmul_weights(args) + 9 * dim + args.hidden_dim
-    return embedding + args.n_layers * block + 2 * dim + (dim + 1) * args.num_classes
-
-
 def flops_per_image(args: ViTArgs) -> int:
     """Return the FLOPs of forward and backward for one image: 6 M - 2 S.
 

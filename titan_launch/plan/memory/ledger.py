@@ -336,6 +336,10 @@ def _line(x: float, y: float, factor: float) -> float:
     return x + factor * (y - x)
 
 
+HELD = (Category.PARAMETERS, Category.OPTIMIZER, Category.EMA)
+"""Categories that a rank holds during the whole run."""
+
+
 _IN_HOST_MEMORY = frozenset({Category.OFFLOADED})
 _OF_CPU_OFFLOAD = frozenset(
     {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.OPTIMIZER_TEMPORARIES, Category.EMA},

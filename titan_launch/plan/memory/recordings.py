@@ -143,7 +143,7 @@ class Recordings:
     def subject(self) -> Subject:
         """Return the model. Raises NotRecordedError."""
         if self._subject is None:
-            value = self._known("model", self.job, lambda recorder: _subject_to_json(recorder.subject(self.job)))
+            value = self._known("model", self.job, None, lambda recorder: _subject_to_json(recorder.subject(self.job)))
             self._subject = _subject_from_json(value)
         return self._subject
 
@@ -168,10 +168,12 @@ class Recordings:
         def record(recorder: Recorder) -> dict[str, Any]:
             return to_json(recorder.tape(job, self._kernels, subject, pipeline_rank))
 
-        return from_json(self._known(f"tape {pipeline_rank}", job, record))
+        return from_json(self._known(f"tape {pipeline_rank}", job, self._kernels, record))
 
-    def _known(self, what: str, job: JobConfig, record: Callable[[Recorder], dict[str, Any]]) -> dict[str, Any]:
-        key = _key(what, job, self._kernels)
+    def _known(
+        self, what: str, job: JobConfig, kernels: Kernels | None, record: Callable[[Recorder], dict[str, Any]]
+    ) -> dict[str, Any]:
+        key = _key(what, job, kernels)
         value = _load(key)
         if value is not None:
             return value
@@ -186,6 +188,17 @@ class Recordings:
         return value
 
 
+def recorded_inventory(config: JobConfig, recorder: Callable[[], Recorder] | None) -> Inventory:
+    """Return the table of modules of the model that `[model]` of a job names, without adapters and parallelism.
+
+    Raises NotRecordedError without `recorder`, and ConfigError as a run does."""
+    blank = JobConfig()
+    training = blank.training.model_copy(update={"seq_len": config.training.seq_len})
+    named = {name: getattr(config, name) for name in ("model", "data", "tokenizer")}
+    job = blank.model_copy(update={**named, "training": training})
+    return Recordings(job, plan_layout(job.parallelism, job.training, 1), "cpu", recorder).subject().inventory
+
+
 def layout_of_recording(job: JobConfig) -> Layout:
     """Return the layout of a result of `recorded_job`."""
     return plan_layout(job.parallelism, job.training, smallest_world_size(job.parallelism))
@@ -194,7 +207,7 @@ def layout_of_recording(job: JobConfig) -> Layout:
 # The cache
 
 
-def _key(what: str, job: JobConfig, kernels: Kernels) -> str:
+def _key(what: str, job: JobConfig, kernels: Kernels | None) -> str:
     """Return the name of an entry: a digest of all that a recording depends on."""
     known = job.model_dump(mode="json")
     versions = [_version(name) for name in ("torch", "transformers", "peft", "torchao")]

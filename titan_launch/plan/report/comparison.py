@@ -4,23 +4,28 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from titan_launch.config.job import JobConfig
-from titan_launch.plan.communication import LinkTraffic, Traffic, link_traffic_of_step, traffic_of_step
-from titan_launch.plan.experts import exchange_of_step
+from titan_launch.plan.communication import LinkTraffic, Traffic, link_traffic_of_step
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import Choice, is_configured_choice, plan_units, possible_choices
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.plan.step_time import ModelFlops, StepTime, bubble_share, estimate_step_time, loss_head_flops
-from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.plan.types import Inventory
 
-Engine = Callable[[Choice], Footprint]
-"""Predicts the memory of a step with the modes of a `Choice`."""
+
+class Engine(Protocol):
+    """Predicts a step with the modes of a `Choice`: the replay of recordings, or the trace of the whole step."""
+
+    def __call__(self, choice: Choice) -> Footprint:
+        """Return the active memory of the rank with the highest peak. Raises ConfigError as a run would."""
+
+    def traffic(self, choice: Choice) -> Traffic:
+        """Return the traffic of the same rank."""
+
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -70,23 +75,14 @@ def compare(
     hardware: Hardware,
     engine: Engine,
     only_own: bool = False,
-    counted: Callable[[Choice], Traffic] | None = None,
 ) -> Comparison:
     """Return the predictions for all combinations of modes.
 
-    `only_own`: only combinations that the job sets or `auto` may choose. `counted` returns the traffic that a trace has
-    counted, or None. Without counted traffic, the prediction assumes that every unit runs once in a forward, and that
-    every parameter has a gradient.
-
-    Raises ConfigError if the model does not support the job's precision rules, compilation or activation checkpointing.
+    `only_own`: only combinations that the job sets or `auto` may choose. Raises ConfigError if the model does not
+    support the job's precision rules, compilation or activation checkpointing.
     """
-
-    @cache
-    def plan(keep_params_unsharded: bool) -> ModelPlan:
-        return plan_units(config, inventory, keep_params_unsharded)
-
     positions = config.training.seq_len if config.data.unit == "tokens" else 1
-    of_loss_head = loss_head_flops(plan(False), positions)  # raises ConfigError for wrong precision rules
+    of_loss_head = loss_head_flops(plan_units(config, inventory, False), positions)  # raises for wrong precision rules
     choices, notes = possible_choices(config, layout, inventory)
     bubble = bubble_share(config.parallelism, layout)
     if layout.model_parallel > 1:
@@ -98,16 +94,7 @@ def compare(
         is_own = is_configured_choice(config, choice)
         if only_own and not is_own:
             continue
-        footprint = engine(choice).with_workspace(hardware.workspace_bytes)
-        traffic = counted(choice) if counted is not None else None
-        if traffic is None or not layout.divides_model:
-            keep_params_unsharded = bool(choice.accumulation.keep_params_unsharded)
-            of_units = traffic_of_step(plan(keep_params_unsharded), layout, choice.accumulation)
-            of_experts = exchange_of_step(config, plan(keep_params_unsharded), layout, choice.activation_checkpoint)
-            planned = replace(of_units, expert=of_experts)
-            traffic = traffic or planned
-            if replace(traffic, context=planned.context) != planned and _COUNTED not in notes:
-                notes.append(_COUNTED)
+        footprint, traffic = engine(choice).with_workspace(hardware.workspace_bytes), engine.traffic(choice)
         per_sample = flops.total_per_sample(choice.activation_checkpoint)
         busiest = 1 + (min(config.planner.expert_load, layout.expert) - 1) * flops.of_experts
         per_sample = None if per_sample is None else per_sample + of_loss_head
@@ -115,16 +102,7 @@ def compare(
     return Comparison(config, tuple(rows), tuple(notes))
 
 
-_COUNTED = (
-    "collectives were counted in the trace: some units run more than once in a forward, or not at all, or have "
-    "parameters without a gradient"
-)
-
-
-_MODEL_PARALLEL = (
-    "traffic of tensor, context and pipeline parallelism was counted in a trace; FLOPs and compute seconds are the "
-    "mean of the ranks that work on the same samples"
-)
+_MODEL_PARALLEL = "FLOPs and compute seconds are the mean of the ranks that work on the same samples"
 _PIPELINE = (
     "memory and traffic are those of one pipeline rank: the one with the highest peak memory among the first rank, the "
     "last rank, and the rank with the most parameters; compute seconds include the pipeline bubble, for equal stages"

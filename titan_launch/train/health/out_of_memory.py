@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import ConfigError, RunError
+from titan_launch.core.errors import ConfigError, RunError, UserError
 from titan_launch.models.blocks import has_forward
-from titan_launch.plan.advice import Advice, advise
+from titan_launch.plan.advice import Advice
 from titan_launch.plan.hardware import GIB, format_memory
-from titan_launch.plan.job import configured_choice
-from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
-from titan_launch.plan.memory.ledger import Category, Footprint
-from titan_launch.plan.report.comparison import estimate_reserved
+from titan_launch.train.trace_subprocess import TraceProcess
 
 if TYPE_CHECKING:
     from titan_launch.train.run import Run
@@ -50,12 +45,14 @@ def report(run: Run, error: BaseException) -> str:
     lines = [f"out of memory on rank {run.ranks.rank} in step {run.progress.step + 1}: {_allocation(error)}"]
     lines[0] += f" {_where(run, error)}".rstrip()
     lines += _held(run)
-    footprint = _footprint(run.config, run)
-    if footprint is None:
-        lines.append("the analytic planner does not cover this job: titan-launch plan --max-batch shows what fits")
-        return "\n".join(lines)
-    lines += _planned(footprint)
-    lines += _advice(run, footprint)
+    try:
+        with ExitStack() as stack:
+            plan = TraceProcess(run.config, run.layout.world_size, run.hardware, stack, advises=True).result()
+    except (ConfigError, UserError, RunError, OSError) as failure:
+        reason = str(failure).splitlines()[-1]
+        return "\n".join([*lines, f"the job could not be planned: {reason}"])
+    lines += _planned(next(row for row in plan["rows"] if row["is_chosen"]))
+    lines += _advice([Advice(**advice) for advice in plan["advice"]])
     return "\n".join(lines)
 
 
@@ -109,43 +106,16 @@ def _num_bytes(tensor: object) -> int:
     return local_tensor(tensor).nbytes if isinstance(tensor, torch.Tensor) else 0
 
 
-def _footprint(config: JobConfig, run: Run, layout: Layout | None = None) -> Footprint | None:
-    if unknown_part(config, run.hardware.kernels) is not None:
-        return None
-    engine = analytic_engine(config, layout or run.layout, run.hardware.kernels)
-    return engine(configured_choice(config)).with_workspace(run.hardware.workspace_bytes)
+def _planned(row: Mapping[str, Any]) -> list[str]:
+    """Return a line about the planned peak. `row`: the row of the run's modes in the plan, as JSON."""
+    largest = sorted(row["active_bytes_by_category"].items(), key=lambda held: -held[1])[:4]
+    parts = ", ".join(f"{name} {format_memory(size)}" for name, size in largest)
+    return [f"planned peak: {format_memory(row['active_bytes'])} ({row['peak']['text']}): {parts}"]
 
 
-def _planned(footprint: Footprint) -> list[str]:
-    peak = max(footprint.peaks.values(), key=lambda peak: peak.total)
-    largest = sorted(Category, key=lambda category: -peak.by_category[category])[:4]
-    parts = ", ".join(f"{category.label} {format_memory(peak.by_category[category])}" for category in largest)
-    return [f"planned peak: {format_memory(footprint.peak_bytes)} ({footprint.peak_point}): {parts}"]
-
-
-def _advice(run: Run, footprint: Footprint) -> list[str]:
-    """Return up to three changes with their predicted saving. If the plan thought that the job fits, the changed job
-    must be planned to need a fifth less."""
-    hardware, needed = run.hardware, estimate_reserved(footprint, run.hardware)
-    limit = 0.8 * needed
-    if hardware.memory_gib is not None:
-        limit = min(limit, (hardware.memory_gib - hardware.margin_gib) * GIB)
-
-    def predict(config: JobConfig, layout: Layout) -> float:
-        changed = _footprint(config, run, layout)
-        return float("inf") if changed is None else estimate_reserved(changed, hardware)
-
-    try:
-        advice = advise(run.config, run.layout, limit, predict)
-    except ConfigError:
-        advice = []
-    if not advice:
+def _advice(found: list[Advice]) -> list[str]:
+    """Return up to three changes with their predicted saving."""
+    if not found:
         return ["no key of the job saves memory: use more ranks to shard over, or devices with more memory"]
-    return ["the cheapest changes, with their planned saving:", *(line for item in advice for line in _lines(item))]
-
-
-def _lines(advice: Advice) -> Iterator[str]:
-    *before, last = advice.lines
-    yield from (f"  {line}" for line in before)
-    fits = "" if advice.fits else ", which is not enough"
-    yield f"  {last}  # saves {format_memory(advice.saved_bytes)}{fits}; costs {advice.cost}"
+    lines = (f"  {line}" for advice in found for line in advice.text())
+    return ["the cheapest changes, with their planned saving:", *lines]

@@ -1,25 +1,15 @@
-"""The analytic engine compared with the trace, and planned traffic compared with the traced collectives."""
+"""Small jobs of language models, whose plans are compared with traces."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import pytest
-
-from tests.sampling import rest_is_slow
 from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import TextData, separates_documents
-from titan_launch.plan.communication import traffic_of_step
-from titan_launch.plan.experts import exchange_of_step
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice
-from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
-from titan_launch.trace.step import trace_step
-from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.model import build_job_model
+from titan_launch.plan.layout import Layout, plan_layout
 
 ARGS = {"dim": 48, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 100, "vocab_size": 320}
 FP32_NORMS = {"rules": [{"match": ["layers.*.*_norm", "norm"], "param_dtype": "float32"}]}
@@ -54,7 +44,7 @@ def offloaded(checkpointing: dict[str, Any]) -> dict[str, Any]:
 
 # name, which may begin with that of a model: ranks (replicas, shards), microbatches, kernels, overrides of
 # [model.args], other sections
-JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, Any]]] = {
+PLANNED: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, Any]]] = {
     "plain": ((1, 8), 1, "cuda", {}, {}),
     "deferred": ((1, 8), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred")}),
     "zero2": ((1, 8), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred", unsharded=True)}),
@@ -389,9 +379,9 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
 }
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 3))
-def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
-    (replicas, shards), num_microbatches, kernels, args, sections = JOBS[name]
+def planned_job(name: str) -> tuple[JobConfig, Layout, Choice, Kernels]:
+    """Return the job of a row of `PLANNED`."""
+    (replicas, shards), num_microbatches, kernels, args, sections = PLANNED[name]
     family = max((family for family in FAMILIES if name.startswith(family)), key=len, default="llama3")
     if family == "qwen3_moe":
         args = {"head_dim": 12, **args, "experts": {**EXPERTS, **args.get("experts", {})}}
@@ -412,42 +402,4 @@ def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
         config = config.model_copy(update={"data": TextData().model_copy(update={"packing": "documents"})})
         assert separates_documents(config.data)
     layout = plan_layout(config.parallelism, config.training, replicas * shards)
-    built = build_job_model(config)
-    plan = plan_precision(config, built)
-    choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
-    analytic = analytic_engine(config, layout, kernels)(choice)
-    traced = trace_step(config, built, plan, layout, kernels)
-    assert analytic.peak_bytes == pytest.approx(traced.footprint.peak_bytes, rel=0.002)
-    assert analytic.peak_point == traced.footprint.peak_point
-    for point in analytic.peaks:
-        traced_there = pytest.approx(traced.footprint.peaks[point].total, rel=0.005, abs=256)
-        assert analytic.peaks[point].total == traced_there, point
-    assert analytic.host_bytes == pytest.approx(traced.footprint.host_bytes, rel=0.002)
-    assert (analytic.host_bytes > 0) == name.endswith("offloaded")
-    exchange = exchange_of_step(config, plan, layout, choice.activation_checkpoint)
-    assert traced.traffic == replace(traffic_of_step(plan, layout, choice.accumulation), expert=exchange)
-
-
-def test_a_job_that_casts_chunks_of_logits_is_traced() -> None:
-    reason = "loss.chunks with output_dtype of the logits in precision.rules"
-    for module, chunks, expected in (("output", 1, None), ("output", 2, reason), ("layers.*.attention", 2, None)):
-        rule = {"match": module, "param_dtype": "bfloat16", "output_dtype": "float32"}
-        config = JobConfig.model_validate({"loss": {"chunks": chunks}, "precision": {"rules": [rule]}})
-        assert unknown_part(config, "cuda") == expected
-
-
-def test_a_job_whose_model_returns_the_logits_of_a_loss_in_chunks_is_traced() -> None:
-    for reason, sections in (
-        ("a checkpointed output layer in activation_checkpoint.modules", {"activation_checkpoint": {"mode": "full"}}),
-        ("an output layer in float8", {"float8": {"enable": True}}),
-    ):
-        (section,) = sections.values()
-        section["modules"] = ["output"]
-        for chunks, expected in ((1, None), (2, f"loss.chunks with {reason}")):
-            config = JobConfig.model_validate({"loss": {"chunks": chunks}, **sections})
-            assert unknown_part(config, "cuda") == expected
-
-
-def test_latent_attention_is_traced() -> None:
-    config = JobConfig.model_validate({"model": {"name": "deepseek_v3"}})
-    assert unknown_part(config, "cuda") == "model.args.latent_attention"
+    return config, layout, Choice(config.gradient_accumulation, config.activation_checkpoint), kernels

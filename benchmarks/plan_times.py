@@ -1,0 +1,87 @@
+"""Wall seconds of the command `plan`, for the first plan of a job and for the second.
+
+    python benchmarks/plan_times.py [--only GLOB ...] [--write docs/verification/planner.md]
+
+A time is that of a whole process, from its start to its end. The first plan begins with an empty cache: it imports
+torch and records microbatches in each activation checkpointing mode. The second finds the recordings. Both print all
+choices. The exit status is 1 if a plan fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from fnmatch import fnmatch
+from importlib.metadata import version
+from pathlib import Path
+
+from publishing import markdown_table, publish
+
+from titan_launch.core.files import CACHE_VARIABLE
+
+_CHECKOUT = Path(__file__).parent.parent
+_LORA = '--lora.targets=["layers.*.attention.w*", "layers.*.feed_forward.w*"]'
+_PIPELINE = ["--parallelism.tensor_parallel_degree=8", "--parallelism.pipeline_parallel_degree=4"]
+_SYNTHETIC = "--data.kind=synthetic"
+_BATCH = ["--training.seq_len=4096", "--training.local_batch_size=1"]
+
+
+def _flavor(name: str, flavor: str) -> list[str]:
+    """Return the options of a job with random tokens."""
+    return ["--config=llama_debug", f"--model.name={name}", f"--model.flavor={flavor}", _SYNTHETIC, *_BATCH]
+
+
+JOBS: dict[str, tuple[int, list[str]]] = {
+    "Llama 3 8B": (8, ["--config=llama3_8b"]),
+    "Llama 3 8B, LoRA": (8, ["--config=llama3_8b", _LORA]),
+    "Llama 3 70B": (512, ["--config=llama3_70b"]),
+    "Llama 3 70B, LoRA": (512, ["--config=llama3_70b", _LORA]),
+    "Llama 3 70B, TP 8 x PP 4, 1F1B": (512, ["--config=llama3_70b", *_PIPELINE]),
+    "Qwen 3 30B-A3B, expert parallelism 8": (16, ["--config=qwen3_30b_a3b", "--parallelism.expert_parallel_degree=8"]),
+    "DeepSeek-V3 16B-A3B": (8, _flavor("deepseek_v3", "16B-A3B")),
+    "Gemma 3 12B": (8, _flavor("gemma3", "12B")),
+    "GPT-OSS 20B": (8, _flavor("gpt_oss", "20B")),
+    "`resnet_bn.toml`": (2, ["--config=resnet_bn"]),
+    "`vit_debug.toml`": (2, ["--config=vit_debug"]),
+    "`llama_bn.toml`": (2, ["--config=llama_bn"]),
+}
+"""Ranks and options of each job."""
+
+
+def seconds(ranks: int, options: list[str], cache: str) -> float | str:
+    """Return the wall seconds of a plan; the last line of its error if it fails."""
+    command = [sys.executable, "-m", "titan_launch", "plan", *options, f"--world-size={ranks}", "--device=h100-80gb"]
+    began = time.perf_counter()
+    variables = {**os.environ, CACHE_VARIABLE: cache}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=_CHECKOUT, env=variables)
+    took = time.perf_counter() - began
+    return (ended.stderr.strip().splitlines() or ["no message"])[-1] if ended.returncode else took
+
+
+def main() -> int:
+    """Measure all jobs, one after another."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--only", default=["*"], nargs="+", metavar="GLOB", help="measure the jobs whose names match")
+    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    arguments = parser.parse_args()
+    table, has_failed = [["job", "ranks", "first plan, s", "second plan, s"]], False
+    for name, (ranks, options) in JOBS.items():
+        if not any(fnmatch(name, glob) for glob in arguments.only):
+            continue
+        with tempfile.TemporaryDirectory() as cache:
+            times = [seconds(ranks, options, cache) for _ in range(2)]
+        has_failed |= any(isinstance(took, str) for took in times)
+        table.append([name, str(ranks), *(took if isinstance(took, str) else f"{took:.1f}" for took in times)])
+        print(" | ".join(table[-1]), file=sys.stderr, flush=True)
+    machine = f"{os.cpu_count()} cores, torch {version('torch')}, Python {platform.python_version()}"
+    publish(f"{markdown_table(table, texts=1)}\n\n{machine}.", "plan_times", arguments.write)
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
