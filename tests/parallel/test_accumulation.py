@@ -158,7 +158,8 @@ def count_among_7_ranks(config: JobConfig) -> Traffic:
 
 
 def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
-    config = make_job(model={"name": f"{__name__}:HalfFrozen", "args": {}})
+    data = {"kind": "synthetic", "vocab_size": 61}
+    config = make_job(model={"name": f"{__name__}:HalfFrozen", "args": {}}, data=data)
     layout = replace(plan_layout(config.parallelism, config.training, 7), num_microbatches=2)
     _, expected = planned(config, layout, "cpu")
     assert run_ranks(count_among_7_ranks, 1, config) == [expected]

@@ -9,7 +9,7 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, Raw
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob, load_job
@@ -18,8 +18,10 @@ from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_me
 from titan_launch.core.import_string import refuse_imports_from
 from titan_launch.core.terminal import say, shortened
 from titan_launch.plan.hardware import Kernels, planned_device_exists
-from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.recordings import Recorder, Recordings, recorded_inventory
+
+if TYPE_CHECKING:
+    from titan_launch.plan.layout import Layout
+    from titan_launch.plan.memory.recordings import Recorder, Recordings
 
 OVERRIDES = """\
 keys of the job:
@@ -212,6 +214,7 @@ def check_weights(loaded: LoadedJob) -> None:
     if resumes(config.job.run_folder, config, config.checkpoint.load):
         return
     from titan_launch.models.weights.folder import find_weights, open_weights
+    from titan_launch.plan.memory.recordings import recorded_inventory
 
     try:
         folder = open_weights(config.model)
@@ -234,8 +237,7 @@ def torch_needed(config: JobConfig) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        reason = f"a plan of model {config.model.name} needs torch, once: pip install torch"
-        raise NoTorchError(f"{reason}; what has been recorded with this job is planned without it") from None
+        raise NoTorchError(f"a plan of model {config.model.name} needs torch: pip install torch") from None
 
 
 def _recorder(config: JobConfig) -> Callable[[], Recorder]:
@@ -249,6 +251,8 @@ def _recorder(config: JobConfig) -> Callable[[], Recorder]:
 
 def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels) -> Recordings:
     """Return the recordings of a job. What is not in the cache is recorded with torch, and said on standard error."""
+    from titan_launch.plan.memory.recordings import Recordings
+
     return Recordings(config, layout, kernels, _recorder(config), lambda text: say(text, file=sys.stderr, flush=True))
 
 

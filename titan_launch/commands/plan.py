@@ -26,7 +26,7 @@ from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.advice import Advice, advise, smallest_sufficient
-from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
+from titan_launch.plan.auto_mode import Resolution, check_limit, recommend, remedies, resolve
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
 from titan_launch.plan.experts import active_parameters, describe_load
 from titan_launch.plan.hardware import GIB, Hardware, format_memory, free_memory_gib, hardware_of
@@ -293,9 +293,10 @@ def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "re
 
 
 def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
-    chooses_batch = is_auto_batch(config)
+    chooses_batch, hardware = is_auto_batch(config), _hardware(config, world_size)
+    check_limit(config, hardware)  # before anything is recorded
     config = with_batch_size(config, world_size, options.engine)
-    layout, hardware = plan_layout(config.parallelism, config.training, world_size), _hardware(config, world_size)
+    layout = plan_layout(config.parallelism, config.training, world_size)
     config = with_unsharded_parameters(config, layout)
     subject = _subject(config, layout, hardware, options.engine)
     model = (subject.inventory, subject.flops)

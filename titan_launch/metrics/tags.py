@@ -385,7 +385,8 @@ TAGS = [
     Tag(
         "memory/predicted_active_gib",
         "same",
-        "The planner's prediction of `memory/max_active_gib`. If the job must be recorded, it is reported afterwards.",
+        "The planner's prediction of `memory/max_active_gib`. It needs a recording of the job, by an earlier `plan` or "
+        "run; on GPUs, a process beside the run makes it.",
         chart=("Memory", "peak memory (GiB)"),
     ),
     Tag(

@@ -48,16 +48,21 @@ def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
         raise ConfigError([_problem_of_auto(config, f"no mode is possible: {'; '.join(comparison.notes)}")])
     if not is_auto(config):
         return Resolution(with_choice(config, own[0].choice), own[0], SET_BY_JOB)
-    if hardware.memory_gib is None:
+    check_limit(config, hardware)
+    best = _best(config, own, hardware, by_time=config.activation_checkpoint.mode == "auto")
+    if best is None:
+        raise ConfigError([_problem_of_auto(config, _why_nothing_fits(comparison, own, hardware))])
+    return best
+
+
+def check_limit(config: JobConfig, hardware: Hardware) -> None:
+    """Raise ConfigError if a mode of the job is `auto`, and no memory limit is known."""
+    if is_auto(config) and hardware.memory_gib is None:
         reason = (
             "needs a memory limit, and none is known; set planner.device or planner.memory_gib (plan: --device, "
             "--memory-gib)"
         )
         raise ConfigError([_problem_of_auto(config, reason)])
-    best = _best(config, own, hardware, by_time=config.activation_checkpoint.mode == "auto")
-    if best is None:
-        raise ConfigError([_problem_of_auto(config, _why_nothing_fits(comparison, own, hardware))])
-    return best
 
 
 def recommend(comparison: Comparison, hardware: Hardware) -> Resolution | None:

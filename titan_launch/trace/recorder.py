@@ -227,8 +227,12 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
         hold_frozen(memory, loss)
         num_items = torch.ones((), dtype=torch.int64)
         buffers = _buffers(model, statistics.saved_bytes, "")
+        shapes = _divided_shapes(model, plan, name_of)
         if frozen is not None:
             buffers |= _buffers(frozen.module, {}, SECOND)
+            names = {id(parameter): name for name, parameter in frozen.module.named_parameters()}
+            divided = _divided_shapes(frozen.module, frozen.plan, names)
+            shapes |= {SECOND + name: shape for name, shape in divided.items()}
         if pipeline is None:
             recorder.notes.clear()
             steps.begin_microbatch(0)
@@ -246,7 +250,7 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
 
             schedule = PipelineRecorder(pipeline, config, recorder.notes, memory, take_gradients, path_of)
             schedule.run(microbatches, loss, num_items)
-        return Tape((), tuple(recorder.segments()), buffers, _divided_shapes(model, plan, name_of), recorder.reduced)
+        return Tape((), tuple(recorder.segments()), buffers, shapes, recorder.reduced)
 
 
 def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[str, int]:

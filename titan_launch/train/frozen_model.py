@@ -23,7 +23,7 @@ from titan_launch.models.loss import Loss
 from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights
 from titan_launch.parallel.fsdp import without_backward
 from titan_launch.plan.job import plan_untrained
-from titan_launch.plan.types import Inventory
+from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.forward import select_outputs
 from titan_launch.train.model import AssembledModel, SampleFormat, allocate_model, assemble_model
@@ -55,6 +55,11 @@ class FrozenModel:
     def module(self) -> nn.Module:
         """The wrapped module."""
         return self._model.module
+
+    @property
+    def plan(self) -> ModelPlan:
+        """The plan by which the module was wrapped."""
+        return self._model.plan
 
     def allocate(self, device: torch.device, stack: ExitStack, initial_values: bool = True) -> None:
         """Allocate this rank's shards, and fill the tensors that are not in the folder unless `initial_values` is

@@ -170,7 +170,8 @@ class Replay:
         for index, plan in enumerate(locals_):
             self._add(root_path(index if layout.pipeline > 1 else None), config, plan)
         if second is not None:
-            self._add(SECOND, second.config, second.plan)
+            own = {name.removeprefix(SECOND): s for name, s in tape.shapes.items() if name.startswith(SECOND)}
+            self._add(SECOND, second.config, local_plan(second.plan, own))
         for name, elements in tape.reduced.items():
             unit, index = self._places[name]
             unit.parameters[index].sent_elements = elements
