@@ -182,7 +182,7 @@ def test_bad_images_are_one_sentence(runner: Runner, tmp_path: Path, name: str) 
             ended.assert_harmless()
             assert len(ended.text) < 20_000
         ended = runner.run(
-            ["init", "image_classification", "--out", f"{path}.toml", "--data", path, "--device", "h100-80gb"],
+            ["init", "image_classification", "--out", f"{path}.toml", "--data", path],
             tmp_path,
             environment,
         )
@@ -374,7 +374,7 @@ def test_bad_arrays_are_one_sentence(runner: Runner, tmp_path: Path, name: str) 
     make, sentence = BAD_ARRAYS[name]
     (tmp_path / "a.npz").write_bytes(make())
     write_job(tmp_path, "a.npz")
-    init = ["init", "image_classification", "--out", "b.toml", "--data", "a.npz", "--device", "h100-80gb"]
+    init = ["init", "image_classification", "--out", "b.toml", "--data", "a.npz"]
     for command in (*COMMANDS, init) if name != "NaN" else COMMANDS:
         ended = runner.run(command, tmp_path, {"TITAN_LAUNCH_CACHE": str(tmp_path / "cache")})
         ended.assert_one_sentence(sentence)
@@ -426,7 +426,7 @@ def test_bad_folders_are_one_sentence(runner: Runner, tmp_path: Path, name: str)
     for command in COMMANDS:
         runner.run(command, tmp_path, environment).assert_one_sentence(sentence)
     for command in (
-        ["init", "image_classification", "--out", "b.toml", "--data", "folder", "--device", "h100-80gb"],
+        ["init", "image_classification", "--out", "b.toml", "--data", "folder"],
         ["check", "--config", "job.toml"],
     ):
         runner.run(command, tmp_path, environment).assert_harmless()

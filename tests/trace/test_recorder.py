@@ -107,6 +107,18 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
             "training": {"global_batch_size": 6},
         },
     ),
+    "ZBV, loss in chunks": (
+        4,
+        "cuda",
+        {
+            "model": {"args": {"n_layers": 4}},
+            "parallelism": pipeline("ZBVZeroBubble"),
+            "precision": BF16,
+            "loss": {"chunks": 5},
+            "gradient_accumulation": UNSHARDED,
+            "training": {"global_batch_size": 4},
+        },
+    ),
     "tensor parallelism in a pipeline": (
         4,
         "cuda",
@@ -221,6 +233,18 @@ def test_the_second_model_of_a_loss_is_replayed(tmp_path: Path) -> None:
     teacher = write_model(tmp_path / "teacher", 3, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=61)
     loss = {"name": "distillation", "distillation": {"teacher": str(teacher)}}
     config, layout, choice = a_job(2, loss=loss, precision=BF16, gradient_accumulation=DEFERRED)
+    assert_replayed_as_traced(config, layout, choice, "cuda")
+
+
+def test_the_second_model_of_a_loss_is_divided_by_tensor_parallelism(tmp_path: Path) -> None:
+    teacher = write_model(tmp_path / "teacher", 3, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=64)
+    config, layout, choice = a_job(
+        4,
+        model={"args": {"vocab_size": 64}},
+        loss={"name": "distillation", "distillation": {"teacher": str(teacher)}},
+        precision=BF16,
+        parallelism={"tensor_parallel_degree": 2, "loss_parallel": False},
+    )
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.auto_mode import resolve_auto
 from titan_launch.plan.batch_size import with_local_batch_size
+from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import GIB, Kernels, hardware_of
+from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.engine import ReplayEngine
+from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.step_time import flops_of_model
 
@@ -97,10 +101,10 @@ def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf
         job = with_local_batch_size(config.model_copy(update={"activation_checkpoint": auto}), size)
         layout = plan_layout(job.parallelism, job.training, machine.ranks)
         try:
-            recordings = recordings_of(job, layout, hardware.kernels)
-            subject = recordings.subject()
-            flops = flops_of_model(job.model, job.training.seq_len, subject.inventory.blocks, subject.flops_per_sample)
-            engine = ReplayEngine(job, layout, hardware.kernels, recordings)
+            engine = _BySize(job, layout, hardware.kernels, recordings_of)
+            subject = engine.subject
+            blocks, seq_len = subject.inventory.blocks, job.training.seq_len
+            flops = flops_of_model(job.model, seq_len, blocks, subject.flops_per_sample)
             resolution = resolve_auto(job, layout, subject.inventory, flops, hardware, engine)
         except ConfigError:
             return  # neither this microbatch nor a larger one fits
@@ -109,3 +113,23 @@ def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf
         mode = row.choice.activation_checkpoint.mode
         yield _Candidate(size, mode, seconds, row.reserved_bytes / GIB, limit)
         size *= 2
+
+
+class _BySize:
+    """Predicts a job from recordings of microbatches of two and four samples: memory at a point of the step, and
+    traffic, are on a line with the size. So a few recordings serve all sizes."""
+
+    def __init__(self, config: JobConfig, layout: Layout, kernels: Kernels, recordings_of: RecordingsOf):
+        recordings = [recordings_of(config, replace(layout, local_batch_size=size), kernels) for size in (2, 4)]
+        self.subject = recordings[0].subject()
+        self._two, self._four = (ReplayEngine(config, layout, kernels, recorded) for recorded in recordings)
+        self._own = cache(lambda: ReplayEngine(config, layout, kernels, recordings_of(config, layout, kernels)))
+        self._factor = (layout.local_batch_size - 2) / 2
+
+    def __call__(self, choice: Choice) -> Footprint:
+        """Return the active memory. A job whose points of memory cannot be paired is recorded in its own size."""
+        return extrapolate(self._two(choice), self._four(choice), self._factor) or self._own()(choice)
+
+    def traffic(self, choice: Choice) -> Traffic:
+        """Return the traffic of a step."""
+        return on_line(self._two.traffic(choice), self._four.traffic(choice), self._factor)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.core.import_string import user_files
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.dtensor import local_tensor
@@ -196,9 +197,20 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
     recorder = _Recorder()
     path_of: dict[nn.Module, str] = {}
 
+    split: list[nn.Module] = []
+    """The stages whose backward is split: PyTorch sets the gradients of weights without hooks."""
+
     def on_hook(name: str, module: nn.Module) -> None:
+        if name in ("post_backward", "finish_backward"):
+            for stage in split:  # before FSDP2 converts them
+                take_gradients(stage)
         again = name in ("post_forward", "complete_forward") and is_in_backward()
         recorder.notes.append(Step(name, path_of[module], int(again)))
+
+    def take_gradients(stage: nn.Module) -> None:
+        for parameter, gradient in unsharded_gradients(stage):
+            recorder.taking = name_of[id(parameter)], dtype_of(gradient)
+            memory.hold([gradient], Category.UNSHARDED_GRADIENTS)
 
     end_forward = fsdp.end_forward
 
@@ -243,11 +255,8 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
         else:
             microbatches = [memory.paused(batches.make)()] * layout.num_microbatches  # on the host
 
-            def take_gradients(stage: nn.Module) -> None:
-                for parameter, gradient in unsharded_gradients(stage):
-                    recorder.taking = name_of[id(parameter)], dtype_of(gradient)
-                    memory.hold([gradient], Category.UNSHARDED_GRADIENTS)
-
+            if config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
+                split += [local.module for local in pipeline.local]
             schedule = PipelineRecorder(pipeline, config, recorder.notes, memory, take_gradients, path_of)
             schedule.run(microbatches, loss, num_items)
         return Tape((), tuple(recorder.segments()), buffers, shapes, recorder.reduced)

@@ -45,8 +45,8 @@ from titan_launch.plan.param_groups import (
     settings_of,
 )
 from titan_launch.plan.pipeline import scaled_to_step
-from titan_launch.plan.replica_shards import chunk_numel, gradients_leave_early
-from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, full_name
+from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, gradients_leave_early
+from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, full_name
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 
 
@@ -140,6 +140,19 @@ _WITH_NUMBER = {
 """The steps that take a number."""
 
 
+def _joined(units: Mapping[Unit, ExchangedUnit]) -> list[ExchangedUnit]:
+    """Return the exchanged units of a rank, with the parts of a unit that several stages have as one: they have one
+    exchange."""
+    found: dict[str, ExchangedUnit] = {}
+    for unit, part in units.items():
+        before = found.get(unit.name)
+        joined = (
+            part if before is None else part._replace(numel=before.numel + part.numel, width=before.width + part.width)
+        )
+        found[unit.name] = joined
+    return list(found.values())
+
+
 class Replay:
     """The parts of a model on a rank with their FSDP2 units, for one step."""
 
@@ -226,7 +239,7 @@ class Replay:
         for context in self._contexts.values():
             context.finish_exchange()
         temporaries = temporary_bytes(config.optimizer, self._groups, layout.optimizer_shards)
-        units = self._exchanged.values()
+        units = _joined(self._exchanged)
         book_update(self._ledger, temporaries, units, layout, gradients_leave_early(config.training))
         return ReplayedStep(self._ledger.footprint(), traffic + traffic_of_replicas(units, layout.optimizer_replicas))
 
