@@ -28,6 +28,7 @@ from titan_launch.config.huggingface.config_json import arguments_of, config_of,
 from titan_launch.config.huggingface.families import FAMILIES
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.core.errors import ConfigError
+from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.models.mixture_of_experts import balance_losses, choose
 from titan_launch.models.weights.folder import INDEX, Weights, WeightsFolder
 
@@ -414,8 +415,9 @@ def test_without_the_library_the_error_names_the_extra(folder: Path, monkeypatch
         WeightsFolder(folder)
 
 
-def test_a_folder_is_checked_without_torch(folder: Path) -> None:
+def test_a_folder_is_checked_without_torch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the model has been recorded."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     code = (
         "import sys; from titan_launch.config.loading.load import load_job; from titan_launch.commands import parser;"
         f"job = load_job({str(folder / 'job.toml')!r}); parser.check_weights(job);"

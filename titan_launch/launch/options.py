@@ -117,6 +117,8 @@ def count_gpus() -> int:
 
 def find_gpus() -> list[tuple[str, float]]:
     """Return (name, memory in GiB) of each visible GPU of this host, as the driver reports them, without torch."""
+    if _visible_gpus() == 0:
+        return []
     rows = _ask_driver("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
     gpus = [(name.strip(), float(mib) / 1024) for name, _, mib in (row.rpartition(",") for row in rows)]
     return gpus[: _visible_gpus()]
