@@ -16,7 +16,7 @@ from tensorboard import program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.distributed import run_ranks
-from tests.train.jobs import read_metrics, run_job, tiny_job
+from tests.train.jobs import read_metrics, record, run_job, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.metrics.sinks import RunDescription, TensorBoardSink
 from titan_launch.metrics.sinks.tensorboard import _OVERVIEW
@@ -52,6 +52,7 @@ def job(folder: Path, steps: int) -> dict[str, dict[str, object]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of two ranks that stopped at step 2 and resumed to step 4."""
     folder = tmp_path_factory.mktemp("runs")
+    record(job(folder, 2), 2)
     run_ranks(run_job, 2, job(folder, 2))
     run_ranks(run_job, 2, job(folder, 4))
     return folder
