@@ -209,7 +209,7 @@ def assert_replayed_as_traced(config: JobConfig, layout: Layout, choice: Choice,
     # tell where exactly.
     converts = ACCUMULATES_IN_GRAD and choice.accumulation.mode == "deferred"
     for point in ours.peaks:
-        rel = 0.02 if converts and point.microbatch == 0 else 1e-4
+        rel = 0.02 if converts and point.microbatch == 0 else 3e-4  # 112 bytes of InterleavedZeroBubble on 2.15
         assert ours.peaks[point].total == pytest.approx(reference.peaks[point].total, rel=rel, abs=64), point
     assert replayed.traffic(choice) == traced.traffic(choice)
 
@@ -227,6 +227,21 @@ def test_a_planned_step_of_a_language_model_is_the_traced_one(name: str) -> None
     assert_replayed_as_traced(config, layout, choice, kernels)
     host_bytes = engine_of(config, layout, kernels, may_record=False)(choice).host_bytes
     assert (host_bytes > 0) == name.endswith("offloaded")
+
+
+@pytest.mark.parametrize("vocabulary", [320, 4000])
+def test_the_gradients_of_a_tied_weight_are_added_in_the_reduce_dtype(vocabulary: int) -> None:
+    """From torch 2.15 on, if the first microbatch does not reduce them."""
+    config, layout, choice = a_job(
+        2,
+        model={"args": {"vocab_size": vocabulary, "tie_embeddings": True}},
+        precision=BF16,
+        gradient_accumulation=DEFERRED,
+        activation_checkpoint={"mode": "full"},
+        loss={"chunks": 8},
+        training={"seq_len": 16, "global_batch_size": 4},
+    )
+    assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
 def test_the_second_model_of_a_loss_is_replayed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from titan_launch.train.trace_subprocess import TraceProcess
 
 
 @pytest.mark.parametrize(
-    ("trial", "task"), [(None, "the recording of the model"), ((1, torch.device("cpu")), "the trial of rank 1")]
+    ("trial", "task"), [(None, "the plan of the job"), ((1, torch.device("cpu")), "the trial of rank 1")]
 )
 def test_the_error_of_a_killed_process_names_task_and_signal(
     tmp_path: Path, trial: tuple[int, torch.device] | None, task: str

@@ -19,7 +19,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Placement
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.core.patches import replaced
+from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.metrics.memory import LiveMemory
@@ -85,7 +87,12 @@ class PipelineRecorder:
         with ExitStack() as stack:
             self._watch(stack)
             self._last = len(microbatches) - 1
-            self._actions = _actions_of(step.schedule_for(microbatches), self.pipeline, len(microbatches))
+            self._actions = _actions_of(
+                step.schedule_for(microbatches),
+                self.pipeline,
+                len(microbatches),
+                parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES,
+            )
             self.notes.clear()
             step(microbatches, loss, num_items)
         composed = list(self._composed(self.notes))
@@ -188,9 +195,12 @@ def _left(notes: Iterable[Note]) -> Counter[Category]:
     return left
 
 
-def _actions_of(schedule: Any, pipeline: Pipeline, num_microbatches: int) -> dict[tuple[int, int], tuple[str, ...]]:
+def _actions_of(
+    schedule: Any, pipeline: Pipeline, num_microbatches: int, splits_backward: bool
+) -> dict[tuple[int, int], tuple[str, ...]]:
     """Return the names of the actions of each microbatch on each stage of this rank, such as a whole backward or its
-    two parts; an empty tuple if the schedule has only whole backwards and lists no actions."""
+    two parts; an empty tuple if the schedule has only whole backwards and lists no actions. With a split backward, the
+    first microbatch of a stage differs from later ones from torch 2.15 on."""
     found: dict[tuple[int, int], tuple[str, ...]] = {
         (local.stage.index, microbatch): () for local in pipeline.local for microbatch in range(num_microbatches)
     }
@@ -198,6 +208,8 @@ def _actions_of(schedule: Any, pipeline: Pipeline, num_microbatches: int) -> dic
     for action in order.get(pipeline.local[0].stage.rank, ()):
         if action is not None and (key := (action.stage_index, action.microbatch_index)) in found:
             found[key] = (*found[key], str(action.computation_type))
+    if ACCUMULATES_IN_GRAD and splits_backward:  # later microbatches add to the gradients in place
+        return {(stage, index): (*own, "later") if index else own for (stage, index), own in found.items()}
     return found
 
 

@@ -10,6 +10,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.core.patches import garbage_collection_disabled
+from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, plan_untrained, with_choice
@@ -80,7 +81,12 @@ class ReplayEngine:
         parts = self._parts(bool(choice.accumulation.keep_params_unsharded), choice.activation_checkpoint, rank)
         tape = partial(self._recordings.tape, choice.activation_checkpoint, rank)
         if layout.pipeline == 1:
-            step = self._replayed(config, parts, tape(), layout.num_microbatches)
+            is_deferred = choice.accumulation.mode == "deferred" and layout.num_microbatches > 1
+            first = None
+            if ACCUMULATES_IN_GRAD and is_deferred and _is_tied(parts.plans[0]):
+                # Autograd converts each use's gradient of a shared parameter, and adds them in the reduce dtype.
+                first = tape(is_deferred=True)
+            step = self._replayed(config, parts, tape(), layout.num_microbatches, first)
             return step.footprint, step.traffic
         enough = sufficient_microbatches(config.parallelism, layout)
         step = self._replayed(config, parts, tape(enough), enough)
@@ -91,13 +97,18 @@ class ReplayEngine:
             footprint = with_growth(footprint, longer.footprint, untraced / more)
         return replace(footprint, pipeline_rank=rank), step.traffic
 
-    def _replayed(self, config: JobConfig, parts: Parts, tape: Tape, num_microbatches: int) -> ReplayedStep:
-        """Replay the model at two smaller depths and extrapolate, or at its own depth."""
+    def _replayed(
+        self, config: JobConfig, parts: Parts, tape: Tape, num_microbatches: int, first: Tape | None = None
+    ) -> ReplayedStep:
+        """Replay the model at two smaller depths and extrapolate, or at its own depth. `first`: the tape of the first
+        microbatch, if it differs from `tape`."""
 
         def at(removed: tuple[str, ...]) -> ReplayedStep:
             own = [without_blocks(plan, removed) for plan in parts.plans] if removed else parts.plans
-            shallow = with_blocks(tape, removed)
-            return Replay(config, own, self._layout, self._kernels, shallow, self._second()).step(num_microbatches)
+            shallow, begin = (None if each is None else with_blocks(each, removed) for each in (tape, first))
+            assert shallow is not None
+            replay = Replay(config, own, self._layout, self._kernels, shallow, self._second(), begin)
+            return replay.step(num_microbatches)
 
         shortcut = parts.shortcut
         if shortcut is not None and tape.parts[0].repeat is not None:
@@ -113,3 +124,9 @@ class ReplayEngine:
             return None
         own = frozen_job(self._config, found)
         return SecondModel(own, plan_untrained(own, inventory))
+
+
+def _is_tied(plan: ModelPlan) -> bool:
+    """Return True if a trained parameter of the model has several uses."""
+    parameters = (p for module in plan.inventory.modules for p in module.parameters)
+    return any(p.tied_to is not None and p.requires_grad for p in parameters)

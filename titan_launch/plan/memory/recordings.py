@@ -138,7 +138,7 @@ class Recordings:
         self._recorder = None if recorder is None else cache(recorder)
         self._say = say
         self._subject: Subject | None = None
-        self._tapes: dict[tuple[ActivationCheckpointConfig, int, int], Tape] = {}
+        self._tapes: dict[tuple[ActivationCheckpointConfig, int, int, bool], Tape] = {}
 
     def subject(self) -> Subject:
         """Return the model. Raises NotRecordedError."""
@@ -148,22 +148,30 @@ class Recordings:
         return self._subject
 
     def tape(
-        self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int = 0, num_microbatches: int = 1
+        self,
+        checkpointing: ActivationCheckpointConfig,
+        pipeline_rank: int = 0,
+        num_microbatches: int = 1,
+        is_deferred: bool = False,
     ) -> Tape:
-        """Return the tape of a microbatch; with pipeline parallelism, of the microbatches of a step. Raises
-        NotRecordedError."""
-        key = checkpointing, pipeline_rank, num_microbatches
+        """Return the tape of a microbatch; with pipeline parallelism, of the microbatches of a step. `is_deferred`: the
+        first of several microbatches, whose gradients are not reduced. Raises NotRecordedError."""
+        key = checkpointing, pipeline_rank, num_microbatches, is_deferred
         if key not in self._tapes:
             self._tapes[key] = self._tape(*key)
         return self._tapes[key]
 
-    def _tape(self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int, num_microbatches: int) -> Tape:
+    def _tape(
+        self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int, num_microbatches: int, is_deferred: bool
+    ) -> Tape:
         training, subject = self.job.training, self.subject()
         assert training.global_batch_size is not None
         batch = {"global_batch_size": training.global_batch_size * num_microbatches}
         job = self.job.model_copy(
             update={"activation_checkpoint": checkpointing, "training": training.model_copy(update=batch)}
         )
+        if is_deferred:
+            job = job.model_copy(update={"gradient_accumulation": GradientAccumulationConfig(mode="deferred")})
 
         def record(recorder: Recorder) -> dict[str, Any]:
             return to_json(recorder.tape(job, self._kernels, subject, pipeline_rank))

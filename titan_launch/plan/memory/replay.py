@@ -164,13 +164,14 @@ class Replay:
         kernels: Kernels,
         tape: Tape,
         second: SecondModel | None = None,
+        first: Tape | None = None,
     ):
         """`plans`: plan of the model with the blocks on the tape, or of each pipeline stage of the rank. `second`: the
-        second model of the loss."""
+        second model of the loss. `first`: the tape of the first microbatch, if it differs from `tape`."""
         locals_ = [local_plan(plan, tape.shapes) for plan in plans]
         self._config = config
         self._layout = layout
-        self._tape = tape
+        self._tape, self._first = tape, first
         self._ledger = Ledger(on_host(config.training, kernels))
         self._groups = group_sizes(zip(plans, locals_, strict=True), config.optimizer, layout)
         self._exchanged = {unit: sizes for plan in locals_ for unit, sizes in exchanged_units(plan, layout).items()}
@@ -265,7 +266,8 @@ class Replay:
         self._ledger.allocate(sum(self._tape.buffers.values()), Category.BUFFERS)
 
     def _play(self, first_microbatch: int) -> None:
-        for segment in self._tape.segments:
+        tape = self._first if self._first is not None and first_microbatch == 0 else self._tape
+        for segment in tape.segments:
             self._ledger.enter(StepPoint(first_microbatch + segment.microbatch, segment.phase, segment.module))
             for event in segment.events:
                 self._do(event)
