@@ -25,6 +25,7 @@ from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.core.torch_release import planned_release
+from titan_launch.phantom_gpu.devices import PHANTOMS
 from titan_launch.plan.advice import Advice, advise, smallest_sufficient
 from titan_launch.plan.auto_mode import Resolution, check_limit, recommend, remedies, resolve
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
@@ -195,6 +196,8 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
 
     Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
     """
+    if options.measures and _hardware(config, world_size).device not in PHANTOMS:
+        raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
     planned = _plan(config, world_size, options)
     if options.trial is not None:
         planned = replace(planned, trial=_try(planned, options.trial))
@@ -229,15 +232,11 @@ def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
 
 
 def _measure(planned: _Planned) -> dict[str, Any]:
-    """Train three steps of the fullest rank on a phantom GPU. Return the memory that they took. Raises UserError
-    without a known device or if the host has too little memory, and RunError if the memory of the device does not
-    suffice."""
-    from titan_launch.phantom_gpu.devices import PHANTOMS
+    """Train three steps of the fullest rank on a phantom GPU. Return the memory that they took. Raises UserError if the
+    host has too little memory, and RunError if the memory of the device does not suffice."""
     from titan_launch.phantom_gpu.environment import RANK_GIB, phantom_gpus
 
     config, hardware = planned.resolution.config, planned.hardware
-    if hardware.device not in PHANTOMS:
-        raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
     offloaded, free = planned.resolution.row.footprint.host_bytes / GIB, free_memory_gib()
     if offloaded and free < offloaded + RANK_GIB:
         keys = ["training.enable_cpu_offload = true"] * config.training.enable_cpu_offload
