@@ -237,6 +237,7 @@ def _measure(planned: _Planned) -> dict[str, Any]:
     from titan_launch.phantom_gpu.environment import RANK_GIB, phantom_gpus
 
     config, hardware = planned.resolution.config, planned.hardware
+    assert hardware.device is not None  # `print_plan` refuses
     offloaded, free = planned.resolution.row.footprint.host_bytes / GIB, free_memory_gib()
     if offloaded and free < offloaded + RANK_GIB:
         keys = ["training.enable_cpu_offload = true"] * config.training.enable_cpu_offload
