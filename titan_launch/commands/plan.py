@@ -196,13 +196,14 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
 
     Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
     """
-    if options.measures and _hardware(config, world_size).device not in PHANTOMS:
-        raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
+    if options.trial is not None and options.trial >= world_size:
+        raise UserError(f"--trial {options.trial}: there are {world_size} ranks, counted from 0 (--world-size)")
+    phantom = _phantom(_hardware(config, world_size)) if options.measures else None
     planned = _plan(config, world_size, options)
     if options.trial is not None:
         planned = replace(planned, trial=_try(planned, options.trial))
-    elif options.measures:
-        planned = replace(planned, trial=_measure(planned))
+    elif phantom is not None:
+        planned = replace(planned, trial=_measure(planned, phantom))
     if options.plot is not None:
         title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
         plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
@@ -220,8 +221,6 @@ def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
 
     from titan_launch.trace.trial import run_trial
 
-    if rank >= planned.layout.world_size:
-        raise UserError(f"--trial {rank}: there are {planned.layout.world_size} ranks, counted from 0 (--world-size)")
     config = planned.resolution.config
     is_on_gpu = config.job.device != "cpu" and torch.cuda.is_available()
     memory = run_trial(config, planned.layout, rank, torch.device("cuda" if is_on_gpu else "cpu"))
@@ -231,13 +230,19 @@ def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
     return None if memory is None else {"rank": rank, "device": name, **asdict(memory)}
 
 
-def _measure(planned: _Planned) -> dict[str, Any]:
-    """Train three steps of the fullest rank on a phantom GPU. Return the memory that they took. Raises UserError if the
-    host has too little memory, and RunError if the memory of the device does not suffice."""
+def _phantom(hardware: Hardware) -> str:
+    """Return the name of the phantom GPU. Raises UserError if the planned device is not known, or cannot be one."""
+    if hardware.device not in PHANTOMS:
+        raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
+    return hardware.device
+
+
+def _measure(planned: _Planned, device: str) -> dict[str, Any]:
+    """Train three steps of the fullest rank on the phantom GPU `device`. Return the memory that they took. Raises
+    UserError if the host has too little memory, and RunError if the memory of the device does not suffice."""
     from titan_launch.phantom_gpu.environment import RANK_GIB, phantom_gpus
 
     config, hardware = planned.resolution.config, planned.hardware
-    assert hardware.device is not None  # `print_plan` refuses
     offloaded, free = planned.resolution.row.footprint.host_bytes / GIB, free_memory_gib()
     if offloaded and free < offloaded + RANK_GIB:
         keys = ["training.enable_cpu_offload = true"] * config.training.enable_cpu_offload
@@ -245,14 +250,15 @@ def _measure(planned: _Planned) -> dict[str, Any]:
         needed = f"{offloaded + RANK_GIB:.1f} GiB of host memory, {offloaded:.1f} GiB for {' and '.join(keys)}"
         remedy = "plan without --measure, measure a model with fewer layers, or use a machine with more memory"
         raise UserError(f"--measure: needs about {needed}; {free:.1f} GiB are free; {remedy}")
-    with phantom_gpus(hardware.device, 1, hardware.memory_gib, hides_gpu=True) as variables, ExitStack() as stack:
+    with phantom_gpus(device, 1, hardware.memory_gib, hides_gpu=True) as variables, ExitStack() as stack:
         import torch
 
         from titan_launch.train.trace_subprocess import TraceProcess
 
         stack.enter_context(environment(**variables))
-        ranks, device = planned.layout.world_size, torch.device("cuda")
-        trial: dict[str, Any] = TraceProcess(config, ranks, hardware, stack, (planned.fullest_rank, device)).result()
+        rank = (planned.fullest_rank, torch.device("cuda"))
+        ranks = planned.layout.world_size
+        trial: dict[str, Any] = TraceProcess(config, ranks, hardware, stack, rank).result()
         measured: dict[str, Any] = trial["trial"]
         return measured
 
