@@ -20,13 +20,12 @@ from typing import Any
 from publishing import markdown_table, publish
 
 from titan_launch.config.job import JobConfig
-from titan_launch.models.build import build_model
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.memory.engine import ReplayEngine
+from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.report.comparison import Row, compare
-from titan_launch.plan.step_time import flops_of_model
-from titan_launch.trace.recorder import recorded_engine
-from titan_launch.train.auto_mode import inspect_model
+from titan_launch.trace.recorder import TorchRecorder
 
 SAMPLES = 512
 _CHECKPOINTING = {"8B": "selective", "70B": "full", "405B": "full"}
@@ -88,12 +87,11 @@ def _predict(model: str, ranks: int, layout: Named, accumulation: dict[str, Any]
 
 
 def _row(config: JobConfig, layout: Layout) -> Row:
-    built = build_model(config.model, config.training.seq_len)
     hardware = hardware_of(config, ranks_on_machine=8)
-    inventory = inspect_model(config, built)
-    flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
-    engine = recorded_engine(config, layout, hardware.kernels)
-    return compare(config, layout, inventory, flops, hardware, engine, only_own=True).rows[0]
+    recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
+    engine = ReplayEngine(config, layout, hardware.kernels, recordings)
+    inventory = recordings.subject().inventory
+    return compare(config, layout, inventory, recordings.flops, hardware, engine, only_own=True).rows[0]
 
 
 def _shortest(row: Row) -> tuple[float, float]:

@@ -12,9 +12,9 @@ import torch
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.runs import Result
 from benchmarks.publishing import commit
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.decoder import DecoderArgs, flops_per_token
+from titan_launch.config.job import JobConfig
 from titan_launch.plan.hardware import find_device
+from titan_launch.train.flops import flops_of_job
 
 
 def header(is_smoke: bool) -> str:
@@ -103,8 +103,8 @@ def _cell(value: str | float | None, style: str) -> str:
 def mfu_percent(case: Case, tokens_per_second: float) -> float | None:
     """Return the model FLOPs per second in percent of the device's bfloat16 peak; None if the peak is not known."""
     known = find_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    args = resolve_args("llama3", case.shape.flavor, dict(case.shape.args))
-    assert isinstance(args, DecoderArgs)
     if known is None:
         return None
-    return 100 * flops_per_token(args, case.shape.seq_len) * tokens_per_second / (known.peak_bf16_tflops * 1e12)
+    model, training = {"flavor": case.shape.flavor, "args": case.shape.args}, {"seq_len": case.shape.seq_len}
+    per_sample = flops_of_job(JobConfig.model_validate({"model": model, "training": training})).per_sample
+    return 100 * per_sample / case.shape.seq_len * tokens_per_second / (known.peak_bf16_tflops * 1e12)

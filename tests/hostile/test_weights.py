@@ -236,7 +236,6 @@ def _read(folder: Path) -> None:
     try:
         found = read_folder_config(folder)
         args = resolve_args(found.name, found.flavor, found.args)
-        args.flops_per_sample(64)
         args.effective()
         model = ModelConfig(name=found.name, flavor=found.flavor, args=dict(found.args))
         if (args.num_layers() or 0) < 100:

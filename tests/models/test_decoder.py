@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import llama3_reference
 from tests.tensors import cross_entropy_sum
@@ -17,20 +16,14 @@ from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.decoder import (
     DecoderArgs,
     RopeScaling,
-    checkpointed_flops_per_token,
-    flops_per_token,
 )
-from titan_launch.config.architectures.families import FAMILIES, LLAMA3
+from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
-from titan_launch.models import mixture_of_experts
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder import SPECS, Decoder, llama_values
 from titan_launch.models.init import initialize
 from titan_launch.models.layers import BatchNorm
-from titan_launch.models.mixture_of_experts import grouped_product
-from titan_launch.parallel.activation_checkpoint import checkpoint_activations
-from titan_launch.plan.experts import MIN_GROUPED_WIDTH, active_parameters
+from titan_launch.plan.experts import active_parameters
 from titan_launch.train.auto_mode import plan_precision
 
 CPU = torch.device("cpu")
@@ -136,63 +129,6 @@ def test_active_parameters_are_the_published_ones(family: str, flavor: str) -> N
     args = DecoderArgs.model_validate(FAMILIES[family][flavor])
     embedding = args.vocab_size * args.dim if family == "gpt_oss" else 0
     assert (active_parameters(config, plan) - embedding) / 1e9 == pytest.approx(ACTIVE[family, flavor], abs=0.005)
-
-
-def test_flops_of_8b_are_those_of_torchtitans_published_mfu() -> None:
-    """TorchTitan publishes 5,762 tokens/s at 33.7 % of an H100's 989 TFLOP/s (sequence length 8192)."""
-    flops = flops_per_token(DecoderArgs.model_validate(LLAMA3["8B"]), 8192)
-    assert 5762 * flops / 989e12 == pytest.approx(0.337, abs=1e-3)
-
-
-LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 8}
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "latents", "latents of keys", "latents, without gate"])
-def test_flops_equal_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, soft caps and sinks are not compared, because torch counts a masked product as a whole one. Nor are
-    values that are narrower than keys, which are padded."""
-    has_latents = "latents" in family or family == "deepseek_v3"
-    latent = {"latent_attention": {**LATENT, "q_lora_rank": None if "keys" in family else 10}, "n_kv_heads": 4}
-    shape = {**tiny_args().model_dump(exclude_defaults=True), **(latent if has_latents else {})}
-    shape["gated"] = "without gate" not in family and family != "gpt2"
-    row = {**FAMILIES.get(family, LLAMA3)["debug"], **shape}
-    row |= {"sliding_window": None, "attention_soft_cap": None, "attention_sinks": False}
-    seq_len, args = 16, DecoderArgs.model_validate(row)
-    assert args.attended_width == args.query_width
-    monkeypatch.setattr(
-        mixture_of_experts, "expert_product", lambda rows, counts, weights: grouped_product(counts)
-    )  # as on CUDA
-    flops = {}
-    for mode, option in (("none", "op"), ("full", "op"), ("selective", "op")):
-        config = ActivationCheckpointConfig(mode=mode, selective_ac_option=option)
-        with torch.device("meta"):
-            model, tokens = Decoder(args, seq_len).bfloat16(), torch.zeros(2, seq_len, dtype=torch.int64)
-            if mode != "none":
-                checkpoint_activations(model, [f"layers.{index}" for index in range(args.n_layers)], config)
-            with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops}) as counter:
-                model(tokens).sum().backward()
-        flops[mode] = counter.get_total_flops() / tokens.numel()
-    assert flops["none"] == flops_per_token(args, seq_len)
-    assert flops["full"] - flops["none"] == args.n_layers * checkpointed_flops_per_token(args, seq_len, False)
-    attention = 4 * args.query_width * seq_len  # on the meta device it is products whose results are not saved
-    repeated = attention + checkpointed_flops_per_token(args, seq_len, True)
-    assert flops["selective"] - flops["none"] == args.n_layers * repeated
-
-
-def _grouped_flops(a: torch.Size, b: torch.Size, *others: Any, **options: Any) -> int:
-    """Return the FLOPs of a grouped product: of rows and matrices, or of two matrices of rows for their gradient. The
-    product with ones, which sums the gradient of a bias, counts as a sum: none."""
-    return 0 if a[0] == MIN_GROUPED_WIDTH else 2 * a[0] * a[1] * b[-1]
-
-
-def test_a_sliding_window_limits_the_flops_of_attention() -> None:
-    whole, cut = (tiny_args(n_layers=3, sliding_window=window, full_attention_every=3) for window in (16, 4))
-    saved_keys = 2 * (16 - 4)  # in two of the three layers
-    assert flops_per_token(whole, 16) - flops_per_token(cut, 16) == 12 * cut.dim * saved_keys
-    assert checkpointed_flops_per_token(whole, 16, False) - checkpointed_flops_per_token(cut, 16, False) == (
-        4 * cut.dim * saved_keys // 3
-    )
-    assert checkpointed_flops_per_token(whole, 16, True) == checkpointed_flops_per_token(cut, 16, True)
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])

@@ -11,19 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, tiny_job
-from titan_launch.config.architectures.vit import FLAVORS, ViTArgs, flops_per_image
-from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.config.architectures.vit import FLAVORS, ViTArgs
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.models.build import SPECS
 from titan_launch.models.init import initialize
 from titan_launch.models.vit import ViT, initial_values
 from titan_launch.optim.groups import group_parameters
-from titan_launch.parallel.activation_checkpoint import checkpoint_activations
 
 TINY: dict[str, Any] = {
     "image_size": 6,
@@ -71,35 +68,6 @@ def test_published_sizes() -> None:
         "L/16": 304_326_632,
         "H/14": 632_045_800,
     }
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_flops_are_what_torch_counts(pool: str) -> None:
-    args = tiny_args(pool=pool)
-    model = on_meta(args)
-    with FlopCounterMode(display=False) as counter:
-        model(torch.zeros(3, 1, 6, 6, device="meta")).sum().backward()
-    assert counter.get_total_flops() == 3 * flops_per_image(args)
-
-
-def test_flops_of_vit_b_are_the_published_ones() -> None:
-    """The documentation of torchvision says 17.56 billion multiply-adds in forward."""
-    args = ViTArgs.model_validate(FLAVORS["B/16"])
-    assert flops_per_image(args) / 6 == pytest.approx(17.56e9, rel=0.01)
-
-
-@pytest.mark.parametrize(("mode", "device"), [("full", "meta"), ("selective", "cpu")])
-def test_flops_of_activation_checkpointing_are_what_torch_counts(mode: Any, device: str) -> None:
-    """torch does not count the CPU's kernel of attention, the result of which `selective` saves."""
-    args, images, flops = tiny_args(), torch.zeros(3, 1, 6, 6, device=device), []
-    for modules in ([], ["layers.0", "layers.1"]):
-        with torch.device(device):
-            model = ViT(args)
-        checkpoint_activations(model, modules, ActivationCheckpointConfig(mode=mode))
-        with FlopCounterMode(display=False) as counter:
-            model(images).sum().backward()
-        flops.append(counter.get_total_flops())
-    assert flops[1] - flops[0] == 3 * 2 * args.checkpointed_block_flops(1, mode == "selective")
 
 
 NAMES = {

@@ -11,6 +11,7 @@ from tests.plan.report.test_comparison import (
     auto,
     choice_label,
     compared,
+    flops_of,
     make_job,
     predict,
 )
@@ -23,16 +24,14 @@ from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.report.table import format_assumptions, format_comparison
-from titan_launch.plan.step_time import flops_of_model
 from titan_launch.plan.types import Inventory
 from titan_launch.plan.units.order import plan_resharding
 
 
 def resolved(config: JobConfig, ranks: int = 2) -> Resolution:
     layout, inventory = plan_layout(config.parallelism, config.training, ranks), model_inventory(config)
-    flops = flops_of_model(config.model, 16, inventory.blocks)
     engine = PredictedBy(predict, config, layout)
-    return resolve_auto(config, layout, inventory, flops, hardware_of(config, ranks), engine)
+    return resolve_auto(config, layout, inventory, flops_of, hardware_of(config, ranks), engine)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +110,7 @@ def test_auto_without_a_memory_limit_is_an_error() -> None:
     comparison, hardware = compared(make_job(job={"device": "cuda"}, planner={}))
     assert {row.verdict for row in comparison.rows} == {None} and recommend(comparison, hardware) is None
     assert "verdict" not in format_comparison(comparison)
-    flops = flops_of_model(make_job().model, 16, ())
-    assert "--memory-gib" in format_assumptions(hardware, flops, "replay", make_job())
+    assert "--memory-gib" in format_assumptions(hardware, False, "replay", make_job())
 
 
 def test_a_job_without_auto_gets_a_recommendation() -> None:

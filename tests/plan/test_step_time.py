@@ -1,83 +1,13 @@
-"""Step times, and the FLOPs of activation checkpointing against those that PyTorch counts."""
+"""The time of a step from its FLOPs and its traffic."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-from tests.tensors import cross_entropy_sum
-from tests.train.jobs import TINY_ARGS
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.model import ModelConfig
-from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
-from titan_launch.models.build import build_model
-from titan_launch.parallel.activation_checkpoint import checkpoint_activations
+from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.module_selection import checkpointed_modules
-from titan_launch.plan.step_time import StepTime, bubble_share, estimate_step_time, flops_of_model, loss_head_flops
-from titan_launch.plan.types import Inventory
-from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.model import build_loss
-
-SEQ_LEN, LAYERS, DIM = 16, 4, TINY_ARGS["dim"]
-FULL = {"mode": "full"}
-MODES = [{"mode": "none"}, FULL, {"mode": "selective"}, {"mode": "selective", "selective_ac_option": 2}]
-
-
-def counted_matmuls(checkpointing: ActivationCheckpointConfig) -> int:
-    """Return the FLOPs of a forward and backward without attention, which torch counts on a CPU only from 2.15 on."""
-    built = build_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN)
-    model = built.module.to_empty(device="cpu")
-    checkpoint_activations(model, checkpointed_modules(Inventory((), built.blocks), checkpointing), checkpointing)
-    tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
-        cross_entropy_sum(model(tokens), tokens).backward()
-    counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
-    assert all(op == "aten.mm" or op.startswith("aten._scaled_dot_product") for op in counts)
-    return counts["aten.mm"]
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_llamas_matrix_products_are_those_that_torch_counts(mode: dict[str, Any]) -> None:
-    checkpointing = ActivationCheckpointConfig.model_validate(mode)
-    blocks = tuple(f"layers.{i}" for i in range(LAYERS))
-    flops = flops_of_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN, blocks)
-    attention = 4 * DIM * SEQ_LEN * SEQ_LEN  # of one block's forward
-    keeps_products = checkpointing.selective_ac_option == "op" and mode != FULL
-    num_checkpointed = 0 if keeps_products else len(checkpointed_modules(Inventory((), blocks), checkpointing))
-    total = flops.total_per_sample(checkpointing)
-    assert total is not None and flops.is_exact
-    assert total - attention * (3 * LAYERS + num_checkpointed) == counted_matmuls(checkpointing)
-
-
-def test_a_loss_in_chunks_adds_the_product_that_torch_counts() -> None:
-    counted = []
-    for chunks in (1, 3):
-        config = JobConfig.model_validate({"model": {"args": TINY_ARGS}, "loss": {"chunks": chunks}})
-        built = build_model(config.model, SEQ_LEN)
-        plan, model = plan_precision(config, built), built.module.to_empty(device="cpu")
-        loss, tokens = build_loss(model, plan, config, 1), torch.zeros(1, SEQ_LEN, dtype=torch.int64)
-        with FlopCounterMode(display=False) as counter, loss.given(tokens):
-            loss.sums(model(tokens), tokens)[0].backward()
-        counted.append(counter.get_flop_counts()["Global"][torch.ops.aten.mm] - loss_head_flops(plan, SEQ_LEN))
-    assert counted[0] == counted[1] and loss_head_flops(plan, SEQ_LEN) > 0
-
-
-def test_flops_of_a_users_model_are_estimated_only_if_whole_blocks_are_checkpointed() -> None:
-    flops = flops_of_model(ModelConfig(name="a.b:c"), 1, ("a", "b", "c", "d"), 300)
-    assert not flops.is_exact
-    estimates = [flops.total_per_sample(ActivationCheckpointConfig.model_validate(mode)) for mode in MODES]
-    assert estimates == [300, 400, None, 350]
-
-
-def test_a_model_without_a_flop_count_has_no_estimate() -> None:
-    flops = flops_of_model(ModelConfig(name="a.b:c"), 1, ("a",))
-    assert flops.total_per_sample(ActivationCheckpointConfig()) is None
+from titan_launch.plan.step_time import StepTime, bubble_share, estimate_step_time
 
 
 def test_a_step_takes_between_the_longer_of_computation_and_communication_and_their_sum() -> None:
@@ -110,16 +40,3 @@ def test_steps_whose_intervals_overlap_tie() -> None:
     assert StepTime(10, 2).ties_with(StepTime(11, 0.5)) and StepTime(11, 0.5).ties_with(StepTime(10, 2))
     assert not StepTime(10, 0.5).ties_with(StepTime(11, 0.5))
     assert StepTime(None, 1).ties_with(StepTime(10, 1))
-
-
-@pytest.mark.parametrize("published", [5762, 6667])
-def test_published_speeds_of_llama_8b_are_met_within_15_percent(published: int) -> None:
-    """TorchTitan published tokens per second and GPU on 8 H100, eager and compiled, with 2 sequences of 8192 and
-    selective activation checkpointing by operation."""
-    blocks = tuple(f"layers.{i}" for i in range(32))
-    flops = flops_of_model(ModelConfig(flavor="8B"), 8192, blocks)
-    per_sample = flops.total_per_sample(ActivationCheckpointConfig(mode="selective"))
-    h100 = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb"}}), 8)
-    assert per_sample is not None
-    compute = estimate_step_time(2 * per_sample, LinkTraffic(0, 0), h100).compute
-    assert compute is not None and 2 * 8192 / compute == pytest.approx(published, rel=0.15)

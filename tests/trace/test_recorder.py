@@ -97,6 +97,16 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
             "training": {"global_batch_size": 16},
         },
     ),
+    "LoopedBFS": (
+        2,
+        "cuda",
+        {
+            "model": {"args": {"n_layers": 4}},
+            "parallelism": pipeline("LoopedBFS"),
+            "gradient_accumulation": DEFERRED,
+            "training": {"global_batch_size": 4},
+        },
+    ),
     "ZBV": (
         2,
         "cpu",
@@ -140,6 +150,21 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
         },
     ),
     "latent attention": (2, "cuda", {"model": {"name": "deepseek_v3", "flavor": "debug"}, "precision": BF16}),
+    "latent attention, windows": (
+        2,
+        "cuda",
+        {"model": {"name": "deepseek_v3", "flavor": "debug", "args": {"sliding_window": 4}}, "precision": BF16},
+    ),
+    "frozen blocks on one shard": (
+        1,
+        "cpu",
+        {
+            "model": {"args": {"n_layers": 3}},
+            "training": {"frozen": ["layers.*.feed_forward.**"], "global_batch_size": 4},
+            "precision": BF16,
+            "gradient_accumulation": DEFERRED,
+        },
+    ),
     "own blocks": (2, "cpu", {"model": {"blocks": ["layers.*.attention", "layers.*.feed_forward"]}}),
     "ResNet, synchronized": (
         4,

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, get_args
 from titan_launch.commands.parser import Parser, at_least, check_weights, load, recordings_of, torch_needed
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import refuse_weights_folder
@@ -54,7 +55,7 @@ from titan_launch.plan.report.unit_table import (
     model_name,
     summary_of_job,
 )
-from titan_launch.plan.step_time import ModelFlops, flops_of_model
+from titan_launch.plan.step_time import FlopsOf
 from titan_launch.plan.types import Inventory, ModelPlan
 
 EngineName = Literal["replay", "trace"]
@@ -152,7 +153,7 @@ class _Subject:
     """The model of a job, and the engine that predicts the job's memory."""
 
     inventory: Inventory
-    flops: ModelFlops
+    flops_of: FlopsOf
     engine: Engine
     engine_name: EngineName
 
@@ -184,6 +185,12 @@ class _Planned:
 
     trial: dict[str, Any] | None = None
     """Memory of a trial on a GPU, or on a phantom GPU. None without a trial, or on a CPU."""
+
+    @property
+    def has_flops(self) -> bool:
+        """False if the FLOPs of the model are unknown."""
+        rows = (row for row in self.comparison.rows if row.choice.activation_checkpoint.mode != "memory_budget")
+        return all(row.flops_per_rank is not None for row in rows)
 
     @property
     def fullest_rank(self) -> int:
@@ -293,7 +300,7 @@ def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "re
     def predict(config: JobConfig, layout: Layout) -> Comparison:
         config = with_unsharded_parameters(config, layout)
         subject = _subject(config, layout, hardware, engine)
-        return compare(config, layout, subject.inventory, subject.flops, hardware, subject.engine, only_own=True)
+        return compare(config, layout, subject.inventory, subject.flops_of, hardware, subject.engine, only_own=True)
 
     return with_local_batch_size(config, largest_batch(config, world_size, hardware, predict))
 
@@ -305,7 +312,7 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     layout = plan_layout(config.parallelism, config.training, world_size)
     config = with_unsharded_parameters(config, layout)
     subject = _subject(config, layout, hardware, options.engine)
-    model = (subject.inventory, subject.flops)
+    model = (subject.inventory, subject.flops_of)
     comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own)
     resolution = resolve(comparison, hardware)
     plan = plan_job(resolution.config, subject.inventory)
@@ -339,23 +346,17 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: Engi
 
 def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
     recordings = recordings_of(config, layout, hardware.kernels)
-    subject = recordings.subject()
-    blocks, seq_len = subject.inventory.blocks, config.training.seq_len
-    flops = flops_of_model(config.model, seq_len, blocks, subject.flops_per_sample)
     engine = ReplayEngine(config, layout, hardware.kernels, recordings)
-    return _Subject(subject.inventory, flops, engine, "replay")
+    return _Subject(recordings.subject().inventory, recordings.flops, engine, "replay")
 
 
 def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
     with torch_needed(config):
         from titan_launch.trace.engine import trace_engine
-        from titan_launch.train.auto_mode import inspect_model
-        from titan_launch.train.model import build_job_model
 
-    built = build_job_model(config)
-    inventory = inspect_model(config, built)
-    flops = flops_of_model(config.model, config.training.seq_len, built.blocks, built.flops_per_sample)
-    return _Subject(inventory, flops, trace_engine(config, layout, hardware.kernels), "trace")
+    engine = trace_engine(config, layout, hardware.kernels)
+    recordings = recordings_of(config, layout, hardware.kernels)
+    return _Subject(recordings.subject().inventory, recordings.flops, engine, "trace")
 
 
 def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
@@ -368,7 +369,7 @@ def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
         format_lines(summary_of_job(config, planned.plan, planned.layout)),
         format_assumptions(
             planned.hardware,
-            planned.subject.flops,
+            planned.has_flops,
             planned.subject.engine_name,
             config,
             describe_load(config, planned.plan, planned.layout),
@@ -467,11 +468,12 @@ def _keys(config: JobConfig, best: JobConfig) -> str:
 def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
     """Return the plan as a dictionary for JSON."""
     config, best = planned.resolution.config, planned.recommendation
+    flops = planned.subject.flops_of(ActivationCheckpointConfig())
     return {
         "model": model_name(config),
         "parameters": planned.plan.inventory.num_parameters,
         "active_parameters": active_parameters(config, planned.plan),
-        "flops_per_sample": planned.subject.flops.per_sample,
+        "flops_per_sample": None if flops is None else flops.per_sample,
         "expert_load": describe_load(config, planned.plan, planned.layout),
         "layout": asdict(planned.layout),
         "kernels": config.kernels.model_dump(),
@@ -481,7 +483,6 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
         "engine": planned.subject.engine_name,
         "torch_release": planned_release(),
         "assumptions": asdict(planned.hardware),
-        "flops_are_exact": planned.subject.flops.is_exact,
         "rows": describe_comparison(planned.comparison, planned.resolution.row),
         "notes": list(planned.comparison.notes),
         "resolved": {
@@ -493,7 +494,7 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
         "sufficient_ranks": planned.sufficient_ranks,
         "advice": [asdict(advice) for advice in planned.advice],
         "trial": planned.trial,
-        "accuracy": accuracy(planned.subject.flops, config),
+        "accuracy": accuracy(config, planned.has_flops),
     }
 
 

@@ -574,11 +574,24 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 @contextmanager
-def shapes_computed_by(operation: str, compute: Callable[..., Tensor]) -> Iterator[None]:
-    """Let `compute` make the result of an operation of `aten` on tensors without values, until the end of the block."""
+def grouped_products_have_shapes() -> Iterator[None]:
+    """Let the grouped product take tensors without values, until the end of the block. PyTorch's function of its shapes
+    rejects fp32 before 2.15, and some strides."""
     with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl(operation, compute, "Meta", allow_override=True)
+        library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
         yield
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return a tensor with the shape and strides of the result. Rows begin at multiples of 16 bytes."""
+    rows, columns, dtype = a.shape[-2], b.shape[-1], out_dtype or a.dtype
+    per_row = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+    if a.dim() != b.dim():  # the offsets divide the rows, or the columns
+        return a.new_empty_strided((rows, columns), (per_row, 1), dtype=dtype)
+    number = a.shape[0] if a.dim() == 3 or offs is None else offs.shape[0]
+    return a.new_empty_strided((number, rows, columns), (rows * per_row, per_row, 1), dtype=dtype)
 
 
 # Autograd

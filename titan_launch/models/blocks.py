@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import nn
@@ -152,3 +153,32 @@ def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
         if path:
             (runnable if has_forward(child) else containers).append(path)
     return runnable, containers
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
+    """Remove blocks from their containers, in place. The remaining blocks keep their names, such as `0` and `3`.
+
+    Raises ValueError for a block that is not in a container, because the model's forward refers to it by name.
+    """
+    for path in removed:
+        container = model.get_submodule(parent(path))
+        if not isinstance(container, _CONTAINERS):
+            raise ValueError(f"{path} is an attribute of a {type(container).__name__}")
+        delattr(container, path.rpartition(".")[2])
+
+
+@contextmanager
+def blocks_removed(model: nn.Module, removed: Collection[str]) -> Iterator[None]:
+    """Remove blocks from their containers until the end of the block. Raises ValueError as `remove_blocks`."""
+    containers = [model.get_submodule(path)._modules for path in dict.fromkeys(map(parent, removed))]
+    before = [dict(modules) for modules in containers]
+    try:
+        remove_blocks(model, removed)
+        yield
+    finally:
+        for modules, own in zip(containers, before, strict=True):
+            modules.clear()  # which keeps the order of the blocks
+            modules.update(own)

@@ -130,11 +130,12 @@ class BuiltModel:
     head: tuple[str, ...]
     """Paths of the modules that run last, in order; empty if unknown."""
 
-    flops_per_sample: int | None
-    """FLOPs of forward and backward for one sample (a sequence for a language model); None if unknown."""
-
     initializer: Initializer | HostValues
     """Function that fills parameters and buffers after `models.init.allocate`, or the values from a factory."""
+
+    flops_per_sample: int | None = None
+    """FLOPs of forward and backward for one sample (a sequence for a language model) that a user's own model declares;
+    None to count them."""
 
     embeddings: tuple[str, ...] = ()
     """Paths of the embeddings. No other module reads their weights. Empty if unknown."""
@@ -201,7 +202,6 @@ def _build_of_package(config: ModelConfig, seq_len: int) -> BuiltModel:
         blocks=blocks.paths,
         blocks_origin=blocks.origin,
         head=spec.head,
-        flops_per_sample=args.flops_per_sample(seq_len),
         initializer=spec.initializer(args),
         embeddings=tuple(filter(exists, spec.embeddings)),
         pipeline_order=find_pipeline_order(module, tuple(filter(exists, spec.pipeline_order))),

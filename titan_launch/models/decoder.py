@@ -6,7 +6,7 @@ DeepSeek-V3.
            -> norm -> output -> logits
 
 The families are tables of arguments. A module exists only if the arguments ask for it. Module names are those of
-TorchTitan and Meta, not of Hugging Face. The arguments, and the formulas of parameters and FLOPs, are in
+TorchTitan and Meta, not of Hugging Face. The arguments are in
 `titan_launch.config.architectures.decoder`.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ def describe_tensors(module: nn.Module) -> dict[str, str]:
 
 def attributes_digest(module: nn.Module) -> str:
     """Return a digest of the classes of a module's submodules, and of their attributes that are not tensors of the
-    module: numbers, texts, plain tensors, and containers of these. Other objects count by their class."""
+    module: numbers, texts, plain tensors, and containers or dataclasses of these. Others count by their class."""
     attributes = [
         (path, type(child).__qualname__, _plain({key: vars(child)[key] for key in vars(child).keys() - _OF_MODULES}))
         for path, child in module.named_modules()
@@ -149,6 +149,8 @@ def _plain(value: Any, depth: int = 4) -> Any:
         return f"{value.dtype} {tuple(value.shape)} on meta" if value.is_meta else _digest(value.detach())
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if depth and isinstance(value, Mapping):
         return sorted([repr(key), _plain(item, depth - 1)] for key, item in value.items())
     if depth and isinstance(value, (list, tuple, set, frozenset)):

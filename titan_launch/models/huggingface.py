@@ -20,9 +20,8 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
 )
-from torch.utils.flop_counter import FlopCounterMode
 
-from titan_launch.config.architectures.huggingface import class_name, image_format, refused, unit_of
+from titan_launch.config.architectures.huggingface import class_name, refused
 from titan_launch.config.huggingface.tensor_names import Piece
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
 from titan_launch.core.globs import matches
@@ -49,8 +48,8 @@ _GATHERED = ("colwise_gather_output", "colwise_rep")
 def build(seq_len: int, /, **args: Any) -> nn.Module:
     """Build a class of `transformers` on the default device, with the values that the class initialises.
 
-    `args`: the keys of its `config.json`. The module declares what the launcher asks of a user's own model: its FLOPs,
-    and its styles of tensor parallelism. Raises ConfigError for a class that cannot be trained.
+    `args`: the keys of its `config.json`. The module declares its styles of tensor parallelism. Raises ConfigError for
+    a class that cannot be trained.
     """
     cls, config = _class_and_config(args)
     _check_length(config, seq_len)
@@ -65,7 +64,6 @@ def build(seq_len: int, /, **args: Any) -> nn.Module:
             module = _built(cls, config)
     separate_by_positions(module)
     _declare_tensor_parallel(module)
-    module.flops_per_sample = partial(_count_flops, module, args)
     module.places_in_files = _places_in_files(module)
     return module
 
@@ -315,23 +313,3 @@ def in_published_format(module: Any, tensors: Mapping[str, Tensor]) -> dict[str,
     kept = {name: tensor for name, tensor in tensors.items() if name not in omitted}
     converted: dict[str, Tensor] = revert_weight_conversion(module, kept)
     return converted
-
-
-def _count_flops(module: nn.Module, args: Mapping[str, Any], seq_len: int) -> int | None:
-    """Return three times the FLOPs of a forward on the meta device: forward and backward for one sample.
-
-    Return None for images of any size, and if the forward needs values.
-    """
-    images = image_format(args)
-    if unit_of(args) == "tokens":
-        inputs = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
-    elif images is not None and images.height is not None and images.width is not None:
-        inputs = torch.zeros(1, images.channels, images.height, images.width, device="meta")
-    else:
-        return None
-    try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            module(inputs)
-    except Exception:  # some forwards read values; a run and a trace report their errors
-        return None
-    return 3 * counter.get_total_flops()

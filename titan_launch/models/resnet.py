@@ -2,8 +2,8 @@
 
     images -> stem -> stages of blocks [ relu(shortcut(x) + convolutions(x)) ] -> mean over the pixels -> fc -> logits
 
-Module names and the position of the stride are those of torchvision. The arguments, and the formulas of parameters and
-FLOPs, are in `titan_launch.config.architectures.resnet`.
+Module names and the position of the stride are those of torchvision. The arguments are in
+`titan_launch.config.architectures.resnet`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     images -> embeddings -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) ]
            -> norm -> pool -> output -> logits
 
-Names of modules inside of a block are those of the decoders. `titan_launch.config.architectures.vit` has the arguments,
-and the formulas of parameters and FLOPs.
+Names of modules inside of a block are those of the decoders. The arguments are in
+`titan_launch.config.architectures.vit`.
 """
 
 from __future__ import annotations

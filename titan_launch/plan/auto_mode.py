@@ -17,7 +17,7 @@ from titan_launch.plan.job import is_auto, with_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.comparison import Comparison, Engine, Row, compare
 from titan_launch.plan.report.table import format_comparison, format_limit
-from titan_launch.plan.step_time import ModelFlops
+from titan_launch.plan.step_time import FlopsOf
 from titan_launch.plan.types import Inventory
 
 SET_BY_JOB = "set by the job"
@@ -74,7 +74,7 @@ def resolve_auto(
     config: JobConfig,
     layout: Layout,
     inventory: Inventory,
-    flops: ModelFlops,
+    flops_of: FlopsOf,
     hardware: Hardware,
     engine: Engine,
 ) -> Resolution:
@@ -82,9 +82,9 @@ def resolve_auto(
 
     Raises the ConfigErrors of `compare` and `resolve`. If no choice fits, the error contains the table of all choices.
     """
-    comparison = compare(config, layout, inventory, flops, hardware, engine, only_own=True)
+    comparison = compare(config, layout, inventory, flops_of, hardware, engine, only_own=True)
     if is_auto(config) and not any(row.verdict == "fits" for row in comparison.rows):
-        comparison = compare(config, layout, inventory, flops, hardware, engine)
+        comparison = compare(config, layout, inventory, flops_of, hardware, engine)
     return resolve(comparison, hardware)
 
 

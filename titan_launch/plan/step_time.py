@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan_launch.config.architectures import ARCHITECTURES, resolve_args
-from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
-from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.module_selection import checkpointed_modules, checkpoints_modules, selection
-from titan_launch.plan.types import Inventory, ModelPlan
 
 
 @dataclass(frozen=True)
@@ -86,82 +82,23 @@ def _seconds(num_bytes: float, gb_per_s: float | None) -> float | None:
 
 
 @dataclass(frozen=True)
-class ModelFlops:
-    """The FLOPs of one sample, and those that activation checkpointing adds."""
+class Flops:
+    """The FLOPs of forward and backward of one sample (`train.flops`)."""
 
-    per_sample: int | None
-    """FLOPs of forward and backward of one sample; None if unknown. Attention counts all pairs of tokens, also masked
-    pairs."""
+    per_sample: int
 
-    blocks: tuple[str, ...]
-    """Paths of the model's blocks."""
-
-    args: ModelArgs | None = None
-    """The arguments of a model of this package."""
-
-    seq_len: int = 0
+    of_experts: int = 0
+    """Those that chosen experts compute."""
 
     @property
-    def of_experts(self) -> float:
-        """Part of the FLOPs of a sample that chosen experts compute; 0 if it is unknown."""
-        if self.args is None or not self.per_sample:
-            return 0.0
-        return self.args.expert_flops_per_sample(self.seq_len) / self.per_sample
+    def experts_share(self) -> float:
+        """Part of the FLOPs that chosen experts compute."""
+        return self.of_experts / max(1, self.per_sample)
 
-    @property
-    def is_exact(self) -> bool:
-        """True if the FLOPs that activation checkpointing adds are counted exactly.
-
-        Otherwise, checkpointing of all blocks counts as one more forward of the model: a third of its FLOPs.
-        """
-        return self._block_flops(saves_costly_ops=False) is not None
-
-    def checkpointed_per_sample(self, checkpointing: ActivationCheckpointConfig) -> int | None:
-        """Return the FLOPs that `checkpointing` adds for one sample; None if unknown."""
-        if checkpointing.mode == "none":
-            return 0
-        if checkpointing.modules or not checkpoints_modules(checkpointing):
-            return None
-        saves_costly_ops = selection(checkpointing) == "op"
-        num_blocks = self._num_blocks(checkpointing)
-        block_flops = self._block_flops(saves_costly_ops)
-        if block_flops is not None:
-            return num_blocks * block_flops
-        if self.per_sample is None or saves_costly_ops:
-            return None
-        return self.per_sample * num_blocks // (3 * self._num_blocks(_FULL))
-
-    def _block_flops(self, saves_costly_ops: bool) -> int | None:
-        return None if self.args is None else self.args.checkpointed_block_flops(self.seq_len, saves_costly_ops)
-
-    def _num_blocks(self, checkpointing: ActivationCheckpointConfig) -> int:
-        return len(checkpointed_modules(Inventory((), self.blocks), checkpointing))
-
-    def total_per_sample(self, checkpointing: ActivationCheckpointConfig) -> int | None:
-        """Return the FLOPs for one sample, including those that `checkpointing` adds; None if unknown."""
-        added = self.checkpointed_per_sample(checkpointing)
-        return None if added is None or self.per_sample is None else self.per_sample + added
+    def plus(self, others: Flops, times: int) -> Flops:
+        """Return the sum with `times` the others."""
+        return Flops(self.per_sample + times * others.per_sample, self.of_experts + times * others.of_experts)
 
 
-def loss_head_flops(plan: ModelPlan, positions: int) -> int:
-    """Return the FLOPs that a loss in chunks adds for one sample: backward repeats the product of the output layer.
-
-    `positions`: number of targets of a sample. Return 0 if the model returns logits.
-    """
-    if plan.loss_head is None:
-        return 0
-    weight = next(p for p in plan.inventory.by_path[plan.loss_head].parameters if p.name == "weight")
-    return 2 * positions * weight.numel
-
-
-_FULL = ActivationCheckpointConfig(mode="full")
-
-
-def flops_of_model(
-    model: ModelConfig, seq_len: int, blocks: tuple[str, ...], per_sample: int | None = None
-) -> ModelFlops:
-    """Return the FLOPs of a job's model. `per_sample`: the FLOPs per sample that a user's own model declares."""
-    if model.name not in ARCHITECTURES:
-        return ModelFlops(per_sample, blocks)
-    args = resolve_args(model.name, model.flavor, model.args)
-    return ModelFlops(args.flops_per_sample(seq_len), blocks, args, seq_len)
+FlopsOf = Callable[[ActivationCheckpointConfig], Flops | None]
+"""A function that returns the FLOPs under an activation checkpointing mode; None if they are unknown."""

@@ -17,7 +17,6 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.engine import ReplayEngine
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.memory.recordings import Recordings
-from titan_launch.plan.step_time import flops_of_model
 
 _LARGEST_MICROBATCH = 64
 
@@ -102,10 +101,7 @@ def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf
         layout = plan_layout(job.parallelism, job.training, machine.ranks)
         try:
             engine = _BySize(job, layout, hardware.kernels, recordings_of)
-            subject = engine.subject
-            blocks, seq_len = subject.inventory.blocks, job.training.seq_len
-            flops = flops_of_model(job.model, seq_len, blocks, subject.flops_per_sample)
-            resolution = resolve_auto(job, layout, subject.inventory, flops, hardware, engine)
+            resolution = resolve_auto(job, layout, engine.inventory, engine.flops, hardware, engine)
         except ConfigError:
             return  # neither this microbatch nor a larger one fits
         row, limit = resolution.row, hardware.memory_gib or 0.0
@@ -121,7 +117,7 @@ class _BySize:
 
     def __init__(self, config: JobConfig, layout: Layout, kernels: Kernels, recordings_of: RecordingsOf):
         recordings = [recordings_of(config, replace(layout, local_batch_size=size), kernels) for size in (2, 4)]
-        self.subject = recordings[0].subject()
+        self.inventory, self.flops = recordings[0].subject().inventory, recordings[0].flops
         self._two, self._four = (ReplayEngine(config, layout, kernels, recorded) for recorded in recordings)
         self._own = cache(lambda: ReplayEngine(config, layout, kernels, recordings_of(config, layout, kernels)))
         self._factor = (layout.local_batch_size - 2) / 2

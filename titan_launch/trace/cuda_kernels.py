@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_launch.core.patches import replaced
-from titan_launch.distributed.torch_private import shapes_computed_by, shard_to_send, unit_steps_wrapped
+from titan_launch.distributed.torch_private import grouped_products_have_shapes, shard_to_send, unit_steps_wrapped
 from titan_launch.models import attention, layers, mixture_of_experts
 from titan_launch.models.mixture_of_experts import ExpertProduct, grouped_product, looped_product
 from titan_launch.parallel import expert_parallel
@@ -61,7 +61,7 @@ def kernels_replaced(kernels: Kernels, backend: str = "auto", expert_load: float
     `backend`: value of `kernels.attention` in the job. `expert_load`: value of `planner.expert_load`.
     """
     with ExitStack() as stack:
-        stack.enter_context(shapes_computed_by("_grouped_mm", _grouped_mm))
+        stack.enter_context(grouped_products_have_shapes())
         if kernels == "cuda":
             for owner in (F, torch):
                 stack.enter_context(replaced(owner, "rms_norm", _rms_norm))
@@ -190,7 +190,9 @@ def _attention_of_all_scores(
 class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        output, logsumexp, *_ = _aten._scaled_dot_product_flash_attention(q, k, v)
+        as_queries = sorted(range(4), key=q.stride, reverse=True)  # values may be narrower
+        output = torch.empty_permuted((*q.shape[:3], v.shape[3]), as_queries, dtype=q.dtype, device=q.device)
+        logsumexp = q.new_empty(q.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, output, logsumexp)
         ctx.set_materialize_grads(False)
         return output, logsumexp
@@ -208,18 +210,6 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
 
 def _flex_attention_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> attention.Attended:
     return attention.Attended(*_FlexAttention.apply(q, k, v))
-
-
-def _grouped_mm(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return a tensor with the shape and strides of the result. Rows begin at multiples of 16 bytes."""
-    rows, columns, dtype = a.shape[-2], b.shape[-1], out_dtype or a.dtype
-    per_row = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
-    if a.dim() != b.dim():  # the offsets divide the rows, or the columns
-        return a.new_empty_strided((rows, columns), (per_row, 1), dtype=dtype)
-    number = a.shape[0] if a.dim() == 3 or offs is None else offs.shape[0]
-    return a.new_empty_strided((number, rows, columns), (rows * per_row, per_row, 1), dtype=dtype)
 
 
 def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:

@@ -5,11 +5,10 @@ possible, it traces two shallower models and extrapolates.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,6 +22,7 @@ from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.core.errors import ConfigError, UserError, config_error
 from titan_launch.core.import_string import user_location, user_traceback
 from titan_launch.core.torch_release import NEWEST_TESTED, is_tested_release, torch_release
+from titan_launch.models.blocks import remove_blocks
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
@@ -31,7 +31,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.depth import Shortcut, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.pipeline import parts_on_rank, representative_ranks
-from titan_launch.plan.types import Inventory, ModelPlan, parent
+from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.trace.step import TracedStep, trace_step
 from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.model import build_job_model
@@ -124,21 +124,6 @@ def _extrapolated(shorter: TracedStep, longer: TracedStep, factor: float) -> Tra
     if footprint is None:
         return None
     return TracedStep(footprint, on_line(shorter.traffic, longer.traffic, factor))
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
-    """Remove blocks from their containers, in place. The remaining blocks keep their names, such as `0` and `3`.
-
-    Raises ValueError for a block that is not in a container, because the model's forward refers to it by name.
-    """
-    for path in removed:
-        container = model.get_submodule(parent(path))
-        if not isinstance(container, _CONTAINERS):
-            raise ValueError(f"{path} is an attribute of a {type(container).__name__}")
-        delattr(container, path.rpartition(".")[2])
 
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)

@@ -161,27 +161,30 @@ class PipelineRecorder:
 
     def _composed(self, notes: Iterable[Note]) -> Iterator[Note]:
         """Yield the notes of the schedule, with the notes of a stage in place of those of its stand-ins."""
+        parts = list(_between_marks(notes))
         known: dict[tuple[str, int, tuple[str, ...]], list[Note]] = {}
-        own: list[Note] = []
-        is_inside = False
-        for note in notes:
-            if not isinstance(note, Mark):
-                if is_inside:
-                    own.append(note)
-                else:
-                    yield note
-            elif note.is_begin:
-                is_inside, own = True, []
-            else:
-                is_inside = False
-                is_own = self._is_run(note.action[1], note.microbatch)
-                known.setdefault(note.action, own)
-                for of_action in own if is_own else known[note.action]:
-                    yield (
-                        of_action._replace(microbatch=note.microbatch)
-                        if isinstance(of_action, StepPoint)
-                        else of_action
-                    )
+        for mark, own in parts:  # LoopedBFS runs the backward of the first microbatch last
+            if mark is not None and self._is_run(mark.action[1], mark.microbatch):
+                known.setdefault(mark.action, own)
+        for mark, own in parts:
+            if mark is None:
+                yield from own
+                continue
+            for note in own if self._is_run(mark.action[1], mark.microbatch) else known[mark.action]:
+                yield note._replace(microbatch=mark.microbatch) if isinstance(note, StepPoint) else note
+
+
+def _between_marks(notes: Iterable[Note]) -> Iterator[tuple[Mark | None, list[Note]]]:
+    """Yield what is noted outside of marks (None), and between the begin and the end of what a stage runs."""
+    begun: Mark | None = None
+    own: list[Note] = []
+    for note in notes:
+        if isinstance(note, Mark):
+            yield begun, own
+            begun, own = note if note.is_begin else None, []
+        else:
+            own.append(note)
+    yield begun, own
 
 
 def _left(notes: Iterable[Note]) -> Counter[Category]:

@@ -29,6 +29,7 @@ from titan_launch.distributed.torch_private import (
 )
 from titan_launch.metrics.memory import is_in_backward
 from titan_launch.metrics.traffic import TrafficCount
+from titan_launch.models.blocks import remove_blocks
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.parallel import fsdp
@@ -59,19 +60,20 @@ from titan_launch.plan.memory.tape import (
     root_path,
 )
 from titan_launch.plan.pipeline import parts_on_rank
+from titan_launch.plan.step_time import Flops
 from titan_launch.plan.types import ModelPlan, outermost, parent
 from titan_launch.precision.observation import dtype_of
 from titan_launch.trace.engine import (
     check_release,
     failures_explained,
     log_whole_trace,
-    remove_blocks,
     whole_traced_on_error,
 )
 from titan_launch.trace.observers import StepPoints, count_exchanges
 from titan_launch.trace.pipeline_recorder import Mark, Note, PipelineRecorder
 from titan_launch.trace.step import assemble_without_values, watched_memory, watched_parts
 from titan_launch.train.auto_mode import inspect_model
+from titan_launch.train.flops import flops_of_job, unknown_if_it_fails
 from titan_launch.train.frozen_model import inspect_frozen_model
 from titan_launch.train.measure import hold_frozen
 from titan_launch.train.model import build_job_model, build_loss
@@ -153,6 +155,12 @@ class TorchRecorder:
         second = job.loss.frozen_model()
         inventory = None if second is None else inspect_frozen_model(job, second)
         return Subject(inspect_model(job, built), built.flops_per_sample, inventory)
+
+    def flops(self, job: JobConfig) -> Flops | None:
+        """Count the FLOPs of a sample. Return None if the model does not run on the meta device."""
+        with unknown_if_it_fails():
+            return flops_of_job(job)
+        return None
 
     def tape(self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int) -> Tape:
         """Record the microbatches of a job: with the blocks that differ, if that shows all, else with all blocks.

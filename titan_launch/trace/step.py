@@ -14,14 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
-from titan_launch.config.sections.data import separates_documents
 from titan_launch.config.sections.precision import PrecisionConfig
 from titan_launch.core.patches import replaced
-from titan_launch.data.sources import Batch, build_source
-from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.metrics.memory import LiveMemory, track
@@ -59,6 +56,7 @@ from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
+from titan_launch.train.batches import make_microbatch, sample_format
 from titan_launch.train.build import build_replica_shards
 from titan_launch.train.frozen_model import FrozenModel, assemble_frozen_model
 from titan_launch.train.kernel_choice import use_planned_kernels
@@ -89,32 +87,6 @@ class Batches:
         """Return the inputs of one microbatch, on the meta device."""
         with torch.device("meta"):
             return self.make().inputs
-
-
-def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
-    """Return the shape of one input, `[seq_len]` or `[channels, height, width]`, and the number of classes.
-
-    The shape of images comes from the model's arguments. For a user's own model one image of the data is read; raises
-    ConfigError if that fails.
-    """
-    seq_len = config.training.seq_len
-    if config.data.unit == "tokens":
-        return (seq_len,), config.data.own_vocabulary() or build_tokenizer(config.tokenizer).vocab_size
-    taken = images_taken(config.model)
-    if taken is not None and taken.height is not None and taken.width is not None:
-        return (taken.channels, taken.height, taken.width), taken.num_classes
-    source = build_source(config.data, build_tokenizer(config.tokenizer), seq_len)
-    image = source[0][0]
-    return tuple(image.shape), source.num_classes
-
-
-def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> Batch:
-    """Return a batch of `num_samples`, shaped as the data sources return them, on the default device."""
-    if config.data.unit == "images":
-        return Batch(torch.zeros(num_samples, *shape), torch.zeros(num_samples, dtype=torch.int64))
-    tokens = torch.zeros(num_samples, *shape, dtype=torch.int64)
-    documents = torch.zeros_like(tokens, dtype=torch.int32) if separates_documents(config.data) else None
-    return Batch(tokens, torch.zeros_like(tokens), documents)
 
 
 @dataclass(frozen=True)
@@ -226,7 +198,7 @@ def _trace_microbatches(
         traffic = _Accumulation(
             config, model, mesh.layout, num_microbatches, batches, loss, step_points, memory, count, replicas
         ).run()
-        ledger.enter(StepPoint(step_points.microbatch, "optimizer", ""))
+        ledger.enter(StepPoint(num_microbatches - 1, "optimizer", ""))
         if replicas is not None:
             replicas.reduce_gradients()
         # Clipping and update are not traced, because their operations on many DTensors would take longer than the rest.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from titan_launch.checkpoint.state import Progress
@@ -13,7 +14,7 @@ from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import STEP_RULES
 from titan_launch.config.rules.data import NO_EPOCHS_OF_A_STREAM
-from titan_launch.config.sections.data import DataSource, MixtureData
+from titan_launch.config.sections.data import DataSource, MixtureData, separates_documents
 from titan_launch.core.errors import ConfigError, KeyPath, config_error
 from titan_launch.data.epochs import steps_of
 from titan_launch.data.loader import (
@@ -277,3 +278,29 @@ def build_validation_batches(
         for _ in range(num_validation_batches(part, validation.local_batch_size, layout.data_parallel))
     ]
     return ValidationBatches(loader, names)
+
+
+def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
+    """Return the shape of one input, `[seq_len]` or `[channels, height, width]`, and the number of classes.
+
+    The shape of images comes from the model's arguments. For a user's own model one image of the data is read; raises
+    ConfigError if that fails.
+    """
+    seq_len = config.training.seq_len
+    if config.data.unit == "tokens":
+        return (seq_len,), config.data.own_vocabulary() or build_tokenizer(config.tokenizer).vocab_size
+    taken = images_taken(config.model)
+    if taken is not None and taken.height is not None and taken.width is not None:
+        return (taken.channels, taken.height, taken.width), taken.num_classes
+    source = build_source(config.data, build_tokenizer(config.tokenizer), seq_len)
+    image = source[0][0]
+    return tuple(image.shape), source.num_classes
+
+
+def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> Batch:
+    """Return a batch of `num_samples`, shaped as the data sources return them, on the default device."""
+    if config.data.unit == "images":
+        return Batch(torch.zeros(num_samples, *shape), torch.zeros(num_samples, dtype=torch.int64))
+    tokens = torch.zeros(num_samples, *shape, dtype=torch.int64)
+    documents = torch.zeros_like(tokens, dtype=torch.int32) if separates_documents(config.data) else None
+    return Batch(tokens, torch.zeros_like(tokens), documents)

@@ -39,6 +39,7 @@ from titan_launch.plan.units.rule_assignment import matched_modules
 from titan_launch.train.base_weights import RunBase
 from titan_launch.train.batches import build_data, build_stream_batches, build_train_batches, build_validation_batches
 from titan_launch.train.early_stopping import build_early_stopping
+from titan_launch.train.flops import flops_of_run
 from titan_launch.train.frozen_model import FrozenModel, assemble_frozen_model
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import create_nccl_folder
@@ -106,6 +107,7 @@ def build_run(
     data = build_data(config, job.layout, sequence_part(mesh.context, config.parallelism))
     job = resolve_steps(job, data)
     config = job.config
+    flops = flops_of_run(config, job.built, job.plan, data)
     model = assemble_model(config, job.built, job.plan, mesh, data)
     frozen = assemble_frozen_model(config, mesh, data)
     if ranks.device.type == "cpu":
@@ -166,7 +168,7 @@ def build_run(
         train_batches=stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack),
         validation_batches=build_validation_batches(config, data, job.layout, ranks, stack),
         checkpoints=checkpoints,
-        meter=build_meter(job, ranks, timeline),
+        meter=build_meter(job, ranks, timeline, flops),
         learned=build_learned(config, job.plan, model.module, ranks, stack, job.layout.optimizer_replicas),
         profiler=StepProfiler(config.profiling, folder.path, ranks, timeline, stack),
         measurements=StepMeasurements(

@@ -24,6 +24,7 @@ from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.import_string import is_user_file
 from titan_launch.distributed.torch_private import roots
 from titan_launch.models.blocks import has_forward
+from titan_launch.models.documents import document_arguments
 from titan_launch.models.lora import class_without_adapter
 from titan_launch.models.loss import LogitsCheck, Loss, count_valid
 from titan_launch.parallel.fsdp import without_backward
@@ -111,6 +112,13 @@ def select_outputs(outputs: Any, targets: Tensor, loss: Loss) -> Any:
     if logits is None:
         contract = _logits_contract("tokens" if targets.ndim > 1 else "images")
         raise _error(f"returns a {type(outputs).__name__}{_without_logits(outputs)}", contract)
+    return logits
+
+
+def logits_of(model: nn.Module, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
+    """Return the logits of a microbatch. Raises ConfigError if the model returns none."""
+    outputs = model(inputs, **document_arguments(model, documents))
+    logits: Tensor = select_outputs(outputs, targets, Loss())
     return logits
 
 

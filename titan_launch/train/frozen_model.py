@@ -17,15 +17,13 @@ from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.models.build import build_model
-from titan_launch.models.documents import document_arguments
 from titan_launch.models.init import load_weights
-from titan_launch.models.loss import Loss
 from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights
 from titan_launch.parallel.fsdp import without_backward
 from titan_launch.plan.job import plan_untrained
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.auto_mode import inspect_model
-from titan_launch.train.forward import select_outputs
+from titan_launch.train.forward import logits_of
 from titan_launch.train.model import AssembledModel, SampleFormat, allocate_model, assemble_model
 
 
@@ -82,9 +80,7 @@ class FrozenModel:
     def __call__(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
         """Return the logits of a microbatch. Collective."""
         with without_backward(self.module):
-            outputs = self.module(inputs, **document_arguments(self.module, documents))
-        logits: Tensor = select_outputs(outputs, targets, Loss())
-        return logits
+            return logits_of(self.module, inputs, targets, documents)
 
 
 def assemble_frozen_model(config: JobConfig, mesh: Mesh, samples: SampleFormat) -> FrozenModel | None:

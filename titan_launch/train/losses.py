@@ -18,10 +18,9 @@ from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.config.sections.training import DistillationConfig, DPOConfig, LossConfig
 from titan_launch.core.errors import ConfigError, KeyPath, config_error
 from titan_launch.core.import_string import import_factory, user_traceback
-from titan_launch.models.documents import document_arguments
 from titan_launch.models.lora import adapters_disabled
 from titan_launch.models.loss import LogitsCheck, Loss, count_valid
-from titan_launch.train.forward import in_evaluation_mode, select_outputs
+from titan_launch.train.forward import in_evaluation_mode, logits_of
 
 _NAME = ("loss", "name")
 
@@ -56,9 +55,7 @@ class Base:
     def __call__(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
         """Return the logits of a microbatch, in evaluation mode."""
         with adapters_disabled(self._model), in_evaluation_mode(self._model):
-            outputs = self._model(inputs, **document_arguments(self._model, documents))
-        logits: Tensor = select_outputs(outputs, targets, Loss())
-        return logits
+            return logits_of(self._model, inputs, targets, documents)
 
 
 def other_loss(

@@ -116,9 +116,10 @@ class Run:
 _log = logging.getLogger(__name__)
 
 
-def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline) -> Meter:
-    """Return the meter of this rank, with the FLOPs of a step and the device's peak FLOP/s. Both may be None."""
-    flops = job.built.flops_per_sample
+def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline, flops: int | None) -> Meter:
+    """Return the meter of this rank, with the FLOPs of a step and the device's peak FLOP/s. Both may be None.
+
+    `flops`: those of one sample."""
     return Meter(
         device=ranks.device,
         timeline=timeline,

@@ -10,6 +10,7 @@ import pytest
 
 from tests.trace.traces import model_inventory
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.auto_mode import resolve
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
@@ -18,7 +19,7 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint
 from titan_launch.plan.report.comparison import Comparison, compare, estimate_reserved, judge
 from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison, format_legend
-from titan_launch.plan.step_time import flops_of_model
+from titan_launch.plan.step_time import Flops
 from titan_launch.trace.recorder import recorded_engine
 
 ARGS = {"dim": 32, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
@@ -66,12 +67,16 @@ class PredictedBy:
         return self._footprint(choice)
 
 
+def flops_of(checkpointing: ActivationCheckpointConfig) -> Flops:
+    """Return FLOPs that grow with activation checkpointing."""
+    return Flops({"none": 300, "selective": 350, "full": 400}[checkpointing.mode] * 10**6)
+
+
 def compared(config: JobConfig, ranks: int = 2, only_own: bool = False) -> tuple[Comparison, Hardware]:
     layout, hardware = plan_layout(config.parallelism, config.training, ranks), hardware_of(config, ranks)
     inventory = replace(model_inventory(config), pipeline_order=CHAIN)
-    flops = flops_of_model(config.model, 16, inventory.blocks)
     engine = PredictedBy(predict, config, layout)
-    return compare(config, layout, inventory, flops, hardware, engine, only_own), hardware
+    return compare(config, layout, inventory, flops_of, hardware, engine, only_own), hardware
 
 
 def auto(**planner: float) -> dict[str, dict[str, Any]]:

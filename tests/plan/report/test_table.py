@@ -8,7 +8,6 @@ import pytest
 
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.report.table import accuracy
-from titan_launch.plan.step_time import ModelFlops
 
 WITHOUT = "active memory of the job without {}; --measure finds that of the job itself"
 
@@ -25,5 +24,5 @@ WITHOUT = "active memory of the job without {}; --measure finds that of the job 
 def test_the_memory_of_a_compiled_or_float8_job_is_said_to_be_another_jobs(
     sections: dict[str, Any], predicted: str
 ) -> None:
-    lines = accuracy(ModelFlops(None, ()), JobConfig.model_validate(sections))
+    lines = accuracy(JobConfig.model_validate(sections), has_flops=False)
     assert dict(lines)["predicted"] == predicted

@@ -70,18 +70,6 @@ class ModelArgs(Section):
         """Return the format of the images that the model takes; None for a model of tokens."""
         return None
 
-    def flops_per_sample(self, seq_len: int) -> int | None:
-        """Return the FLOPs of forward and backward for one sample: a whole sequence, or an image. None if they are
-        unknown."""
-        return None
-
-    def checkpointed_block_flops(self, seq_len: int, saves_costly_ops: bool) -> int | None:
-        """Return the FLOPs per sample that activation checkpointing of one block adds; None if they are unknown.
-
-        `saves_costly_ops`: the block saves the results that `selective_ac_option = "op"` saves.
-        """
-        return None
-
     def num_layers(self) -> int | None:
         """Return the number of layers to divide among pipeline stages; None if it is unknown."""
         return None
@@ -101,10 +89,6 @@ class ModelArgs(Section):
     def experts_per_token(self) -> int | None:
         """Return the number of experts that compute a token in a layer; None for a model without experts."""
         return None
-
-    def expert_flops_per_sample(self, seq_len: int) -> int:
-        """Return the part of `flops_per_sample` of the experts that tokens choose; 0 for a model without experts."""
-        return 0
 
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting in `[model.args]` that selects a BatchNorm with statistics over tokens, such as `norm =

@@ -392,14 +392,6 @@ class DecoderArgs(ModelArgs):
         window = self.window_of(layer)
         return window is not None and window < seq_len
 
-    def flops_per_sample(self, seq_len: int) -> int:
-        """Return the FLOPs of forward and backward for one sequence."""
-        return seq_len * flops_per_token(self, seq_len)
-
-    def checkpointed_block_flops(self, seq_len: int, saves_costly_ops: bool) -> int:
-        """Return the FLOPs per sequence that activation checkpointing of one block adds."""
-        return seq_len * checkpointed_flops_per_token(self, seq_len, saves_costly_ops)
-
     def num_layers(self) -> int:
         """Return the number of blocks."""
         return self.n_layers
@@ -428,100 +420,7 @@ class DecoderArgs(ModelArgs):
         """Return the number of experts that compute a token in a layer; None for a model without experts."""
         return None if self.experts is None else self.experts.top_k
 
-    def expert_flops_per_sample(self, seq_len: int) -> int:
-        """Return the part of `flops_per_sample` of the experts that tokens choose; 0 for a model without experts."""
-        if self.experts is None:
-            return 0
-        return 6 * seq_len * self.num_expert_layers * self.experts.num_chosen_weights(self.dim)
-
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
         norms."""
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
-
-
-def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
-    """Return the FLOPs of forward and backward per token: 6 N + 6 (Q + V) (T of each layer).
-
-    N is the number of weights that are multiplied with a token: the matrices of the blocks and the output layer (tied
-    or not), and of the experts in a layer those that the token chooses. The embedding is a look-up, and does not count.
-    Each weight takes a multiplication and an addition in forward, and twice that in backward. Attention adds 2 Q T for
-    the scores and 2 V T for the weighted sum per layer in forward, and twice that in backward. Q is the width of all
-    query heads, and V that of the outputs of all heads, which differs only with latent attention. Every pair of tokens
-    counts, although causal attention needs half of the pairs, and documents within a sample fewer. In a layer with a
-    sliding window, T is min(T, window). Activation checkpointing does not count. PaLM (arXiv:2204.02311, appendix B)
-    and TorchTitan use the same convention, so MFUs can be compared.
-    """
-    matmul_weights = sum(_block_weights(args, layer) for layer in range(args.n_layers)) + args.vocab_size * args.dim
-    return 6 * matmul_weights + 6 * (args.query_width + args.attended_width) * sum(_keys_by_layer(args, seq_len))
-
-
-def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_ops: bool) -> int:
-    """Return the FLOPs per token that activation checkpointing of one block adds, counted as in `flops_per_token`.
-
-    If blocks differ in their sliding windows or in experts, this is their mean. The second forward stops after the last
-    tensor that backward needs: the input of `w2` of a layer that computes every token, its output with `post_norms`, or
-    the outputs of the experts. It repeats all other products: 2 (N_block - D F) + 2 (Q + V) T.
-
-    `selective_ac_option = "op"` saves attention, every second matrix product, and on CUDA the grouped products of
-    experts. Of wq, wk, wv, wo, w1, w3, w2, in this order, the second forward then repeats wk, wo and w3. Without a gate
-    there is no w3, and w2 is repeated if `post_norms` needs its output. Of latent attention's wq_a, wq_b, wkv_a, wkv_b,
-    wo, w1, w3, w2 it repeats wq_b, wkv_b and w1. With experts, the router and the shared experts follow wo in this
-    order.
-    """
-    if saves_costly_ops:
-        return 2 * sum(_unsaved_weights(args, layer) for layer in range(args.n_layers)) // args.n_layers
-    attention = 2 * (args.query_width + args.attended_width)
-    products = sum(_repeated_weights(args, layer) for layer in range(args.n_layers)) // args.n_layers
-    return 2 * products + attention * sum(_keys_by_layer(args, seq_len)) // args.n_layers
-
-
-def _keys_by_layer(args: DecoderArgs, seq_len: int) -> list[int]:
-    """Return the number of keys of each layer: the tokens of a sequence, or the sliding window."""
-    return [min(seq_len, args.window_of(layer) or seq_len) for layer in range(args.n_layers)]
-
-
-def _attention_products(args: DecoderArgs) -> list[int]:
-    """Return the numbers of weights of the attention's matrices, in the order of their products."""
-    if args.latent_attention is not None:
-        return args.latent_attention.products(args.dim, args.n_heads)
-    return [args.dim * width for width in (args.query_width, args.kv_width, args.kv_width, args.query_width)]
-
-
-def _dense_weights(args: DecoderArgs, hidden_dim: int) -> int:
-    return (3 if args.gated else 2) * args.dim * hidden_dim
-
-
-def _block_weights(args: DecoderArgs, layer: int) -> int:
-    """Return the number of weights in the matrices of a block that are multiplied with a token."""
-    every_token, experts = (
-        sum(_attention_products(args)) + _dense_weights(args, _dense_width(args, layer)),
-        args.experts,
-    )
-    if experts is None or not args.has_experts(layer):
-        return every_token
-    return every_token + args.dim * experts.num_experts + experts.num_chosen_weights(args.dim)
-
-
-def _repeated_weights(args: DecoderArgs, layer: int) -> int:
-    """Return those of `_block_weights` that a second forward multiplies: without `w2` of a layer that computes every
-    token, whose output no backward needs unless it is normalized."""
-    return _block_weights(args, layer) - (0 if args.post_norms else args.dim * _dense_width(args, layer))
-
-
-def _unsaved_weights(args: DecoderArgs, layer: int) -> int:
-    """Return those of `_repeated_weights` whose products `selective_ac_option = "op"` does not save."""
-    experts = args.experts if args.has_experts(layer) else None
-    num_fed = (2 if args.gated else 1) + (1 if args.post_norms else 0)
-    routed = [] if experts is None else [args.dim * experts.num_experts]
-    in_order = [*_attention_products(args), *routed]
-    if width := _dense_width(args, layer):
-        in_order += num_fed * [args.dim * width]
-    return sum(in_order[1::2])
-
-
-def _dense_width(args: DecoderArgs, layer: int) -> int:
-    """Return the width of the feed-forward layer that computes every token; 0 if a layer has only routed experts."""
-    if args.experts is None or not args.has_experts(layer):
-        return args.hidden_dim
-    return args.experts.shared_hidden_dim or 0

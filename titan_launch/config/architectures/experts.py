@@ -106,7 +106,3 @@ class ExpertArgs(Section):
         their existence counts."""
         table = self.model_dump(mode="json", exclude={"balance_loss", "z_loss"})
         return {**table, "selection_bias_rate": None if self.selection_bias_rate is None else 0.0}
-
-    def num_chosen_weights(self, dim: int) -> int:
-        """Return the number of weights in the matrices of the experts of a layer that a token chooses."""
-        return 3 * dim * self.top_k * self.hidden_dim

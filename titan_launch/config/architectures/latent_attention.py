@@ -47,11 +47,3 @@ class LatentAttentionArgs(Section):
     def head_width(self) -> int:
         """Width of a head of queries and keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    def products(self, dim: int, n_heads: int) -> list[int]:
-        """Return the numbers of weights of the matrices, in the order of their products. `dim`: width of the stream."""
-        rank, width = self.q_lora_rank, n_heads * self.head_width
-        queries = [dim * width] if rank is None else [dim * rank, rank * width]
-        latents = dim * (self.kv_lora_rank + self.qk_rope_head_dim)
-        heads = self.kv_lora_rank * n_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return [*queries, latents, heads, n_heads * self.v_head_dim * dim]

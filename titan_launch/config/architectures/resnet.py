@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -72,81 +71,6 @@ class ResNetArgs(ModelArgs):
     def images_taken(self) -> ImageFormat:
         """Return the format of the images that the model takes."""
         return ImageFormat(self.in_channels, self.image_size, self.image_size, self.num_classes)
-
-    def flops_per_sample(self, seq_len: int) -> int:
-        """Return the FLOPs of forward and backward for one image."""
-        return flops_per_image(self)
-
-
-@dataclass(frozen=True)
-class _Convolution:
-    """A convolution without bias, followed by a BatchNorm."""
-
-    in_channels: int
-    out_channels: int
-    kernel_size: int
-    out_size: int
-    """Height and width of the output."""
-
-    @property
-    def num_weights(self) -> int:
-        """Number of weights of the kernel."""
-        return self.kernel_size**2 * self.in_channels * self.out_channels
-
-    @property
-    def multiply_adds(self) -> int:
-        """Multiply-adds for one image in forward: every weight at every output position. Padding counts, too."""
-        return self.num_weights * self.out_size**2
-
-
-def flops_per_image(args: ResNetArgs) -> int:
-    """Return the FLOPs of forward and backward for one image: 6 M - 2 S.
-
-    M is the number of multiply-adds of forward: k k C C' H' W' for a convolution with an output of H' x W', and C K for
-    the last layer. Each is two FLOPs in forward, and four in backward: two for the gradient of the weights, and two for
-    the gradient of the input. S is the number of multiply-adds of the stem, for which backward computes no gradient of
-    the input. By convention BatchNorm, ReLU and pooling (a few operations per element) do not count.
-    """
-    stem, *others = (conv.multiply_adds for conv in _convolutions(args))
-    return 4 * stem + 6 * (sum(others) + _out_channels(args) * args.num_classes)
-
-
-def _convolutions(args: ResNetArgs) -> Iterator[_Convolution]:
-    """Yield all convolutions, in order. The stem is the first."""
-    size, channels = args.image_size, args.widths[0]
-    if args.stem == "imagenet":
-        size = _halved(size)
-        yield _Convolution(args.in_channels, channels, 7, size)
-        size = _halved(size)  # the pooling
-    else:
-        yield _Convolution(args.in_channels, channels, 3, size)
-    for stage, (depth, width) in enumerate(zip(args.depths, args.widths, strict=True)):
-        for index in range(depth):
-            halves = stage > 0 and index == 0
-            yield from _block(args.block, channels, width, size, halves)
-            size, channels = _halved(size) if halves else size, width * EXPANSION[args.block]
-
-
-def _block(kind: BlockKind, channels: int, width: int, size: int, halves: bool) -> Iterator[_Convolution]:
-    out_size, out_channels = _halved(size) if halves else size, width * EXPANSION[kind]
-    if kind == "basic":
-        yield _Convolution(channels, width, 3, out_size)
-        yield _Convolution(width, width, 3, out_size)
-    else:
-        yield _Convolution(channels, width, 1, size)
-        yield _Convolution(width, width, 3, out_size)
-        yield _Convolution(width, out_channels, 1, out_size)
-    if halves or channels != out_channels:
-        yield _Convolution(channels, out_channels, 1, out_size)
-
-
-def _halved(size: int) -> int:
-    """Return half of a size, rounded up: the output size for stride 2 and a padding of half the kernel size."""
-    return (size + 1) // 2
-
-
-def _out_channels(args: ResNetArgs) -> int:
-    return args.widths[-1] * EXPANSION[args.block]
 
 
 _IMAGENET: dict[str, Any] = {"widths": [64, 128, 256, 512], "stem": "imagenet", "image_size": 224}

@@ -77,22 +77,6 @@ class ViTArgs(ModelArgs):
         """Return the format of the images that the model takes."""
         return ImageFormat(self.in_channels, self.image_size, self.image_size, self.num_classes)
 
-    def flops_per_sample(self, seq_len: int) -> int:
-        """Return the FLOPs of forward and backward for one image."""
-        return flops_per_image(self)
-
-    def checkpointed_block_flops(self, seq_len: int, saves_costly_ops: bool) -> int:
-        """Return the FLOPs per image that activation checkpointing of one block adds.
-
-        The second forward stops after the last tensor that backward needs: the input of `w2`. It repeats all products
-        but that of `w2`. `selective_ac_option = "op"` saves attention and every second matrix product. Of wq, wk, wv,
-        wo, w1, w2, in this order, the second forward then repeats wk and wo.
-        """
-        if saves_costly_ops:
-            return 4 * self.num_tokens * self.dim**2
-        products = _block_matmul_weights(self) - self.dim * self.hidden_dim
-        return 2 * self.num_tokens * products + 4 * self.num_tokens**2 * self.dim
-
     def num_layers(self) -> int:
         """Return the number of blocks."""
         return self.n_layers
@@ -100,27 +84,6 @@ class ViTArgs(ModelArgs):
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         """Return the number of heads, the width of the feed-forward layer, and the number of classes, by argument."""
         return {name: int(getattr(self, name)) for name in ("n_heads", "hidden_dim", "num_classes")}
-
-
-def flops_per_image(args: ViTArgs) -> int:
-    """Return the FLOPs of forward and backward for one image: 6 M - 2 S.
-
-    M is the number of multiply-adds of forward: every weight of the blocks for each of the T tokens, 2 T T D per block
-    for attention, S = C P P D for each patch, and D K for the output layer. Each is two FLOPs in forward, and four in
-    backward. Backward computes no gradient of the images, which saves two FLOPs for each multiply-add of the patches.
-    Biases, norms and GELU (a few operations per element) do not count.
-    """
-    tokens, patches = args.num_tokens, args.num_patches * _patch_weights(args)
-    block = tokens * _block_matmul_weights(args) + 2 * tokens**2 * args.dim
-    return 4 * patches + 6 * (args.n_layers * block + args.dim * args.num_classes)
-
-
-def _patch_weights(args: ViTArgs) -> int:
-    return args.in_channels * args.patch_size**2 * args.dim
-
-
-def _block_matmul_weights(args: ViTArgs) -> int:
-    return 4 * args.dim**2 + 2 * args.dim * args.hidden_dim
 
 
 def _size(patch_size: int, dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> dict[str, Any]:

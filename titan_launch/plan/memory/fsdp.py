@@ -477,6 +477,8 @@ class ShardedUnit:
 
     def post_backward(self) -> None:
         """Accumulate or reduce the gradients of the unit when all of them exist."""
+        if not self.parameters:  # then FSDP2 has no group, and calls nothing
+            return
         self.group_state = State.POST_BACKWARD
         for index in self._accumulated:
             self._gradients.pop(index, None)

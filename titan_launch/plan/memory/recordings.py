@@ -23,13 +23,14 @@ from typing import Any, Literal, Protocol
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.config.sections.data import DataSource, SyntheticData, separates_documents
-from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.files import cache_folder, file_state, replace_text
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import activation_checkpoint_label
 from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
 from titan_launch.plan.memory.tape import Tape, from_json, to_json
+from titan_launch.plan.step_time import Flops
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo
 
 
@@ -39,7 +40,7 @@ class Subject:
 
     inventory: Inventory
     flops_per_sample: int | None
-    """The FLOPs that a user's own model declares."""
+    """The FLOPs of forward and backward that a user's own model declares."""
 
     second: Inventory | None = None
     """The second model of the loss (`loss.dpo`, `loss.distillation`)."""
@@ -50,6 +51,9 @@ class Recorder(Protocol):
 
     def subject(self, job: JobConfig) -> Subject:
         """Build the model of a job. Raises ConfigError as a run does."""
+
+    def flops(self, job: JobConfig) -> Flops | None:
+        """Count the FLOPs of a sample. Return None if the model does not run on the meta device."""
 
     def tape(self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int) -> Tape:
         """Record a microbatch of a job. Raises ConfigError as a run does, and for a model that cannot be traced."""
@@ -138,6 +142,7 @@ class Recordings:
         self._recorder = None if recorder is None else cache(recorder)
         self._say = say
         self._subject: Subject | None = None
+        self._flops: dict[ActivationCheckpointConfig, Flops | None] = {}
         self._tapes: dict[tuple[ActivationCheckpointConfig, int, int, bool], Tape] = {}
 
     def subject(self) -> Subject:
@@ -146,6 +151,40 @@ class Recordings:
             value = self._known("model", self.job, None, lambda recorder: _subject_to_json(recorder.subject(self.job)))
             self._subject = _subject_from_json(value)
         return self._subject
+
+    def flops(self, checkpointing: ActivationCheckpointConfig) -> Flops | None:
+        """Return the FLOPs of a sample; None if they are unknown. If the model declares those without activation
+        checkpointing, only what this adds is counted. Raises NotRecordedError."""
+        if checkpointing.mode == "memory_budget":
+            return None
+        declared, plain = self.subject().flops_per_sample, ActivationCheckpointConfig()
+        if declared is None:
+            return self._counted(checkpointing)
+        if checkpointing.mode == "none":
+            return Flops(declared)
+        counted, without = self._counted(checkpointing), self._counted(plain)
+        if counted is None or without is None:
+            return None
+        return Flops(declared + counted.per_sample - without.per_sample, counted.of_experts)
+
+    def _counted(self, checkpointing: ActivationCheckpointConfig) -> Flops | None:
+        checkpointing = checkpointing.model_copy(update={"offload": False})
+        if checkpointing not in self._flops:
+            job = self.job.model_copy(
+                update={
+                    "activation_checkpoint": checkpointing,
+                    "parallelism": ParallelismConfig(),
+                    "training": self.job.training.model_copy(update={"local_batch_size": 1, "global_batch_size": None}),
+                }
+            )
+
+            def count(recorder: Recorder) -> dict[str, Any]:
+                counted = recorder.flops(job)
+                return {"flops": None if counted is None else asdict(counted)}
+
+            value = self._known("FLOPs", job, None, count)["flops"]
+            self._flops[checkpointing] = None if value is None else Flops(**value)
+        return self._flops[checkpointing]
 
     def tape(
         self,
@@ -187,7 +226,7 @@ class Recordings:
             return value
         if self._recorder is None:
             raise NotRecordedError(what)
-        if what != "model":
+        if what.startswith("tape"):
             modes = activation_checkpoint_label(job.activation_checkpoint)
             self._say(f"recording a microbatch with activation checkpointing {modes}")
         recorder = self._recorder()

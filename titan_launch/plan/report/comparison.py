@@ -13,7 +13,7 @@ from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import Choice, is_configured_choice, plan_units, possible_choices
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import Footprint
-from titan_launch.plan.step_time import ModelFlops, StepTime, bubble_share, estimate_step_time, loss_head_flops
+from titan_launch.plan.step_time import Flops, FlopsOf, StepTime, bubble_share, estimate_step_time
 from titan_launch.plan.types import Inventory
 
 
@@ -71,7 +71,7 @@ def compare(
     config: JobConfig,
     layout: Layout,
     inventory: Inventory,
-    flops: ModelFlops,
+    flops_of: FlopsOf,
     hardware: Hardware,
     engine: Engine,
     only_own: bool = False,
@@ -81,8 +81,7 @@ def compare(
     `only_own`: only combinations that the job sets or `auto` may choose. Raises ConfigError if the model does not
     support the job's precision rules, compilation or activation checkpointing.
     """
-    positions = config.training.seq_len if config.data.unit == "tokens" else 1
-    of_loss_head = loss_head_flops(plan_units(config, inventory, False), positions)  # raises for wrong precision rules
+    plan_units(config, inventory, False)  # raises for wrong precision rules
     choices, notes = possible_choices(config, layout, inventory)
     bubble = bubble_share(config.parallelism, layout)
     if layout.model_parallel > 1:
@@ -95,10 +94,9 @@ def compare(
         if only_own and not is_own:
             continue
         footprint, traffic = engine(choice).with_workspace(hardware.workspace_bytes), engine.traffic(choice)
-        per_sample = flops.total_per_sample(choice.activation_checkpoint)
-        busiest = 1 + (min(config.planner.expert_load, layout.expert) - 1) * flops.of_experts
-        per_sample = None if per_sample is None else per_sample + of_loss_head
-        rows.append(_predict(choice, is_own, footprint, traffic, layout, per_sample, busiest, hardware, bubble))
+        flops = flops_of(choice.activation_checkpoint)
+        excess = min(config.planner.expert_load, layout.expert) - 1
+        rows.append(_predict(choice, is_own, footprint, traffic, layout, flops, excess, hardware, bubble))
     return Comparison(config, tuple(rows), tuple(notes))
 
 
@@ -115,15 +113,16 @@ def _predict(
     footprint: Footprint,
     traffic: Traffic,
     layout: Layout,
-    per_sample: int | None,
-    busiest: float,
+    flops: Flops | None,
+    excess: float,
     hardware: Hardware,
     bubble: float,
 ) -> Row:
-    """Return the row of a choice. `per_sample`: FLOPs of one sample. `busiest`: FLOPs of the busiest rank of experts,
+    """Return the row of a choice. `excess`: the rows of tokens that the busiest rank of experts has more than the mean,
     over the mean."""
     link_traffic = link_traffic_of_step(traffic, layout, hardware.gpus_per_node)
-    per_rank = None if per_sample is None else per_sample * layout.samples_per_rank // layout.model_parallel
+    per_rank = None if flops is None else flops.per_sample * layout.samples_per_rank // layout.model_parallel
+    busiest = None if flops is None or per_rank is None else per_rank * (1 + excess * flops.experts_share)
     reserved = estimate_reserved(footprint, hardware)
     return Row(
         choice=choice,
@@ -131,7 +130,7 @@ def _predict(
         traffic=traffic,
         link_traffic=link_traffic,
         flops_per_rank=per_rank,
-        time=estimate_step_time(None if per_rank is None else per_rank * busiest, link_traffic, hardware, bubble),
+        time=estimate_step_time(busiest, link_traffic, hardware, bubble),
         reserved_bytes=reserved,
         verdict=judge(footprint, reserved, hardware),
         is_own=is_own,

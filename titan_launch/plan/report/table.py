@@ -11,7 +11,6 @@ from titan_launch.core.terminal import one_line
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.report.comparison import Comparison, Row
-from titan_launch.plan.step_time import ModelFlops
 
 
 @dataclass(frozen=True)
@@ -217,11 +216,11 @@ def format_categories(comparison: Comparison) -> str:
 
 
 def format_assumptions(
-    hardware: Hardware, flops: ModelFlops, engine: str, config: JobConfig, expert_load: str | None = None
+    hardware: Hardware, has_flops: bool, engine: str, config: JobConfig, expert_load: str | None = None
 ) -> str:
     """Return the assumptions of all predictions, their accuracy, and the predictions that are missing.
 
-    `expert_load`: result of `plan.experts.describe_load`.
+    `has_flops`: the FLOPs of the model are known. `expert_load`: result of `plan.experts.describe_load`.
     """
     needed = "sum of the CUDA streams' peaks" if hardware.kernels == "cuda" else "active memory"
     peak = f"{hardware.peak_tflops:g} TFLOP/s peak x {hardware.mfu:g} (mfu)" if hardware.peak_tflops else "unknown peak"
@@ -236,8 +235,8 @@ def format_assumptions(
         ("links", _links(hardware)),
         *([("expert load", expert_load)] if expert_load else []),
         ("memory engine", f"{engine}, {hardware.kernels} kernels of torch {planned_release()}"),
-        *accuracy(flops, config),
-        *(("unknown", text) for text in _unknowns(hardware, flops)),
+        *accuracy(config, has_flops),
+        *(("unknown", text) for text in _unknowns(hardware, has_flops)),
     ]
     return "\n".join(["assumptions", *(f"  {line}" for line in aligned([(f"{name}:", text) for name, text in lines]))])
 
@@ -255,30 +254,28 @@ def _links(hardware: Hardware) -> str:
     return f"{', '.join(speeds) or 'no bandwidths'}, {hardware.gpus_per_node} GPUs per node"
 
 
-def _unknowns(hardware: Hardware, flops: ModelFlops) -> list[str]:
+def _unknowns(hardware: Hardware, has_flops: bool) -> list[str]:
     """Return the missing predictions, each with its cause or with the key that enables it."""
     found = []
     if hardware.memory_gib is None:
         found.append("no verdicts: set a limit with --device (or planner.device) or --memory-gib (planner.memory_gib)")
     if hardware.peak_tflops is None:
         found.append("no compute seconds: set --device, or metrics.peak_tflops_per_device")
-    elif flops.per_sample is None:
-        found.append("no compute seconds: the model has no method flops_per_sample(seq_len)")
-    elif not flops.is_exact:
+    elif not has_flops:
         found.append(
-            "FLOPs of activation checkpointing are estimated for this model: full adds one forward of its blocks, a "
-            "third of the FLOPs; selective (per operation) is unknown"
+            "no compute seconds: the model does not run on the meta device, so its FLOPs cannot be counted; a method "
+            "flops_per_sample(seq_len) can declare them"
         )
     return found
 
 
-def accuracy(flops: ModelFlops, config: JobConfig) -> list[tuple[str, str]]:
+def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
     """Return pairs (accuracy, numbers): which numbers are exact, predicted or estimated, and which features are
     ignored."""
     ignored = [name for name in ("compile", "float8") if getattr(config, name).enable]
     replaced = f"active memory of the job without {' and '.join(ignored)}; --measure finds that of the job itself"
     lines = [
-        ("exact", f"collectives and the bytes of their buffers{', FLOPs' if flops.is_exact else ''}"),
+        ("exact", f"collectives and the bytes of their buffers{', FLOPs' if has_flops else ''}"),
         ("predicted", replaced if ignored else "active memory, a lower bound"),
         ("estimated", "every number with ~: reserved memory, link traffic and seconds"),
     ]

@@ -1,0 +1,277 @@
+"""The floating-point operations (FLOPs) of a job for one sample: forward and backward run on the meta device, whose
+tensors have shapes and no values, and the operations are counted.
+
+Each multiplication and each addition of matrix products, convolutions and attention counts as one FLOP. Other
+operations do not count. So a frozen parameter costs no gradient of its own, and what activation checkpointing computes
+twice counts twice. The conventions are those of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be
+compared: attention counts every pair of tokens, although causal attention needs half of the pairs, and documents within
+a sample fewer. In a layer with a sliding window, a token counts its window. Backward of attention counts twice its
+forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.loss import frozen_job
+from titan_launch.config.sections.parallelism import CompileConfig
+from titan_launch.core.errors import KeyPath
+from titan_launch.core.patches import generators_seeded, loggers_silenced, replaced
+from titan_launch.distributed.torch_private import grouped_products_have_shapes
+from titan_launch.models import attention, layers, mixture_of_experts
+from titan_launch.models.blocks import blocks_removed
+from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.host_values import attributes_digest
+from titan_launch.models.mixture_of_experts import ExpertProduct
+from titan_launch.parallel.activation_checkpoint import checkpoint_activations
+from titan_launch.plan.memory.depth import block_signatures
+from titan_launch.plan.step_time import Flops
+from titan_launch.plan.types import ModelPlan, is_within, outermost
+from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.batches import RunData, make_microbatch, sample_format
+from titan_launch.train.forward import logits_of
+from titan_launch.train.losses import Outputs
+from titan_launch.train.model import build_job_model, build_loss
+from titan_launch.train.step import forward_backward
+
+_log = logging.getLogger(__name__)
+
+_SAMPLES = 2
+"""Samples of the counted microbatch: in training, BatchNorm needs more than one value."""
+
+
+def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: RunData) -> int | None:
+    """Return the FLOPs of one sample of which a run reports TFLOP/s and MFU: without those that activation
+    checkpointing and a loss in chunks compute twice. A user's own model may declare them; else they are counted. None
+    if they are unknown, which is logged. `built` stays as it is."""
+    if built.flops_per_sample is not None:
+        return built.flops_per_sample
+    with unknown_if_it_fails():
+        config = config.model_copy(update={"loss": config.loss.model_copy(update={"chunks": 1})})
+        built, plan = replace(built, module=copy.deepcopy(built.module)), replace(plan, checkpointed=(), loss_head=None)
+        return count_flops(config, built, plan, tuple(data.train[0][0].shape), data.num_classes).per_sample
+    return None
+
+
+@contextmanager
+def unknown_if_it_fails() -> Iterator[None]:
+    """Log the error of a model that does not run on the meta device. A run, and a recording for a plan, report it."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        _log.warning("FLOPs are unknown, because the model does not run on the meta device: %s", reason[-1])
+
+
+def flops_of_job(config: JobConfig) -> Flops:
+    """Return the FLOPs of one sample of a job without `auto`. Raises errors as `count_flops`, and ConfigError as a run
+    does."""
+    built = build_job_model(config)
+    return count_flops(config, built, plan_precision(config, built), *sample_format(config))
+
+
+def count_flops(
+    config: JobConfig, built: BuiltModel, plan: ModelPlan, input_shape: tuple[int, ...], num_classes: int
+) -> Flops:
+    """Return the FLOPs of one sample, on all ranks that share it. Raises an error of any class if the model does not
+    run without values.
+
+    Of blocks that are alike, two are enough: a model of this package runs once with the first of each kind, and once
+    more with a second one of each kind.
+
+    `built`: the job's model on the meta device, which is changed in place. `input_shape`: shape of one input. Kernels,
+    parallelism and dtypes do not matter.
+    """
+    meta = torch.device("meta")
+    config = config.model_copy(update={"compile": CompileConfig()})
+    checkpointing = config.activation_checkpoint.model_copy(update={"offload": False})
+    model = built.module
+    kinds = list(_blocks_by_kind(model, plan)) if config.model.is_of_package else []
+    with _counted_kernels():
+        checkpoint_activations(model, plan.checkpointed, checkpointing)
+        loss = build_loss(model, plan, config, num_classes, has_values=False, frozen=_second_model(config))
+        with meta:
+            microbatch, num_items = make_microbatch(config, input_shape, _SAMPLES), torch.ones(())
+
+        def without(removed: Collection[str]) -> Flops:
+            with blocks_removed(model, removed), _Count() as count:
+                forward_backward(model, microbatch, meta, lambda: num_items, loss)
+            return Flops(count.flops.total() // _SAMPLES, count.flops[_GROUPED] // _SAMPLES)
+
+        repeated = {block for kind in kinds for block in kind[1:]}
+        total = one_of_each = without(repeated)
+        for kind in kinds:
+            if len(kind) > 1:
+                two = without(repeated - {kind[1]})
+                total = total.plus(two.plus(one_of_each, -1), len(kind) - 1)
+    return total
+
+
+def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
+    """Yield the outer blocks that compute and differentiate the same, in order.
+
+    Backward computes a gradient of a block's inputs only if a parameter before it is trained. (The first block of each
+    kind is counted as it is, so what is not known about the modules before the blocks does not matter.)
+    """
+    kinds: defaultdict[Hashable, list[str]] = defaultdict(list)
+    modules = plan.inventory.by_path
+    follows_trained = any(p.requires_grad for path in plan.inventory.embeddings for p in modules[path].parameters)
+    for block, signature in zip(outermost(plan.inventory.blocks), block_signatures(plan), strict=True):
+        module = model.get_submodule(block)
+        checkpointed = tuple(path.removeprefix(block) for path in plan.checkpointed if is_within(path, block))
+        kinds[signature, attributes_digest(module), checkpointed, follows_trained].append(block)
+        follows_trained |= any(parameter.requires_grad for parameter in module.parameters())
+    yield from kinds.values()
+
+
+def _second_model(config: JobConfig) -> Outputs | None:
+    second = config.loss.frozen_model()
+    if second is None:
+        return None
+    module = build_model(frozen_job(config, second).model, config.training.seq_len).module
+    return _Unsharded(second.key, module.requires_grad_(False).eval())
+
+
+@dataclass
+class _Unsharded:
+    """The second model of a loss (`train.frozen_model.FrozenModel`), without FSDP2."""
+
+    key: KeyPath
+    module: nn.Module
+
+    @torch.no_grad()
+    def __call__(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
+        return logits_of(self.module, inputs, targets, documents)
+
+
+@contextmanager
+def _counted_kernels() -> Iterator[None]:
+    """Let attention and experts run as single operations until the end of the block, as on a GPU."""
+    with ExitStack() as stack:
+        stack.enter_context(loggers_silenced("titan_launch.train.model"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(generators_seeded(0))  # what a forward draws does not change the run
+        stack.enter_context(grouped_products_have_shapes())
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
+        stack.enter_context(replaced(attention, "causal_attention", lambda q, k, v, *_: _attention(q, k, v)))
+        stack.enter_context(replaced(attention, "masked_attention", _masked_attention))
+        stack.enter_context(replaced(layers, "attend_with_logsumexp", _attend_with_logsumexp))
+        stack.enter_context(replaced(mixture_of_experts, "expert_product", _expert_product))
+        yield
+
+
+_aten = torch.ops.aten
+_ATTENTION = _aten._scaled_dot_product_efficient_attention
+_GROUPED = _aten._grouped_mm
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return the shape of attention, by the operation that takes values of any width. Its mask, scale and dropout do
+    not matter."""
+    shape = *query.shape[:-1], value.shape[-1]
+    query, key, value = (x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    attended: Tensor = _ATTENTION(query, key, value, None, True)[0]
+    return attended.reshape(shape)
+
+
+def _masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: attention.ScoreOptions, documents: attention.Documents | None
+) -> Tensor:
+    """Replace `attention.masked_attention`: each query reads as many keys as its window has."""
+    return _attention(q, *(x[:, :, : options.window] for x in (k, v)))
+
+
+def _attend_with_logsumexp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: attention.ScoreOptions,
+    documents: attention.Documents | None = None,
+) -> attention.Attended:
+    """Replace `layers.attend_with_logsumexp`."""
+    values = _masked_attention(q, k, v, options, documents)
+    return attention.Attended(values, values.sum(-1, dtype=torch.float32))
+
+
+def _expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
+    """Replace `mixture_of_experts.expert_product`. Values and strides do not matter."""
+
+    def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor = _GroupedProduct.apply(rows, weights, counts.to(torch.int32))
+        return result if bias is None else result + bias[0]
+
+    return product
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows (rows, in) times matrices (experts, out, in), and its gradients, without PyTorch's checks of the strides."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, ends)
+        result: Tensor = _GROUPED(rows, weights.mT, ends)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weights, ends = ctx.saved_tensors
+        of_rows, of_weights, _ = ctx.needs_input_grad
+        return (
+            _GROUPED(gradients[0], weights, ends) if of_rows else None,
+            _GROUPED(gradients[0].mT, rows, ends) if of_weights else None,
+            None,
+        )
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    batch, heads, queries, width = query.shape
+    return int(2 * batch * heads * queries * key.shape[2] * (width + value.shape[3]))
+
+
+def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of a grouped product. The groups divide the rows, the columns, or what is summed over. Two
+    stacks of matrices are multiplied in pairs."""
+    pairs = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return int(2 * pairs * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+_FORMULAS = {
+    **flop_registry,
+    _ATTENTION: _attention_flops,
+    _aten._scaled_dot_product_efficient_attention_backward: lambda _, *args, **options: 2 * _attention_flops(*args),
+    _GROUPED: _grouped_flops,
+}
+"""Functions of the arguments of an operation that return its FLOPs: those of PyTorch, and three others."""
+
+
+class _Count(TorchDispatchMode):
+    """Adds up the FLOPs of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = _FORMULAS.get(func.overloadpacket)
+        if formula is not None:
+            self.flops[func.overloadpacket] += formula(*args, **kwargs, out_val=result)
+        return result
