@@ -34,7 +34,7 @@ from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.models.loss import Loss
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
@@ -142,7 +142,7 @@ def run_step(
     share: float = 1.0,
 ) -> None:
     """Run forward and backward over all microbatches. `share`: the part of a step that they are."""
-    strategy = build_strategy(accumulation)
+    strategy = Accumulation(accumulation)
     targets_of_all = sum(batch.targets.numel() for batch in batches) * torch.distributed.get_world_size()
     valid = torch.tensor(targets_of_all / share, device=batches[0].inputs.device)
     for index, microbatch in enumerate(batches):

@@ -1,6 +1,7 @@
-"""Comparison of the planner with traces of random jobs: peak memory, collectives and their bytes.
+"""Comparison of the planner with traces of random jobs, or with their runs: peak memory, collectives and their bytes.
 
     python benchmarks/planner_grid.py --num-jobs 120 --seed 0 [--workers 2] [--write docs/verification/planner.md]
+    python benchmarks/planner_grid.py --measure --num-jobs 100 --workers 1
 
 A job is a small language model, ResNet or ViT. Each seed draws:
 
@@ -17,8 +18,9 @@ A job is a small language model, ResNet or ViT. Each seed draws:
 - optimizer, its implementation and the dtype of its state, moving average of the weights (EMA)
 
 The prediction is that of `plan`: the replay of a recorded microbatch. It is compared with a trace of all blocks in a
-whole step, and its traffic with the collectives in that trace. The script prints a table, and writes it between the
-markers of a Markdown file. A job is repeated by its seed: --seed 17 --num-jobs 1.
+whole step, and its traffic with the collectives in that trace. With `--measure`, the jobs of up to four ranks run on
+this machine's CPUs, and the planned peak is compared with the one that the run reports. The script prints a table, and
+writes it between the markers of a Markdown file. A job is repeated by its seed: --seed 17 --num-jobs 1.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ import argparse
 import itertools
 import json
 import logging
+import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -48,6 +52,7 @@ from torch import Tensor
 
 from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.rules import RULES
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.config.sections.data import separates_documents
@@ -55,7 +60,7 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.patches import environment
-from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.hardware import GIB, Kernels
 from titan_launch.plan.job import configured_choice, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.pipeline import representative_ranks
@@ -66,6 +71,12 @@ from titan_launch.train.model import build_job_model
 
 LIMIT = 0.003
 """Error of a peak, relative to the traced one, from which a prediction is wrong."""
+
+MEASURED_LIMIT = 0.01
+"""The same, relative to the measured one."""
+
+MOST_RANKS = 4
+"""Ranks of the jobs that run on this machine."""
 
 SCHEDULES = get_args(ParallelismConfig.model_fields["pipeline_parallel_schedule"].annotation)
 
@@ -83,24 +94,33 @@ class Result:
     """Names of what the job has, for the counts below the table."""
 
     predicted_bytes: int
-    traced_bytes: int
-    same_peak_point: bool
-    same_traffic: bool
+    found_bytes: int
+    """Peak of the trace, or of the run."""
+
+    same_peak_point: bool = True
+    same_traffic: bool = True
+    limit: float = LIMIT
 
     @property
     def error(self) -> float:
-        """Error of the predicted peak, relative to the traced one."""
-        return self.predicted_bytes / self.traced_bytes - 1
+        """Error of the predicted peak, relative to the one that was found."""
+        return self.predicted_bytes / self.found_bytes - 1
 
     @property
     def is_wrong(self) -> bool:
-        """True if the peak differs by `LIMIT` or more, or if its point, collectives or their bytes differ."""
-        return abs(self.error) >= LIMIT or not self.same_peak_point or not self.same_traffic
+        """True if the peak differs by the limit or more, or if its point, collectives or their bytes differ."""
+        return abs(self.error) >= self.limit or not self.same_peak_point or not self.same_traffic
 
 
 def random_job(seed: int, folder: Path) -> tuple[JobConfig, int, Kernels]:
-    """Return a random job that the rules of the launcher accept, its number of ranks, and the device family of its
-    kernels. The files that the job names are written into the folder."""
+    """Return the job of `random_sections`, its number of ranks, and the device family of its kernels."""
+    sections, ranks, kernels = random_sections(seed, folder)
+    return JobConfig.model_validate(sections), ranks, kernels
+
+
+def random_sections(seed: int, folder: Path) -> tuple[dict[str, Any], int, Kernels]:
+    """Return the sections of a random job that the rules of the launcher accept, its number of ranks, and the device
+    family of its kernels. The files that the job names are written into the folder."""
     pick = random.Random(seed)
     axes = pick.choice([(), (), (), ("tensor",), ("context",), ("pipeline",), ("pipeline",), ("tensor", "pipeline")])
     is_of_images = axes == () and pick.random() < 0.25
@@ -111,9 +131,14 @@ def random_job(seed: int, folder: Path) -> tuple[JobConfig, int, Kernels]:
         job, ranks = _image_job(pick) if is_of_images else _token_job(pick, axes)
         job["job"] = {"device": "cpu" if kernels == "cpu" else "auto"}
         (folder / "config.json").write_text(json.dumps({"model": {**job["model"], "flavor": "debug"}}))
-        config = JobConfig.model_validate(json.loads(json.dumps(job).replace(FOLDER, str(folder))))
-        if not any(problem for rule in RULES for problem in rule(config)):
-            return config, ranks, kernels
+        sections = json.loads(json.dumps(job).replace(FOLDER, str(folder)))
+        if _is_accepted(sections):
+            return sections, ranks, kernels
+
+
+def _is_accepted(sections: dict[str, Any]) -> bool:
+    config = JobConfig.model_validate(sections)
+    return not any(problem for rule in RULES for problem in rule(config))
 
 
 def _token_job(pick: random.Random, axes: Sequence[str]) -> tuple[dict[str, Any], int]:
@@ -325,14 +350,65 @@ def compare(seed: int) -> Result | None:
             return None
     return Result(
         seed=seed,
-        axes=" and ".join(axis for axis in ("tensor", "context", "pipeline") if getattr(layout, axis) > 1) or "none",
+        axes=_axes(layout),
         kernels=kernels,
         draws=_draws(config),
         predicted_bytes=predicted.peak_bytes,
-        traced_bytes=traced.footprint.peak_bytes,
+        found_bytes=traced.footprint.peak_bytes,
         same_peak_point=predicted.peak_point == traced.footprint.peak_point,
         same_traffic=traffic == traced.traffic,
     )
+
+
+def _axes(layout: Layout) -> str:
+    return " and ".join(axis for axis in ("tensor", "context", "pipeline") if getattr(layout, axis) > 1) or "none"
+
+
+def measure(seed: int) -> Result | None:
+    """Compare the prediction for one random job with the memory of its third step on CPU ranks. Return None for a job
+    that does not run here: on more ranks, with ring attention, or with a second model, whose weights it does not have.
+    """
+    with TemporaryDirectory() as name, environment(**{CACHE_VARIABLE: f"{name}/cache"}):
+        folder = Path(name)
+        sections, ranks, _ = random_sections(seed, folder)
+        second = name in json.dumps(sections.get("loss", {}))
+        if ranks > MOST_RANKS or second or "context_parallel_degree" in sections["parallelism"]:
+            return None
+        sections["job"] = {"device": "cpu", "dump_folder": str(folder / "outputs")}
+        sections["training"]["steps"] = 3
+        sections |= {"checkpoint": {"save_last": False}, "metrics": {"log_freq": 1}}
+        with_flash = {**sections, "kernels": {"attention": "flash"}}  # a plan does not know this package's own kernel
+        sections = with_flash if _is_accepted(with_flash) else sections
+        config = JobConfig.model_validate(sections)
+        try:
+            layout = plan_layout(config.parallelism, config.training, ranks)
+            config = with_unsharded_parameters(config, layout)
+            predicted = recorded_engine(config, layout, "cpu")(configured_choice(config))
+        except ConfigError:
+            return None
+        job = folder / "job.toml"
+        job.write_text("\n".join(f"{key} = {toml_value(value)}" for key, value in _without_none(sections).items()))
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        command = [sys.executable, "-m", *(torchrun if ranks > 1 else []), "titan_launch", "--config", str(job)]
+        with environment(PYTHONPATH=os.pathsep.join(sys.path)):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"seed {seed}: {done.stderr[:4000]}")
+        (report,) = folder.glob("outputs/**/metrics.jsonl")
+        (peak,) = (row[_PEAK] for row in map(json.loads, report.read_text().splitlines()) if _PEAK in row)
+    return Result(
+        seed, _axes(layout), "cpu", _draws(config), predicted.peak_bytes, round(peak * GIB), limit=MEASURED_LIMIT
+    )
+
+
+_PEAK = "memory/max_active_gib"
+
+
+def _without_none(value: Any) -> Any:
+    """Return nested tables without the keys that have no value, which TOML cannot write."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def trace_all_blocks(config: JobConfig, layout: Layout, kernels: Kernels) -> TracedStep:
@@ -371,10 +447,14 @@ def _draws(config: JobConfig) -> tuple[str, ...]:
     return tuple(name for name, is_drawn in has.items() if is_drawn)
 
 
-def summarize(results: Sequence[Result], refused: int) -> str:
+def summarize(results: Sequence[Result], left_out: int, is_measured: bool) -> str:
     """Return a Markdown table over all jobs."""
-    columns = ("model parallelism", "kernels", "jobs", "largest error", "its seed", "mean error", "within 0.3 %")
-    lines = [f"| {' | '.join(columns)} | same point of the peak | same collectives and bytes |", "|---" * 9 + "|"]
+    limit = MEASURED_LIMIT if is_measured else LIMIT
+    columns = ["model parallelism", "kernels", "jobs", "largest error", "its seed", "mean error"]
+    columns.append(f"within {100 * limit:g} %")
+    if not is_measured:
+        columns += ["same point of the peak", "same collectives and bytes"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for axes, kernels in itertools.product(dict.fromkeys(result.axes for result in results), ("cuda", "cpu")):
         chosen = [result for result in results if (result.axes, result.kernels) == (axes, kernels)]
         if not chosen:
@@ -388,16 +468,17 @@ def summarize(results: Sequence[Result], refused: int) -> str:
             f"{worst.error:+.3%}",
             worst.seed,
             f"{statistics.mean(errors):.3%}",
-            sum(error < LIMIT for error in errors),
+            sum(error < limit for error in errors),
             sum(result.same_peak_point for result in chosen),
             sum(result.same_traffic for result in chosen),
         ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines.append(f"| {' | '.join(map(str, cells[: len(columns)]))} |")
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     drawn = Counter(draw for result in results for draw in result.draws)
+    reason = "cannot run here" if is_measured else "would be refused at their start"
     lines += [
         "",
-        f"{len(results)} jobs ({refused} more would be refused at their start), {versions}. Jobs with: "
+        f"{len(results)} jobs ({left_out} more {reason}), {versions}. Jobs with: "
         f"{', '.join(f'{name} {count}' for name, count in drawn.most_common())}.",
     ]
     return "\n".join(lines)
@@ -409,14 +490,16 @@ def main() -> int:
     parser.add_argument("--num-jobs", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first job; each next job adds 1 (default: 0)")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--measure", action="store_true", help="run the jobs on CPU ranks, instead of tracing them")
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.num_jobs)
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn"), initializer=_be_quiet) as pool:
-        found = [_shown(result) for result in pool.map(compare, seeds)]
+        found = [_shown(result) for result in pool.map(measure if arguments.measure else compare, seeds)]
     results = [result for result in found if result is not None]
     wrong = [result for result in results if result.is_wrong]
-    publish(summarize(results, refused=len(found) - len(results)), "planner_grid", arguments.write)
+    name = "planner_measured" if arguments.measure else "planner_grid"
+    publish(summarize(results, len(found) - len(results), arguments.measure), name, arguments.write)
     print(*wrong, sep="\n")
     return int(bool(wrong))
 

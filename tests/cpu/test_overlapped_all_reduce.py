@@ -23,7 +23,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
 from titan_launch.cpu import overlapped_all_reduce as overlapped
 from titan_launch.distributed.torch_private import parameter_groups
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.fsdp import discard_pending
 
 
@@ -45,7 +45,7 @@ def built(mode: str = "immediate", reduce_dtype: str = "float32") -> tuple[JobCo
 
 def gradients(config: JobConfig, model: nn.Module, microbatches: int = 1) -> dict[str, Tensor]:
     """Return this rank's gradients by parameter, read as soon as backward has returned."""
-    strategy = build_strategy(config.gradient_accumulation)
+    strategy = Accumulation(config.gradient_accumulation)
     generator = torch.Generator().manual_seed(this_rank().rank)
     for index in range(microbatches):
         strategy.begin_microbatch(model, is_last=index == microbatches - 1)

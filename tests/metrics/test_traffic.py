@@ -19,7 +19,7 @@ from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.metrics.traffic import Kernel, count_collectives, exposed_seconds
 from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.fsdp import fsdp_modules
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.layout import plan_layout
@@ -44,7 +44,7 @@ def count(config: JobConfig) -> tuple[Traffic, Traffic, bool]:
     before = [vars(group).copy() for group in groups if group is not None]
 
     def step() -> None:
-        strategy = build_strategy(config.gradient_accumulation)
+        strategy = Accumulation(config.gradient_accumulation)
         tokens, valid = torch.zeros(1, 16, dtype=torch.int64), torch.ones((), dtype=torch.int64)
         dist.all_reduce(valid)
         for index in range(layout.num_microbatches):

@@ -19,7 +19,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import build_model
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.communication import (
     Collectives,
     Traffic,
@@ -73,7 +73,7 @@ NORMS_IN_FP32 = {"rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
 def count(config: JobConfig, microbatches: int) -> Traffic:
     """Return the collectives of one step on this rank."""
     model = sharded_model(config, 16)
-    strategy = build_strategy(config.gradient_accumulation)
+    strategy = Accumulation(config.gradient_accumulation)
     tokens = torch.randint(0, 61, (1, 16))
     with CollectiveCounter() as counter:
         for index in range(microbatches):

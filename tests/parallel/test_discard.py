@@ -28,7 +28,7 @@ from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.models.loss import Loss
 from titan_launch.optim.registry import build_optimizer
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.fsdp import discard_pending, fsdp_modules, without_backward
 from titan_launch.train.forward import in_evaluation_mode
 from titan_launch.train.health.step_guard import StepGuard
@@ -99,7 +99,7 @@ class Trained:
         optimizer = build_optimizer(self.model, config.optimizer)
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.lr
-        accumulation = build_strategy(config.gradient_accumulation)
+        accumulation = Accumulation(config.gradient_accumulation)
         self.step = TrainStep(
             self.model,
             optimizer,

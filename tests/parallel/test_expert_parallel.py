@@ -30,7 +30,7 @@ from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.models.mixture_of_experts import Experts, count_choices
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.expert_parallel import Dispatch
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.layout import Layout, plan_layout
@@ -239,7 +239,7 @@ def counted(config: JobConfig, layout: Layout) -> Traffic:
     plan, mesh = plan_precision(config, built), build_mesh(layout, "cpu")
     model = shard_model(config, built, plan, mesh).to_empty(device="cpu")
     initialize(model, built.initializer, 0, torch.device("cpu"))
-    strategy, tokens = build_strategy(config.gradient_accumulation), 16
+    strategy, tokens = Accumulation(config.gradient_accumulation), 16
     inputs = torch.randint(0, 61, (1, tokens))
     with count_collectives(model) as count, count_exchanges(mesh, count):
         for index in range(2):

@@ -15,14 +15,14 @@ from tests.tensors import assert_equal, cross_entropy_sum, full_tensor
 from tests.train.jobs import TINY_ARGS, planned_and_sharded, sharded_model
 from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 
 UNITS = ("model", "block", "module")
 
 
 def gradients(model: nn.Module, mode: str, inputs: list[Tensor], targets: list[Tensor]) -> dict[str, Tensor]:
     """Return full gradients and buffers after the microbatches of a step."""
-    strategy = build_strategy(JobConfig.model_validate({"gradient_accumulation": {"mode": mode}}).gradient_accumulation)
+    strategy = Accumulation(JobConfig.model_validate({"gradient_accumulation": {"mode": mode}}).gradient_accumulation)
     for index, (x, y) in enumerate(zip(inputs, targets, strict=True)):
         strategy.begin_microbatch(model, is_last=index == len(inputs) - 1)
         output = model(x)

@@ -8,7 +8,7 @@ from torch import nn
 from tests.tensors import cross_entropy_sum
 from tests.train.jobs import planned_and_sharded
 from titan_launch.config.job import JobConfig
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
 
@@ -22,7 +22,7 @@ def wrapped(config: JobConfig) -> tuple[nn.Module, ModelPlan, Layout]:
 
 def train(model: nn.Module, config: JobConfig) -> None:
     """Run forward and backward over two microbatches."""
-    strategy = build_strategy(config.gradient_accumulation)
+    strategy = Accumulation(config.gradient_accumulation)
     tokens = torch.arange(2 * SEQ_LEN).reshape(2, SEQ_LEN)
     for is_last in (False, True):
         strategy.begin_microbatch(model, is_last)

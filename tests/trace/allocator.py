@@ -17,7 +17,7 @@ from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import build_optimizer
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.layout import Layout
@@ -73,7 +73,7 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
 
 def _accumulate(config: JobConfig, model: nn.Module, loss: Loss, layout: Layout) -> PipelinedStep | None:
     """Run forward and backward of a step. Return the object, if any, that holds memory until the next step."""
-    strategy = build_strategy(config.gradient_accumulation)
+    strategy = Accumulation(config.gradient_accumulation)
     (shape, _), valid = sample_format(config), torch.ones((), dtype=torch.int64)
     pipeline = pipeline_of(model)
     if pipeline is not None:

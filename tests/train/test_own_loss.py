@@ -22,7 +22,7 @@ from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.init import allocate, initialize
 from titan_launch.optim.registry import build_optimizer
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.forward import OwnLoss, select_outputs
@@ -105,7 +105,7 @@ def train_with_own_loss() -> dict[tuple[str, str], tuple[dict[str, Tensor], list
         optimizer = build_optimizer(model, config.optimizer)
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.lr
-        strategy, guard = build_strategy(config.gradient_accumulation), StepGuard(DebugConfig(), CPU)
+        strategy, guard = Accumulation(config.gradient_accumulation), StepGuard(DebugConfig(), CPU)
         loss = build_loss(model, plan, config, 61)
         assert isinstance(loss, OwnLoss)
         step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, mesh, CPU, loss)

@@ -19,7 +19,7 @@ from titan_launch.data.sources import Batch
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.optim.registry import build_optimizer
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.model import build_loss
@@ -77,7 +77,7 @@ def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[d
     for group in optimizer.param_groups:
         group["lr"] = config.optimizer.lr
     guard = StepGuard(DebugConfig(), ranks.device)
-    strategy = build_strategy(config.gradient_accumulation)
+    strategy = Accumulation(config.gradient_accumulation)
     loss = build_loss(model, plan, config, 61)
     step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, this_mesh(), ranks.device, loss)
     norms = []

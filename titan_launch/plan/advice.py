@@ -111,12 +111,12 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
     accumulation, checkpointing = config.gradient_accumulation, config.activation_checkpoint
     if accumulation.keep_params_unsharded:
         yield _set(config, "gradient_accumulation", "keep_params_unsharded", False, "more all-gathers")
-    if accumulation.mode == "deferred" and layout.num_microbatches > 1:
+    if not accumulation.row.reduce_scatters_each and layout.num_microbatches > 1:
         yield _set(config, "gradient_accumulation", "mode", "immediate", "a reduce-scatter for every microbatch")
     if layout.replicate > 1 and not layout.shards_optimizer:
         cost = "the exchange between replicas does not overlap with backward"
         change = _set(config, "parallelism", "shard_optimizer_over_replicas", True, cost)
-        if accumulation.mode == "deferred_all_reduce":  # its all-reduce does not exist then
+        if accumulation.row.needs_all_reduces:  # they do not exist then
             other = _set(change.config, "gradient_accumulation", "mode", "immediate", cost)
             change = _Change((*change.lines, *other.lines), cost, other.config)
         yield change

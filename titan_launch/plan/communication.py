@@ -222,14 +222,11 @@ def shard_shape(parameter: TensorInfo, shard: int, expert_parallel: int = 1) -> 
 
 def _times(microbatch: Collectives, layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
     """Return the collectives of a step. `microbatch`: the collectives of one microbatch."""
-    if accumulation.mode == "auto":
-        raise ValueError("gradient_accumulation.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
     microbatches = layout.num_microbatches
-    gathers = 1 if accumulation.keep_params_unsharded else microbatches
-    scatters = 1 if accumulation.mode == "deferred" else microbatches
-    reduces = microbatches if accumulation.mode == "immediate" else 1
     return Collectives(
-        microbatch.all_gathers * gathers, microbatch.reduce_scatters * scatters, microbatch.all_reduces * reduces
+        microbatch.all_gathers * (1 if accumulation.keep_params_unsharded else microbatches),
+        microbatch.reduce_scatters * (microbatches if accumulation.row.reduce_scatters_each else 1),
+        microbatch.all_reduces * (microbatches if accumulation.row.all_reduces_each else 1),
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from titan_launch.config.accumulation import ACCUMULATION_MODES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import split_backward_checkpoints_whole_modules
 from titan_launch.config.rules.precision import ACCUMULATION_RULES
@@ -229,12 +229,10 @@ def _accumulations(config: JobConfig, layout: Layout) -> tuple[list[GradientAccu
 
 
 def _candidates(layout: Layout) -> Iterator[GradientAccumulationConfig]:
-    modes: list[Literal["immediate", "deferred_all_reduce", "deferred"]] = ["immediate", "deferred"]
-    if layout.fsdp_replicas > 1:
-        modes.insert(1, "deferred_all_reduce")
     for unsharded in (False, True):
-        for mode in modes:
-            yield GradientAccumulationConfig(mode=mode, keep_params_unsharded=unsharded)
+        for name, row in ACCUMULATION_MODES.items():
+            if layout.fsdp_replicas > 1 or not row.needs_all_reduces:
+                yield GradientAccumulationConfig(mode=name, keep_params_unsharded=unsharded)
 
 
 def _effect(accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[bool, bool, bool]:
@@ -243,10 +241,9 @@ def _effect(accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[b
     With one microbatch, no mode defers. With one shard, no mode keeps parameters unsharded.
     """
     defers = layout.num_microbatches > 1 and layout.world_size > 1
-    mode = accumulation.mode
     return (
-        defers and mode == "deferred",
-        defers and mode != "immediate",
+        defers and not accumulation.row.reduce_scatters_each,
+        defers and not accumulation.row.all_reduces_each,
         bool(accumulation.keep_params_unsharded) and layout.parameter_shards > 1,
     )
 

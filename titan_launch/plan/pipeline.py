@@ -354,8 +354,8 @@ def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: G
     every = Fraction(layout.num_microbatches, num_seen)
     once = Fraction(1)
     gathers = once if accumulation.keep_params_unsharded else every
-    scatters = once if accumulation.mode == "deferred" else every
-    reduces = every if accumulation.mode == "immediate" else once
+    scatters = every if accumulation.row.reduce_scatters_each else once
+    reduces = every if accumulation.row.all_reduces_each else once
 
     def times(exchange: Exchange) -> Exchange:
         return Exchange(round(exchange.calls * every), round(exchange.sent_bytes * every))

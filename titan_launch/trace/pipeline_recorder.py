@@ -26,7 +26,7 @@ from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.metrics.memory import LiveMemory
 from titan_launch.models.loss import Loss
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.pipeline import Pipeline
 from titan_launch.plan.memory.ledger import Category, StepPoint
 from titan_launch.plan.memory.tape import Bytes, Event, Gradient, Step
@@ -75,7 +75,7 @@ class PipelineRecorder:
 
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
         """Run a step."""
-        parallelism, original = self.config.parallelism, build_strategy(self.config.gradient_accumulation)
+        parallelism, original = self.config.parallelism, Accumulation(self.config.gradient_accumulation)
         outer = self
 
         class Noted:

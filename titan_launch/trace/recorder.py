@@ -33,7 +33,7 @@ from titan_launch.models.blocks import remove_blocks
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.parallel import fsdp
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.communication import Traffic
@@ -257,8 +257,8 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
         if pipeline is None:
             recorder.notes.clear()
             steps.begin_microbatch(0)
-            if config.gradient_accumulation.mode == "deferred":
-                build_strategy(config.gradient_accumulation).begin_microbatch(model, is_last=False)
+            if config.gradient_accumulation.row.defers:
+                Accumulation(config.gradient_accumulation).begin_microbatch(model, is_last=False)
             microbatch = batches.make()
             memory.hold(microbatch, Category.INPUTS)
             forward_backward(model, microbatch, torch.device("cpu"), lambda: num_items, loss)

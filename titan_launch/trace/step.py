@@ -27,7 +27,7 @@ from titan_launch.models.build import BuiltModel
 from titan_launch.models.loss import Loss
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.replica_shards import ReplicaShards, trained_by_unit
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.activation_offload import HostCopies
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import SequencePart, sequence_part
@@ -263,7 +263,7 @@ class _Accumulation:
         return self._run_pipeline(pipeline, num_items)
 
     def _run_in_sequence(self, num_items: Tensor) -> Traffic:
-        strategy = build_strategy(self.config.gradient_accumulation, self.replicas)
+        strategy = Accumulation(self.config.gradient_accumulation, self.replicas)
         traffic = []
         for index in range(self.num_microbatches):
             self.step_points.begin_microbatch(index)
@@ -279,7 +279,7 @@ class _Accumulation:
         """Run the microbatches through the pipeline's stages, by its schedule."""
         config, layout = self.config, self.layout
         microbatch = self.memory.paused(self.batches.make)()  # on the host
-        strategy = build_strategy(config.gradient_accumulation, self.replicas)
+        strategy = Accumulation(config.gradient_accumulation, self.replicas)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
         step([microbatch] * self.num_microbatches, self.loss, num_items)
         traffic = self.count.take()

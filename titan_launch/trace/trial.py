@@ -25,7 +25,7 @@ from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import replicas_of
 from titan_launch.parallel import expert_parallel
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.experts import equal_parts, received_rows
@@ -103,7 +103,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         ema = build_ema(config.ema, model.module, optimizer)
         replicas = replicas_of(optimizer)
         loss = build_loss(model.module, plan, config, batches.num_classes, frozen=frozen)
-        strategy, valid = build_strategy(config.gradient_accumulation, replicas), torch.ones((), device=device)
+        strategy, valid = Accumulation(config.gradient_accumulation, replicas), torch.ones((), device=device)
         pipeline = pipeline_of(model.module)
         count = layout.num_microbatches if pipeline else min(layout.num_microbatches, MICROBATCHES)
         pipelined = None if pipeline is None else PipelinedStep(pipeline, config.parallelism, strategy, device)

@@ -26,7 +26,7 @@ from titan_launch.models.stages import PassThrough
 from titan_launch.optim.ema import WeightEMA, build_ema
 from titan_launch.optim.registry import build_optimizer, replicas_of
 from titan_launch.optim.replica_shards import ReplicaShards
-from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.compile import cache_folder
 from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.float8 import scale_update
@@ -276,7 +276,7 @@ def build_step(
 ) -> TrainStep:
     """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size.
     `timeline` counts the parts of the step's time. `frozen`: the second model of the loss."""
-    accumulation = build_strategy(config.gradient_accumulation, replicas_of(optimizer))
+    accumulation = Accumulation(config.gradient_accumulation, replicas_of(optimizer))
     pipeline, pipelined = pipeline_of(model.module), None
     if pipeline is not None:
         from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second

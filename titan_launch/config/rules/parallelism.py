@@ -377,14 +377,14 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the schedule splits backward and does not support the gradient accumulation mode.
 
-    In modes other than `deferred`, FSDP2 reduces gradients at the end of each microbatch's backward. If backward is
-    split, the gradients of weights are not yet complete at that point.
+    In modes that reduce-scatter after every microbatch, FSDP2 reduces gradients at the end of its backward. If backward
+    is split, the gradients of weights are not yet complete at that point.
     """
     accumulation, schedule = config.gradient_accumulation, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
         return
     why = f"{schedule} computes the gradients of weights later than those of activations"
-    if accumulation.mode not in ("deferred", "auto"):
+    if accumulation.mode != "auto" and accumulation.row.reduce_scatters_each:
         kept = "" if accumulation.keep_params_unsharded else " and keep_params_unsharded = true"
         reason = f'{why}, and supports only one reduction per step; set "deferred"{kept}, or use Interleaved1F1B'
         yield Problem(("gradient_accumulation", "mode"), reason, accumulation.mode, also=(_SCHEDULE,))

@@ -37,7 +37,7 @@ def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Prob
     """Report a problem for each bfloat16 reduce dtype in a deferred mode, because deferred modes accumulate gradients
     in the reduce dtype. (With `mode = "auto"` the job is valid; `auto` then chooses no deferred mode.)"""
     mode = config.gradient_accumulation.mode
-    if mode in ("immediate", "auto"):
+    if mode == "auto" or not config.gradient_accumulation.row.defers:
         return
     reason = (
         f'gradient_accumulation.mode = "{mode}" accumulates gradients in this dtype, with a relative error of 4e-3 '
@@ -49,20 +49,21 @@ def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Prob
             yield Problem(key, reason, dtype, also=(("gradient_accumulation", "mode"),))
 
 
-def deferred_all_reduce_has_replicas(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the mode is `deferred_all_reduce` but FSDP2 does not all-reduce between replicas: the model
-    has only one, or the optimizer is sharded over them."""
+def deferred_all_reduces_exist(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the mode defers all-reduces between replicas, but FSDP2 has none: the model has only one
+    replica, or the optimizer is sharded over them."""
     degree = ("parallelism", "data_parallel_replicate_degree")
     mode = config.gradient_accumulation.mode
-    if mode == "deferred_all_reduce" and config.parallelism.shard_optimizer_over_replicas:
+    if mode == "auto" or not config.gradient_accumulation.row.needs_all_reduces:
+        return
+    if config.parallelism.shard_optimizer_over_replicas:
         reason = (
             "has no all-reduce between replicas to defer: with parallelism.shard_optimizer_over_replicas = true, "
             'gradients are exchanged between replicas once per step in every mode; set "immediate"'
         )
         also: KeyPath = ("parallelism", "shard_optimizer_over_replicas")
         yield Problem(("gradient_accumulation", "mode"), reason, mode, also=(also,))
-        return
-    if mode == "deferred_all_reduce" and config.parallelism.data_parallel_replicate_degree == 1:
+    elif config.parallelism.data_parallel_replicate_degree == 1:
         remedy = 'set data_parallel_replicate_degree to 2 or more, or set mode = "immediate" or "deferred"'
         reason = f"requires {format_key(degree)} > 1 (HSDP); {remedy}"
         yield Problem(("gradient_accumulation", "mode"), reason, mode, also=(degree,))
@@ -84,7 +85,7 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
 
 ACCUMULATION_RULES = (
     deferred_gradients_accumulate_in_float32,
-    deferred_all_reduce_has_replicas,
+    deferred_all_reduces_exist,
     parameters_can_stay_unsharded,
     *SPLIT_BACKWARD_RULES,
 )

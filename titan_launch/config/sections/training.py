@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from titan_launch.config.accumulation import ACCUMULATION_MODES, AccumulationMode
 from titan_launch.config.optimizers import ALGORITHMS
 from titan_launch.config.sections.base import Array, FloatDtype, OneOf, Section
 from titan_launch.core.errors import KeyPath
@@ -209,7 +210,7 @@ class GradientAccumulationConfig(Section):
     """Communication of gradients in a step of several microbatches. `training.global_batch_size` sets the number of
     microbatches. The loss and its gradient are the same in every mode."""
 
-    mode: Literal["immediate", "deferred", "deferred_all_reduce", "auto"] = "immediate"
+    mode: Annotated[str, OneOf({**ACCUMULATION_MODES, "auto": None})] = "immediate"
     """The gradient accumulation mode. `immediate`: reduce-scatter after every microbatch; a rank holds only sharded
     gradients. `deferred`: reduce-scatter after the last microbatch; the least traffic, but each rank holds all
     gradients (4 bytes per parameter, for any number of ranks). `deferred_all_reduce` (HSDP only): reduce-scatter within
@@ -221,6 +222,13 @@ class GradientAccumulationConfig(Section):
     """All-gather the parameters once per step instead of twice per microbatch, and keep them unsharded (in
     `param_dtype`) until the last backward, like ZeRO-2. Default: false; with `mode = "auto"`, true if the memory
     suffices."""
+
+    @property
+    def row(self) -> AccumulationMode:
+        """The row of the mode. Raises ValueError for `auto`, in place of which a mode must be chosen first."""
+        if self.mode == "auto":
+            raise ValueError("gradient_accumulation.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
+        return ACCUMULATION_MODES[self.mode]
 
 
 AlgorithmName = Annotated[str, OneOf(ALGORITHMS)]

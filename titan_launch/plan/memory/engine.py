@@ -81,7 +81,7 @@ class ReplayEngine:
         parts = self._parts(bool(choice.accumulation.keep_params_unsharded), choice.activation_checkpoint, rank)
         tape = partial(self._recordings.tape, choice.activation_checkpoint, rank)
         if layout.pipeline == 1:
-            is_deferred = choice.accumulation.mode == "deferred" and layout.num_microbatches > 1
+            is_deferred = not choice.accumulation.row.reduce_scatters_each and layout.num_microbatches > 1
             first = None
             if ACCUMULATES_IN_GRAD and is_deferred and _is_tied(parts.plans[0]):
                 # Autograd converts each use's gradient of a shared parameter, and adds them in the reduce dtype.

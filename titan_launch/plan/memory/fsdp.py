@@ -127,10 +127,10 @@ class Context:
 
     def begin_microbatch(self, is_last: int) -> None:
         """Set which collectives the next backward runs, as `parallel.accumulation` does."""
-        mode = self._accumulation.mode
+        mode = self._accumulation.row
         for unit in self.units:
-            unit.reduce_grads = bool(is_last) or mode != "deferred"
-            unit.all_reduce_grads = bool(is_last) or mode == "immediate"
+            unit.reduce_grads = bool(is_last) or mode.reduce_scatters_each
+            unit.all_reduce_grads = bool(is_last) or mode.all_reduces_each
             unit.reshard_after_backward = bool(is_last) or not self._accumulation.keep_params_unsharded
             if is_last:
                 unit.exchanged = self._exchanged.get(unit.unit)
