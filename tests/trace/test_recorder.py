@@ -107,6 +107,40 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
             "training": {"global_batch_size": 4},
         },
     ),
+    "GPipe, activations on the host": (
+        2,
+        "cuda",
+        {
+            "model": {"args": {"n_layers": 4}},
+            "parallelism": pipeline("GPipe"),
+            "activation_checkpoint": {"mode": "none", "offload": True},
+            "training": {"global_batch_size": 3},
+        },
+    ),
+    "ZBV, adapters": (
+        2,
+        "cpu",
+        {
+            "model": {"args": {"n_layers": 4}},
+            "parallelism": pipeline("ZBVZeroBubble"),
+            "lora": {"targets": ["layers.*.attention.w*"], "rank": 4},
+            "gradient_accumulation": UNSHARDED,
+            "training": {"global_batch_size": 6},
+        },
+    ),
+    "units of one rule, sharded over replicas": (
+        4,
+        "cuda",
+        {
+            "model": DEEP_MODEL,
+            "parallelism": {"data_parallel_replicate_degree": 2, "shard_optimizer_over_replicas": True},
+            "precision": {
+                **BF16,
+                "rules": [{"match": "layers.*.*_norm", "param_dtype": "float32", "unit_per": "block"}],
+            },
+            "gradient_accumulation": DEFERRED,
+        },
+    ),
     "ZBV": (
         2,
         "cpu",

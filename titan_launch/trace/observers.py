@@ -155,6 +155,9 @@ _IN_PLACE = {
 }
 """(functional collective, index of the input argument) for each operation of a process group."""
 
+_OF_FSDP = ("_allgather_base_", "_reduce_scatter_base_")
+"""The operations of a process group that FSDP2 calls. Ring attention and experts use functional collectives."""
+
 _SENDS_NOTHING = ("recv_", "barrier", "wait_tensor", "_wrap_tensor_autograd")
 
 
@@ -184,7 +187,7 @@ class _Exchanges(TorchDispatchMode):
             return
         axis, size = self._axes[group]
         name, index = _IN_PLACE.get(operation, (operation, 0))
-        if axis == "expert" and name != "all_to_all_single":  # of FSDP2, whose ranks may be the same
+        if axis in ("context", "expert") and operation in _OF_FSDP:  # whose ranks may be the same
             return
         sent = _num_bytes(args[index]) * _SENT_SHARE[name](size)
         counted: dict[str, Any] = {axis: Exchange(1, round(sent))}

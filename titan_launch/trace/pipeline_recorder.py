@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Placement
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.core.patches import replaced
-from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.metrics.memory import LiveMemory
@@ -104,8 +103,10 @@ class PipelineRecorder:
 
     def _is_run(self, stage: int, microbatch: int) -> bool:
         """Return True for the first microbatch of its kind on a stage, and for the last one on the last stage, whose
-        output lives until the step ends."""
-        if microbatch == self._last and stage == len(self.pipeline.plan.stages) - 1:
+        output lives until the step ends. With activation offloading, a forward ends the copies of the one before it, so
+        all microbatches run."""
+        is_last = microbatch == self._last and stage == len(self.pipeline.plan.stages) - 1
+        if is_last or self.config.activation_checkpoint.offload:
             return True
         own = self._actions[stage, microbatch]
         return all(self._actions[stage, before] != own for before in range(microbatch))
@@ -202,8 +203,8 @@ def _actions_of(
     schedule: Any, pipeline: Pipeline, num_microbatches: int, splits_backward: bool
 ) -> dict[tuple[int, int], tuple[str, ...]]:
     """Return the names of the actions of each microbatch on each stage of this rank, such as a whole backward or its
-    two parts; an empty tuple if the schedule has only whole backwards and lists no actions. With a split backward, the
-    first microbatch of a stage differs from later ones from torch 2.15 on."""
+    two parts; an empty tuple if the schedule has only whole backwards and lists no actions. With a split backward,
+    microbatches after the first one of a stage add to its gradients in place."""
     found: dict[tuple[int, int], tuple[str, ...]] = {
         (local.stage.index, microbatch): () for local in pipeline.local for microbatch in range(num_microbatches)
     }
@@ -211,7 +212,7 @@ def _actions_of(
     for action in order.get(pipeline.local[0].stage.rank, ()):
         if action is not None and (key := (action.stage_index, action.microbatch_index)) in found:
             found[key] = (*found[key], str(action.computation_type))
-    if ACCUMULATES_IN_GRAD and splits_backward:  # later microbatches add to the gradients in place
+    if splits_backward:
         return {(stage, index): (*own, "later") if index else own for (stage, index), own in found.items()}
     return found
 

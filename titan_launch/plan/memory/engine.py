@@ -28,6 +28,9 @@ from titan_launch.plan.types import ModelPlan
 class Parts(NamedTuple):
     """The parts of a model that one rank runs: the stages of a pipeline rank, or the whole model."""
 
+    whole: ModelPlan
+    """The plan of the whole model."""
+
     plans: tuple[ModelPlan, ...]
     """The plan of each part."""
 
@@ -67,7 +70,7 @@ class ReplayEngine:
         plan = self._plan(keep_params_unsharded)
         plan = replace(plan, checkpointed=checkpointed_modules(plan.inventory, checkpointing))
         plans = parts_on_rank(plan, rank)
-        return Parts(plans, find_shortcut(plans[0]) if len(plans) == 1 else None)
+        return Parts(plan, plans, find_shortcut(plans[0]) if len(plans) == 1 else None)
 
     def _predicted(self, choice: Choice) -> tuple[Footprint, Traffic]:
         plan = self._plan(bool(choice.accumulation.keep_params_unsharded))
@@ -107,7 +110,7 @@ class ReplayEngine:
             own = [without_blocks(plan, removed) for plan in parts.plans] if removed else parts.plans
             shallow, begin = (None if each is None else with_blocks(each, removed) for each in (tape, first))
             assert shallow is not None
-            replay = Replay(config, own, self._layout, self._kernels, shallow, self._second(), begin)
+            replay = Replay(config, own, parts.whole, self._layout, self._kernels, shallow, self._second(), begin)
             return replay.step(num_microbatches)
 
         shortcut = parts.shortcut

@@ -140,16 +140,17 @@ _WITH_NUMBER = {
 """The steps that take a number."""
 
 
-def _joined(units: Mapping[Unit, ExchangedUnit]) -> list[ExchangedUnit]:
+def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[ExchangedUnit]:
     """Return the exchanged units of a rank, with the parts of a unit that several stages have as one: they have one
-    exchange."""
-    found: dict[str, ExchangedUnit] = {}
+    exchange. `whole`: the plan of all stages."""
+    found: dict[Unit, ExchangedUnit] = {}
     for unit, part in units.items():
-        before = found.get(unit.name)
+        own = whole.sharded_by[unit.modules[0]]
+        before = found.get(own)
         joined = (
             part if before is None else part._replace(numel=before.numel + part.numel, width=before.width + part.width)
         )
-        found[unit.name] = joined
+        found[own] = joined
     return list(found.values())
 
 
@@ -160,14 +161,17 @@ class Replay:
         self,
         config: JobConfig,
         plans: Sequence[ModelPlan],
+        whole: ModelPlan,
         layout: Layout,
         kernels: Kernels,
         tape: Tape,
         second: SecondModel | None = None,
         first: Tape | None = None,
     ):
-        """`plans`: plan of the model with the blocks on the tape, or of each pipeline stage of the rank. `second`: the
-        second model of the loss. `first`: the tape of the first microbatch, if it differs from `tape`."""
+        """`plans`: plan of the model with the blocks on the tape, or of each pipeline stage of the rank. `whole`: plan
+        of the model with all blocks and stages. `second`: the second model of the loss. `first`: the tape of the first
+        microbatch, if it differs from `tape`."""
+        self._whole = whole
         locals_ = [local_plan(plan, tape.shapes) for plan in plans]
         self._config = config
         self._layout = layout
@@ -240,7 +244,7 @@ class Replay:
         for context in self._contexts.values():
             context.finish_exchange()
         temporaries = temporary_bytes(config.optimizer, self._groups, layout.optimizer_shards)
-        units = _joined(self._exchanged)
+        units = _joined(self._exchanged, self._whole)
         book_update(self._ledger, temporaries, units, layout, gradients_leave_early(config.training))
         return ReplayedStep(self._ledger.footprint(), traffic + traffic_of_replicas(units, layout.optimizer_replicas))
 
