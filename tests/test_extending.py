@@ -6,6 +6,8 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +19,13 @@ from tests.distributed import run_ranks
 from tests.plan.memory.test_optimizer_memory import measure
 from tests.train.jobs import read_metrics, run_job, tiny_job
 from titan_launch import cli
+from titan_launch.config.job import JobConfig
+from titan_launch.plan.hardware import GIB
+from titan_launch.plan.job import configured_choice
+from titan_launch.plan.layout import plan_layout
+from titan_launch.trace.recorder import recorded_engine
 
+PEAK = "memory/max_active_gib"
 REPO = Path(__file__).parent.parent
 PAGE = (REPO / "docs" / "how_to" / "extending.md").read_text()
 RECIPES = {
@@ -93,10 +101,22 @@ def train(folder: Path) -> dict[str, Any]:
     return {"losses": losses, "elements": elements, "bytes": bytes_of}
 
 
+def planned_peak(folder: Path) -> float:
+    """Return the planned memory of the job `model` in `train`, in GiB. A plan needs the arguments and the module."""
+    apply("A model")
+    config = JobConfig.model_validate({**tiny_job(folder), "model": {"name": "bigram"}})
+    layout = plan_layout(config.parallelism, config.training, 2)
+    return recorded_engine(config, layout, "cpu")(configured_choice(config)).peak_bytes / GIB
+
+
 def test_the_package_trains_with_the_additions_of_the_recipes(tmp_path: Path) -> None:
-    """The test runs on two ranks. `sum` adds a value of each rank. The planned bytes of the optimizer are the measured
-    ones."""
+    """The test runs on two ranks. `sum` adds a value of each rank. The planned bytes of the optimizer, and of a step of
+    the model, are the measured ones."""
     found, _ = run_ranks(train, 2, tmp_path)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # the recipe changes tables of the package
+        planned_gib = pool.submit(planned_peak, tmp_path).result()
+    (measured_gib,) = (row[PEAK] for row in read_metrics(tmp_path, "model") if PEAK in row)
+    assert planned_gib == pytest.approx(measured_gib, rel=0.01)
     for name, losses in found["losses"].items():
         assert len(losses) == 4 and losses[-1] < losses[0], name
     assert found["elements"] == 2 * 16 * 320

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.train.jobs import run_job, sharded_model, tiny_job
+from titan_launch.commands import plan
 from titan_launch.commands.plan import PlanOptions, print_plan
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, UserError
@@ -182,6 +183,15 @@ def test_traffic_of_a_traced_model_is_that_counted_by_the_trace(
 
 
 TENSOR: dict[str, Any] = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"args": {"vocab_size": 64}}}
+
+
+def test_a_long_plan_names_the_shorter_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "_LONG", 0.0)
+    for options in (TEXT, PlanOptions(only_own=True)):
+        print_plan(JobConfig.model_validate(tiny_job(tmp_path)), 2, str, options)
+        assert ("--rows own plans only the modes of the job" in capsys.readouterr().err) is not options.only_own
 
 
 def test_a_plan_says_what_it_records(

@@ -185,13 +185,14 @@ def recorded(config: JobConfig, mode: str) -> Flops | None:
 
 def test_a_users_model_is_counted_or_declares_its_flops(caplog: pytest.LogCaptureFixture) -> None:
     whole = 6 * SEQ_LEN * 3 * 64
+    caplog.set_level(logging.INFO)
     assert recorded(own(Net), "none") == Flops(whole)
     assert recorded(own(Net), "full") == Flops(whole)  # a product alone need not be repeated
     assert recorded(own(Declared), "none") == recorded(own(Declared), "full") == Flops(1000)
     assert recorded(own(Declared), "memory_budget") is None
     assert not caplog.records
     assert recorded(own(Net, needs_values=True), "none") is None
-    assert "FLOPs are unknown, because the model does not run on the meta device" in caplog.text
+    assert "no TFLOP/s: the FLOPs cannot be counted, because the model does not run on the meta device" in caplog.text
     assert recorded(own(Declared, needs_values=True), "none") == Flops(1000)
     assert recorded(own(Declared, needs_values=True), "full") is None
 

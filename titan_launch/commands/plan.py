@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -206,7 +207,11 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     if options.trial is not None and options.trial >= world_size:
         raise UserError(f"--trial {options.trial}: there are {world_size} ranks, counted from 0 (--world-size)")
     phantom = _phantom(_hardware(config, world_size)) if options.measures else None
+    begin = time.perf_counter()
     planned = _plan(config, world_size, options)
+    seconds = time.perf_counter() - begin
+    if seconds > _LONG and not options.only_own:
+        say(f"planned in {seconds:.0f} s; --rows own plans only the modes of the job", file=sys.stderr)
     if options.trial is not None:
         planned = replace(planned, trial=_try(planned, options.trial))
     elif phantom is not None:
@@ -219,6 +224,10 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
         say_data(json.dumps(_describe(planned, locate_key), indent=2))
     else:
         say(_format(planned, locate_key, options.verbose))
+
+
+_LONG = 10.0
+"""Seconds after which a plan names `--rows own`."""
 
 
 def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:

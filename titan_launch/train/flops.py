@@ -74,7 +74,11 @@ def unknown_if_it_fails() -> Iterator[None]:
         yield
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        _log.warning("FLOPs are unknown, because the model does not run on the meta device: %s", reason[-1])
+        message = (
+            "no TFLOP/s: the FLOPs cannot be counted, because the model does not run on the meta device (%s); a method "
+            "flops_per_sample(seq_len) can declare them"
+        )
+        _log.info(message, reason[-1])
 
 
 def flops_of_job(config: JobConfig) -> Flops:
