@@ -286,15 +286,25 @@ def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     The shape of images comes from the model's arguments. For a user's own model one image of the data is read; raises
     ConfigError if that fails.
     """
-    seq_len = config.training.seq_len
+    shape, taken = known_input_shape(config), images_taken(config.model)
     if config.data.unit == "tokens":
-        return (seq_len,), config.data.own_vocabulary() or build_tokenizer(config.tokenizer).vocab_size
-    taken = images_taken(config.model)
-    if taken is not None and taken.height is not None and taken.width is not None:
-        return (taken.channels, taken.height, taken.width), taken.num_classes
-    source = build_source(config.data, build_tokenizer(config.tokenizer), seq_len)
+        assert shape is not None
+        return shape, config.data.own_vocabulary() or build_tokenizer(config.tokenizer).vocab_size
+    if shape is not None and taken is not None:
+        return shape, taken.num_classes
+    source = build_source(config.data, build_tokenizer(config.tokenizer), config.training.seq_len)
     image = source[0][0]
     return tuple(image.shape), source.num_classes
+
+
+def known_input_shape(config: JobConfig) -> tuple[int, ...] | None:
+    """Return the shape of one input, as `sample_format` does; None if only the data tells the size of images."""
+    if config.data.unit == "tokens":
+        return (config.training.seq_len,)
+    taken = images_taken(config.model)
+    if taken is None or taken.height is None or taken.width is None:
+        return None
+    return taken.channels, taken.height, taken.width
 
 
 def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> Batch:

@@ -42,7 +42,7 @@ from titan_launch.plan.memory.depth import block_signatures
 from titan_launch.plan.step_time import Flops
 from titan_launch.plan.types import ModelPlan, is_within, outermost
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.batches import RunData, make_microbatch, sample_format
+from titan_launch.train.batches import RunData, known_input_shape, make_microbatch, sample_format
 from titan_launch.train.forward import logits_of
 from titan_launch.train.losses import Outputs
 from titan_launch.train.model import build_job_model, build_loss
@@ -63,7 +63,8 @@ def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: Ru
     with unknown_if_it_fails():
         config = config.model_copy(update={"loss": config.loss.model_copy(update={"chunks": 1})})
         built, plan = replace(built, module=copy.deepcopy(built.module)), replace(plan, checkpointed=(), loss_head=None)
-        return count_flops(config, built, plan, tuple(data.train[0][0].shape), data.num_classes).per_sample
+        shape = known_input_shape(config) or tuple(data.train[0][0].shape)
+        return count_flops(config, built, plan, shape, data.num_classes).per_sample
     return None
 
 
