@@ -131,8 +131,9 @@ def test_runs_are_found_below_a_folder_but_not_inside_of_runs(tmp_path: Path) ->
 
 
 def test_a_real_run_that_fails_and_is_resumed_is_right_in_every_record(tmp_path: Path) -> None:
-    """A model of the user raises an error in step 4. The same command, after a correction, resumes at step 3."""
-    error = 'if os.path.exists("fail") and Model.n > 3: raise ValueError("no more")'
+    """A model of the user raises an error in step 4. The same command, after a correction, resumes at step 3. (The
+    FLOPs are counted with a forward before the first step.)"""
+    error = 'if os.path.exists("fail") and Model.n > 4: raise ValueError("no more")'
     count = 'Model.n = getattr(Model, "n", 0) + 1; ' + "exec('" + error + "')"
     (tmp_path / "my_model.py").write_text(model_source(in_forward=count))
     job = tiny_job(
