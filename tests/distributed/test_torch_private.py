@@ -142,7 +142,7 @@ def test_every_private_name_in_the_source_is_listed() -> None:
     used = {
         name
         for name in attributes(ROOT / "distributed" / "torch_private.py")
-        if name.startswith("_") and name != "__call__"
+        if name.startswith("_") and name not in ("__call__", "_grouped_mm")  # the latter is an operator
     }
     own = {"_kind", "_on_collective", "_inner", "_stream", "_titan_launch_roots"}
     modules = {"_fsdp_param", "_fsdp_collectives", "_C", "_distributed_c10d"}

@@ -9,14 +9,23 @@ import re
 import signal
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from titan_launch.config.architectures.base import MOST_WIDTH
 from titan_launch.config.huggingface.config_json import read_json
@@ -88,6 +97,7 @@ class Wanted(NamedTuple):
 
 
 _Rank = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+_Names = Annotated[list[str], AfterValidator(frozenset)]  # each path of a model is looked up in them
 
 _MOST_PATTERN = 10_000
 """Longest regular expression."""
@@ -128,9 +138,9 @@ class AdapterConfig(BaseModel):
     rank_pattern: dict[str, _Rank] = {}
     alpha_pattern: dict[str, float] = {}
     lora_dropout: float = 0.0
-    target_modules: list[str] | str | None = None
-    target_parameters: list[str] | None = None
-    exclude_modules: list[str] | str | None = None
+    target_modules: _Names | str | None = None
+    target_parameters: _Names | None = None
+    exclude_modules: _Names | str | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
 
@@ -138,7 +148,7 @@ class AdapterConfig(BaseModel):
     @classmethod
     def _compiles(cls, value: Any, info: ValidationInfo) -> Any:
         """Check the regular expressions: keys of patterns, patterns of layers, and a string in place of names."""
-        are_names = isinstance(value, list) and info.field_name != "layers_pattern"
+        are_names = isinstance(value, frozenset)
         for pattern in [value] if isinstance(value, str) else [] if are_names else value or ():
             if len(pattern) > _MOST_PATTERN:
                 raise ValueError(f"a regular expression has more than {_MOST_PATTERN} characters")
@@ -182,7 +192,7 @@ class AdapterConfig(BaseModel):
 
     def adapts_parameter(self, path: str) -> bool:
         """Return True if `peft` gives the parameter an adapter of its own."""
-        return _matches(self.target_parameters or [], path)
+        return _matches(self.target_parameters or (), path)
 
     @cached_property
     def _layers(self) -> list[int] | None:
@@ -280,11 +290,12 @@ def _quotient(rank: int, parts: int) -> set[int]:
     return {rank // parts} if rank % parts == 0 else set()
 
 
-def _matches(names: Iterable[str] | str, path: str) -> bool:
+def _matches(names: Collection[str] | str, path: str) -> bool:
     """Return True if `peft` finds a path by a regular expression, or by names that a path ends with."""
     if isinstance(names, str):
         return re.fullmatch(names, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in names)
+    parts = path.split(".")
+    return any(".".join(parts[start:]) in names for start in range(len(parts)))
 
 
 def _by_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
