@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.config.accumulation import ACCUMULATION_MODES
 from titan_launch.config.reference import field_docs
-from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.config.sections.training import ACCUMULATION_MODES, GradientAccumulationConfig
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "how_to" / "gradient_accumulation.md"
 

@@ -12,7 +12,7 @@ from titan_launch.optim.replica_shards import ReplicaShards
 
 
 class AccumulationStrategy(Protocol):
-    """What the training step calls before each forward."""
+    """Sets the collectives of each microbatch. The training step calls it before each forward."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
         """Set which collectives the next backward runs. `is_last`: True for the step's last microbatch."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from titan_launch.config.accumulation import ACCUMULATION_MODES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import split_backward_checkpoints_whole_modules
 from titan_launch.config.rules.precision import ACCUMULATION_RULES
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
-from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.config.sections.training import ACCUMULATION_MODES, GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, Problem, format_key
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.plan.freezing import freeze

@@ -88,11 +88,11 @@ class Flops:
     per_sample: int
 
     of_experts: int = 0
-    """Those that chosen experts compute."""
+    """The FLOPs of the experts that tokens choose."""
 
     @property
     def experts_share(self) -> float:
-        """Part of the FLOPs that chosen experts compute."""
+        """Part of the FLOPs that the experts compute."""
         return self.of_experts / max(1, self.per_sample)
 
     def plus(self, others: Flops, times: int) -> Flops:

@@ -107,7 +107,7 @@ def build_run(
     data = build_data(config, job.layout, sequence_part(mesh.context, config.parallelism))
     job = resolve_steps(job, data)
     config = job.config
-    flops = flops_of_run(config, job.built, job.plan, data)
+    flops = flops_of_run(config, job.built, job.plan, data) if ranks.is_rank_0 else None  # which reports them
     model = assemble_model(config, job.built, job.plan, mesh, data)
     frozen = assemble_frozen_model(config, mesh, data)
     if ranks.device.type == "cpu":

@@ -40,7 +40,7 @@ from titan_launch.models.mixture_of_experts import ExpertProduct
 from titan_launch.parallel.activation_checkpoint import checkpoint_activations
 from titan_launch.plan.memory.depth import block_signatures
 from titan_launch.plan.step_time import Flops
-from titan_launch.plan.types import ModelPlan, is_within, outermost
+from titan_launch.plan.types import ModelPlan, outermost
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.batches import RunData, known_input_shape, make_microbatch, sample_format
 from titan_launch.train.forward import logits_of
@@ -103,11 +103,10 @@ def count_flops(
     """
     meta = torch.device("meta")
     config = config.model_copy(update={"compile": CompileConfig()})
-    checkpointing = config.activation_checkpoint.model_copy(update={"offload": False})
     model = built.module
     kinds = list(_blocks_by_kind(model, plan)) if config.model.is_of_package else []
     with _counted_kernels():
-        checkpoint_activations(model, plan.checkpointed, checkpointing)
+        checkpoint_activations(model, plan.checkpointed, config.activation_checkpoint)
         loss = build_loss(model, plan, config, num_classes, has_values=False, frozen=_second_model(config))
         with meta:
             microbatch, num_items = make_microbatch(config, input_shape, _SAMPLES), torch.ones(())
@@ -137,8 +136,7 @@ def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
     follows_trained = any(p.requires_grad for path in plan.inventory.embeddings for p in modules[path].parameters)
     for block, signature in zip(outermost(plan.inventory.blocks), block_signatures(plan), strict=True):
         module = model.get_submodule(block)
-        checkpointed = tuple(path.removeprefix(block) for path in plan.checkpointed if is_within(path, block))
-        kinds[signature, attributes_digest(module), checkpointed, follows_trained].append(block)
+        kinds[signature, attributes_digest(module), follows_trained].append(block)
         follows_trained |= any(parameter.requires_grad for parameter in module.parameters())
     yield from kinds.values()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from titan_launch.config.accumulation import ACCUMULATION_MODES, AccumulationMode
 from titan_launch.config.optimizers import ALGORITHMS
 from titan_launch.config.sections.base import Array, FloatDtype, OneOf, Section
 from titan_launch.core.errors import KeyPath
@@ -204,6 +204,38 @@ class FrozenModelConfig(NamedTuple):
     folder: str
     dtype: FloatDtype | None
     """Dtype of the parameters and of the computation; None: that of the trained model's computation."""
+
+
+@dataclass(frozen=True)
+class AccumulationMode:
+    """When the gradients of a step's microbatches are communicated: after every microbatch, or after the last one."""
+
+    reduce_scatters_each: bool
+    """Reduce-scatter after every microbatch. Otherwise every rank sums unsharded gradients until the last one."""
+
+    all_reduces_each: bool
+    """All-reduce between the replicas (HSDP) after every microbatch."""
+
+    @property
+    def defers(self) -> bool:
+        """True if gradients of several microbatches are summed before all of their communication, in the reduce
+        dtype."""
+        return not (self.reduce_scatters_each and self.all_reduces_each)
+
+    @property
+    def needs_all_reduces(self) -> bool:
+        """True if the mode differs from `immediate` only where replicas all-reduce."""
+        return self.reduce_scatters_each and not self.all_reduces_each
+
+
+ACCUMULATION_MODES: Mapping[str, AccumulationMode] = {
+    "immediate": AccumulationMode(reduce_scatters_each=True, all_reduces_each=True),
+    "deferred_all_reduce": AccumulationMode(reduce_scatters_each=True, all_reduces_each=False),
+    "deferred": AccumulationMode(reduce_scatters_each=False, all_reduces_each=False),
+}
+"""The modes by name; later ones send less. Accumulation, rules, `auto`, traffic and the replay of a step read this
+table. A new mode is a row, described in the docstring of `GradientAccumulationConfig.mode` and in
+docs/how_to/gradient_accumulation.md, which tests compare with the table."""
 
 
 class GradientAccumulationConfig(Section):

@@ -41,9 +41,7 @@ def find_shortcut(plan: ModelPlan) -> Shortcut | None:
 
 def block_repeat(plan: ModelPlan) -> Repeat:
     """Return the longest repeated part of a model's outer blocks."""
-    blocks = outermost(plan.inventory.blocks)
-    pairs = zip(blocks, block_signatures(plan), strict=True)
-    return longest_repeat([(_inside(block, plan.checkpointed), signature) for block, signature in pairs])
+    return longest_repeat(block_signatures(plan))
 
 
 def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
@@ -52,14 +50,15 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 
 
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
-    """Return a signature of each outer block: its modules with their tensors and units. Equal blocks have
-    equal signatures."""
+    """Return a signature of each outer block: its modules with their tensors and units, and which of them are
+    checkpointed. Equal blocks have equal signatures."""
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
         if block := enclosing(module.path, inside):
             inside[block].append(module)
     return [
-        (parent(block), *(_signature(plan, module, block) for module in modules)) for block, modules in inside.items()
+        (parent(block), _inside(block, plan.checkpointed), *(_signature(plan, module, block) for module in modules))
+        for block, modules in inside.items()
     ]
 
 

@@ -118,8 +118,8 @@ def _predict(
     hardware: Hardware,
     bubble: float,
 ) -> Row:
-    """Return the row of a choice. `excess`: the rows of tokens that the busiest rank of experts has more than the mean,
-    over the mean."""
+    """Return the row of a choice. `excess`: by how much the busiest rank's rows of experts exceed the mean, relative to
+    it."""
     link_traffic = link_traffic_of_step(traffic, layout, hardware.gpus_per_node)
     per_rank = None if flops is None else flops.per_sample * layout.samples_per_rank // layout.model_parallel
     busiest = None if flops is None or per_rank is None else per_rank * (1 + excess * flops.experts_share)
