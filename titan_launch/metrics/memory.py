@@ -43,6 +43,10 @@ class _TrackedStorage(weakref.ref[UntypedStorage]):
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
 """The products for which CUDA calls cuBLAS. (`addmm` calls cuBLASLt.)"""
 
+OP_DEVICE = torch.ops.prim.device.default
+"""Asks a fake tensor for its device: more than half of all operations of a traced step. A mode that answers spares the
+modes below."""
+
 
 class LiveMemory(TorchDispatchMode):
     """A dispatch mode that records the storages of all results in a ledger. `track` enters it."""
@@ -123,6 +127,8 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # DTensor dispatches again with local tensors
             return NotImplemented
+        if func is OP_DEVICE:
+            return args[0].device
         result = func(*args, **(kwargs or {}))
         if not self.is_paused:
             self._record_results(result)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_launch.distributed.mesh import Mesh
-from titan_launch.metrics.memory import is_in_backward
+from titan_launch.metrics.memory import OP_DEVICE, is_in_backward
 from titan_launch.metrics.traffic import TrafficCount
 from titan_launch.models.blocks import has_forward
 from titan_launch.plan.communication import Exchange, Traffic
@@ -175,6 +175,8 @@ class _Exchanges(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # DTensor dispatches again with local tensors
             return NotImplemented
+        if func is OP_DEVICE:
+            return args[0].device
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.overloadpacket.__name__
             if name == "wait_tensor" and isinstance(args[0], FakeTensor):
