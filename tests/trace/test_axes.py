@@ -90,7 +90,7 @@ def test_a_longer_pipeline_step_is_extrapolated_from_a_full_one(
     }
     short = trace(4, rank, n_layers=4, **sections)
     with monkeypatch.context() as whole:
-        whole.setattr(step, "sufficient_microbatches", lambda parallelism, layout: layout.num_microbatches)
+        whole.setattr(step, "counts_to_run", lambda parallelism, layout: (layout.num_microbatches,))
         long = trace(4, rank, n_layers=4, **sections)
     assert short.traffic == long.traffic
     assert short.footprint.peak_bytes == pytest.approx(long.footprint.peak_bytes, abs=64)  # a loss for each microbatch

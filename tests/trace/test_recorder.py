@@ -21,7 +21,7 @@ from titan_launch.plan.job import Choice, possible_choices
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory import recordings
 from titan_launch.plan.memory.engine import ReplayEngine
-from titan_launch.plan.memory.recordings import NotRecordedError, Recordings
+from titan_launch.plan.memory.recordings import NotRecordedError, Recordings, TapesOf
 from titan_launch.plan.memory.tape import Tape
 from titan_launch.trace.engine import TraceEngine
 from titan_launch.trace.recorder import TorchRecorder
@@ -322,6 +322,17 @@ def test_the_second_model_of_a_loss_is_divided_by_tensor_parallelism(tmp_path: P
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
+def test_two_processes_record_ahead_what_all_choices_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, layout, _ = a_job(4, parallelism={"pipeline_parallel_degree": 2}, training={"global_batch_size": 32})
+    recorded = Recordings(config, layout, "cuda", TorchRecorder)
+    choices, _ = possible_choices(config, layout, recorded.subject().inventory)
+    monkeypatch.setattr(recordings, "usable_cores", lambda: 2)
+    ReplayEngine(config, layout, "cuda", recorded).record_ahead(choices)
+    cached = Recordings(config, layout, "cuda", recorder=None)
+    engine = ReplayEngine(config, layout, "cuda", cached)
+    assert all(engine(choice).peak_bytes > 0 and cached.flops(choice.activation_checkpoint) for choice in choices)
+
+
 def test_one_recording_serves_all_modes_shards_and_lengths() -> None:
     sections: dict[str, Any] = {"precision": BF16, "lora": {"targets": ["layers.*.attention.w*"], "rank": 4}}
     config, layout, _ = a_job(2, **sections)
@@ -331,7 +342,7 @@ def test_one_recording_serves_all_modes_shards_and_lengths() -> None:
     recorder = Recordings(config, layout, "cuda", TorchRecorder)
     choices, _ = possible_choices(config, layout, recorder.subject().inventory)
     for checkpointing in dict.fromkeys(choice.activation_checkpoint for choice in choices):
-        recorder.tape(checkpointing)
+        recorder.tapes(TapesOf(checkpointing))
     other, wide, _ = a_job(
         8,
         **sections,
@@ -402,4 +413,4 @@ def test_packed_documents_have_a_recording_of_their_own(tmp_path: Path) -> None:
     layout = plan_layout(packed.parallelism, packed.training, 2)
     own = Recordings(packed, layout, "cuda", TorchRecorder)
     assert ReplayEngine(packed, layout, "cuda", own)(choice).peak_bytes > plain
-    assert isinstance(own.tape(choice.activation_checkpoint), Tape)
+    assert isinstance(own.tapes(TapesOf(choice.activation_checkpoint))[0], Tape)

@@ -153,8 +153,9 @@ def _override(name: str, value: Any) -> str:
 
 
 def _prepare(arguments: Namespace, config: JobConfig) -> None:
+    from titan_launch.core.process import usable_cores
     from titan_launch.data.corpora import CORPORA
-    from titan_launch.data.prepare import file_digests, usable_cores
+    from titan_launch.data.prepare import file_digests
     from titan_launch.data.tokenizers import build_tokenizer
 
     data, out, percent = config.data, Path(arguments.out), arguments.validation_percent

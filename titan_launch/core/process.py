@@ -24,6 +24,11 @@ _RUNNING = "running"
 temporary folder."""
 
 
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def run_and_exit(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str]) -> NoReturn:
     """Run `action`, print its error if it raises one, and end the process with the matching exit status.
 

@@ -23,6 +23,7 @@ from titan_launch.core.errors import ConfigError, Problem, RunError, UserError, 
 from titan_launch.core.files import file_state, open_regular, read_regular, refuse_weights_folder, replace_text
 from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
 from titan_launch.core.json_files import parse_record, read_json
+from titan_launch.core.process import usable_cores
 from titan_launch.core.signals import signals_blocked, stop_with_parent
 from titan_launch.data.cache import built_once
 from titan_launch.data.corpora.base import Corpus, Document, File, Part, Skipped, in_split
@@ -76,11 +77,6 @@ class Counts:
         if encoded.targets is not None:
             checksum = zlib.crc32(np.ascontiguousarray(encoded.targets).data, checksum)
         self.files[document.file] = checksum
-
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.patches import environment, replaced, without_garbage_collection
-from titan_launch.core.process import BAD_INPUT, EXITED_DIRECTLY, FAILED, remove_folders
+from titan_launch.core.process import BAD_INPUT, EXITED_DIRECTLY, FAILED, remove_folders, usable_cores
 from titan_launch.core.signals import AGENT_PID, signal_name, signals_handled
 from titan_launch.core.terminal import as_message, say, shortened
 from titan_launch.launch.options import Processes
@@ -252,5 +252,4 @@ _PORT_IN_USE = (
 
 def _share_cores(processes: int) -> None:
     """Divide the CPU cores among the processes. torchrun would give each process one thread."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))

@@ -332,18 +332,18 @@ _HOLDS_ALL = ("GPipe", "LoopedBFS")
 """Schedules that run all forwards before the first backward."""
 
 
-def sufficient_microbatches(parallelism: ParallelismConfig, layout: Layout) -> int:
-    """Return the number of microbatches after which the peak memory of a pipeline no longer grows; at most all of them.
+def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, ...]:
+    """Return the numbers of microbatches of the steps that predict the memory of a pipeline: all of them; or a number
+    after which the peak memory no longer grows by activations, and a larger one, which shows what grows further.
 
     In 1F1B with p pipeline ranks, the first rank runs p forwards before its first backward. With several stages per
     rank, a rank runs at most 3 p forwards before its first backward.
     """
-    schedule = parallelism.pipeline_parallel_schedule
-    if schedule in _HOLDS_ALL:
-        return layout.num_microbatches
-    if schedule in ONE_STAGE_SCHEDULES:
-        return min(layout.num_microbatches, layout.pipeline + 1)
-    return min(layout.num_microbatches, 3 * layout.pipeline)
+    schedule, every = parallelism.pipeline_parallel_schedule, layout.num_microbatches
+    enough = layout.pipeline + 1 if schedule in ONE_STAGE_SCHEDULES else 3 * layout.pipeline
+    if schedule in _HOLDS_ALL or enough >= every:
+        return (every,)
+    return enough, min(every, enough + layout.pipeline)  # interleaved schedules take multiples
 
 
 def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:

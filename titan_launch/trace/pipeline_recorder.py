@@ -6,6 +6,7 @@ of the same shape, runs the others. What the schedule itself allocates and holds
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.metrics.memory import LiveMemory
 from titan_launch.models.loss import Loss
 from titan_launch.parallel.accumulation import Accumulation
+from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import Pipeline
 from titan_launch.plan.memory.ledger import Category, StepPoint
 from titan_launch.plan.memory.tape import Bytes, Event, Gradient, Step
@@ -36,11 +38,32 @@ from titan_launch.train.pipeline_step import HiddenModule, PipelinedStep, Schedu
 class Mark(NamedTuple):
     """The begin or the end of what a stage runs for a microbatch."""
 
-    action: tuple[str, int, tuple[str, ...]]
-    """The method of PyTorch's stage that runs it, the stage, and all actions of the microbatch on the stage."""
+    method: str
+    """The method of PyTorch's stage that runs it."""
 
+    stage: int
     microbatch: int
     is_begin: bool
+
+    @property
+    def microbatch_on_stage(self) -> tuple[int, int]:
+        """The stage and the microbatch."""
+        return self.stage, self.microbatch
+
+
+class _Kind(NamedTuple):
+    """What microbatches have in common that are alike on a stage."""
+
+    stage: int
+    actions: tuple[str, ...]
+    """The actions of the microbatch, such as a whole backward or its two parts; none if the schedule has only whole
+    backwards and lists no actions."""
+
+    adds: bool
+    """True if a split backward adds to the gradients of an earlier microbatch, in place."""
+
+    outlives: bool
+    """True if the output of the model lives until the step ends."""
 
 
 Note = StepPoint | Event | Mark
@@ -60,20 +83,23 @@ class PipelineRecorder:
     roots: dict[nn.Module, str]
     """Path of each stage's root on the tape."""
 
-    _actions: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
-    """The actions of each microbatch on each stage, by (stage, microbatch)."""
+    _kinds: dict[tuple[int, int], _Kind] = field(default_factory=dict)
+    """The kind of each microbatch on each stage, by (stage, microbatch)."""
+
+    _runs: set[tuple[int, int]] = field(default_factory=set)
+    """The microbatches that stages run, as (stage, microbatch)."""
+
+    _known: dict[tuple[str, _Kind], list[Note]] = field(default_factory=dict)
+    """What a stage notes, by the method of PyTorch's stage that runs it and the kind of the microbatch."""
 
     _shapes: dict[nn.Module, _Output] = field(default_factory=dict)
     """The output of each stage, by its module."""
-
-    _last: int = 0
-    """The last microbatch."""
 
     _microbatch: int = 0
     """The microbatch that runs."""
 
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
-        """Run a step."""
+        """Run a step from its start. It runs only microbatches of kinds that no earlier step has run."""
         parallelism, original = self.config.parallelism, Accumulation(self.config.gradient_accumulation)
         outer = self
 
@@ -83,15 +109,19 @@ class PipelineRecorder:
                 original.begin_microbatch(model, is_last)
 
         step = PipelinedStep(self.pipeline, parallelism, Noted(), torch.device("cpu"))
+        for local in self.pipeline.local:
+            discard_pending(local.module)
+            local.module.zero_grad()
+        gc.collect()  # what is left of an earlier step
         with ExitStack() as stack:
             self._watch(stack)
-            self._last = len(microbatches) - 1
-            self._actions = _actions_of(
+            self._kinds = _kinds_of(
                 step.schedule_for(microbatches),
                 self.pipeline,
                 len(microbatches),
                 parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES,
             )
+            self._runs = self._microbatches_to_run()
             self.notes.clear()
             step(microbatches, loss, num_items)
         composed = list(self._composed(self.notes))
@@ -101,15 +131,15 @@ class PipelineRecorder:
         left.subtract(_left(composed))
         self.notes[:] = [*composed, Bytes(tuple((category, n) for category, n in left.items() if n))]
 
-    def _is_run(self, stage: int, microbatch: int) -> bool:
-        """Return True for the first microbatch of its kind on a stage, and for the last one on the last stage, whose
-        output lives until the step ends. With activation offloading, a forward ends the copies of the one before it, so
-        all microbatches run."""
-        is_last = microbatch == self._last and stage == len(self.pipeline.plan.stages) - 1
-        if is_last or self.config.activation_checkpoint.offload:
-            return True
-        own = self._actions[stage, microbatch]
-        return all(self._actions[stage, before] != own for before in range(microbatch))
+    def _microbatches_to_run(self) -> set[tuple[int, int]]:
+        """Return the first microbatch of each new kind. With activation offloading, a forward ends the copies of the
+        one before it, so all microbatches run."""
+        if self.config.activation_checkpoint.offload:
+            return set(self._kinds)
+        known, first = {kind for _, kind in self._known}, dict[_Kind, tuple[int, int]]()
+        for key, kind in self._kinds.items():
+            first.setdefault(kind, key)
+        return {key for kind, key in first.items() if kind not in known}
 
     def _watch(self, stack: ExitStack) -> None:
         for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
@@ -126,7 +156,7 @@ class PipelineRecorder:
 
         def run(hidden: HiddenModule, *args: Any, **kwargs: Any) -> Any:
             stage = next(local.stage.index for local in self.pipeline.local if local.module is hidden.module)
-            if self._is_run(stage, self._microbatch):
+            if (stage, self._microbatch) in self._runs:
                 output = forward(hidden, *args, **kwargs)
                 self._shapes[hidden.module] = _Output.of(output)
                 return output
@@ -150,12 +180,11 @@ class PipelineRecorder:
     def _marked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(stage: ScheduledStage, microbatch: int, *args: Any, **kwargs: Any) -> Any:
             self._microbatch = microbatch
-            action = (name, stage.stage_index, self._actions[stage.stage_index, microbatch])
-            self.notes.append(Mark(action, microbatch, is_begin=True))
+            self.notes.append(Mark(name, stage.stage_index, microbatch, is_begin=True))
             result = function(stage, microbatch, *args, **kwargs)
             if name == "backward_weight_one_chunk":  # the schedule sets the gradients itself
                 self.take_gradients(stage.submod)
-            self.notes.append(Mark(action, microbatch, is_begin=False))
+            self.notes.append(Mark(name, stage.stage_index, microbatch, is_begin=False))
             return result
 
         return call
@@ -163,15 +192,15 @@ class PipelineRecorder:
     def _composed(self, notes: Iterable[Note]) -> Iterator[Note]:
         """Yield the notes of the schedule, with the notes of a stage in place of those of its stand-ins."""
         parts = list(_between_marks(notes))
-        known: dict[tuple[str, int, tuple[str, ...]], list[Note]] = {}
         for mark, own in parts:  # LoopedBFS runs the backward of the first microbatch last
-            if mark is not None and self._is_run(mark.action[1], mark.microbatch):
-                known.setdefault(mark.action, own)
+            if mark is not None and mark.microbatch_on_stage in self._runs:
+                self._known.setdefault((mark.method, self._kinds[mark.microbatch_on_stage]), own)
         for mark, own in parts:
             if mark is None:
                 yield from own
                 continue
-            for note in own if self._is_run(mark.action[1], mark.microbatch) else known[mark.action]:
+            kind = self._kinds[mark.microbatch_on_stage]
+            for note in own if mark.microbatch_on_stage in self._runs else self._known[mark.method, kind]:
                 yield note._replace(microbatch=mark.microbatch) if isinstance(note, StepPoint) else note
 
 
@@ -199,12 +228,10 @@ def _left(notes: Iterable[Note]) -> Counter[Category]:
     return left
 
 
-def _actions_of(
+def _kinds_of(
     schedule: Any, pipeline: Pipeline, num_microbatches: int, splits_backward: bool
-) -> dict[tuple[int, int], tuple[str, ...]]:
-    """Return the names of the actions of each microbatch on each stage of this rank, such as a whole backward or its
-    two parts; an empty tuple if the schedule has only whole backwards and lists no actions. With a split backward,
-    microbatches after the first one of a stage add to its gradients in place."""
+) -> dict[tuple[int, int], _Kind]:
+    """Return the kind of each microbatch on each stage of this rank, in the order of the microbatches."""
     found: dict[tuple[int, int], tuple[str, ...]] = {
         (local.stage.index, microbatch): () for local in pipeline.local for microbatch in range(num_microbatches)
     }
@@ -212,9 +239,8 @@ def _actions_of(
     for action in order.get(pipeline.local[0].stage.rank, ()):
         if action is not None and (key := (action.stage_index, action.microbatch_index)) in found:
             found[key] = (*found[key], str(action.computation_type))
-    if splits_backward:
-        return {(stage, index): (*own, "later") if index else own for (stage, index), own in found.items()}
-    return found
+    last = len(pipeline.plan.stages) - 1, num_microbatches - 1
+    return {key: _Kind(key[0], actions, splits_backward and key[1] > 0, key == last) for key, actions in found.items()}
 
 
 class _Output(NamedTuple):

@@ -162,8 +162,11 @@ class TorchRecorder:
             return flops_of_job(job)
         return None
 
-    def tape(self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int) -> Tape:
-        """Record the microbatches of a job: with the blocks that differ, if that shows all, else with all blocks.
+    def tapes(
+        self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int, counts: tuple[int, ...]
+    ) -> list[Tape]:
+        """Record a job (see `plan.memory.recordings.Recordings.tapes`): with the blocks that differ, if that shows all,
+        else with all blocks.
 
         Raises ConfigError for most dtype errors, as a run does, and for a model that cannot be traced. UserError on an
         untested release of PyTorch.
@@ -172,12 +175,12 @@ class TorchRecorder:
         layout, plan = layout_of_recording(job), plan_job(job, subject.inventory)
         parts = parts_on_rank(plan, pipeline_rank)
 
-        def record(blocks: tuple[Blocks, ...], elsewhere: tuple[Blocks, ...] = ()) -> Tape:
+        def record(blocks: tuple[Blocks, ...], elsewhere: tuple[Blocks, ...] = ()) -> list[Tape]:
             removed = [path for part in (*blocks, *elsewhere) for path in part.omitted]
             built, rank = build_job_model(job), pipeline_rank * layout.ranks_per_stage
             remove_blocks(built.module, removed)
-            tape = _record(job, built, without_blocks(plan, removed), layout, kernels, rank)
-            return replace(tape, parts=blocks)
+            tapes = _record(job, built, without_blocks(plan, removed), layout, kernels, rank, counts)
+            return [replace(tape, parts=blocks) for tape in tapes]
 
         def shortened(rank: int) -> tuple[Blocks, ...]:
             own = parts_on_rank(plan, rank)
@@ -188,9 +191,9 @@ class TorchRecorder:
             # The stages of other ranks only run to find the shapes between the stages.
             others = (part for rank in range(layout.pipeline) if rank != pipeline_rank for part in shortened(rank))
             with whole_traced_on_error():
-                tape = record(repeated, tuple(others))
-                if is_uniform(tape):
-                    return tape
+                tapes = record(repeated, tuple(others))
+                if all(map(is_uniform, tapes)):
+                    return tapes
                 log_whole_trace("its blocks do not all allocate the same memory")
         with failures_explained(job.model), shapes_explained(job.model, layout.tensor):
             return record(tuple(Blocks(outermost(part.inventory.blocks)) for part in parts))
@@ -200,9 +203,17 @@ class TorchRecorder:
         return user_files()
 
 
-def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> Tape:
-    """Record the microbatches of a rank of `layout.world_size`. `built` is on the meta device, and is wrapped in
-    place."""
+def _record(
+    config: JobConfig,
+    built: BuiltModel,
+    plan: ModelPlan,
+    layout: Layout,
+    kernels: Kernels,
+    rank: int,
+    counts: tuple[int, ...],
+) -> list[Tape]:
+    """Record a microbatch of a rank of `layout.world_size`; with pipeline parallelism, steps of `counts` microbatches.
+    `built` is on the meta device, and is wrapped in place."""
     recorder = _Recorder()
     path_of: dict[nn.Module, str] = {}
 
@@ -254,6 +265,10 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
             names = {id(parameter): name for name, parameter in frozen.module.named_parameters()}
             divided = _divided_shapes(frozen.module, frozen.plan, names)
             shapes |= {SECOND + name: shape for name, shape in divided.items()}
+
+        def taped() -> Tape:
+            return Tape((), tuple(recorder.segments()), buffers, shapes, recorder.reduced)
+
         if pipeline is None:
             recorder.notes.clear()
             steps.begin_microbatch(0)
@@ -263,14 +278,16 @@ def _record(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layou
             memory.hold(microbatch, Category.INPUTS)
             forward_backward(model, microbatch, torch.device("cpu"), lambda: num_items, loss)
             del microbatch
-        else:
-            microbatches = [memory.paused(batches.make)()] * layout.num_microbatches  # on the host
-
-            if config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
-                split += [local.module for local in pipeline.local]
-            schedule = PipelineRecorder(pipeline, config, recorder.notes, memory, take_gradients, path_of)
-            schedule.run(microbatches, loss, num_items)
-        return Tape((), tuple(recorder.segments()), buffers, shapes, recorder.reduced)
+            return [taped()]
+        microbatch = memory.paused(batches.make)()  # on the host
+        if config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
+            split += [local.module for local in pipeline.local]
+        schedule = PipelineRecorder(pipeline, config, recorder.notes, memory, take_gradients, path_of)
+        tapes = []
+        for count in counts:
+            schedule.run([microbatch] * count, loss, num_items)
+            tapes.append(taped())
+        return tapes
 
 
 def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[str, int]:

@@ -49,7 +49,7 @@ from titan_launch.plan.memory.ledger import (
     temporary_bytes,
     with_growth,
 )
-from titan_launch.plan.pipeline import scaled_to_step, sufficient_microbatches
+from titan_launch.plan.pipeline import counts_to_run, scaled_to_step
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit, gradients_leave_early
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.diagnosis import dtype_failures_explained
@@ -114,16 +114,12 @@ def trace_step(
         if layout.pipeline == 1:
             num_microbatches = min(layout.num_microbatches, MICROBATCHES)
             return _trace_microbatches(config, model, batches, Ledger(held_on_host), num_microbatches, frozen)
-        num_microbatches = sufficient_microbatches(config.parallelism, layout)
-        traced = _trace_microbatches(config, model, batches, Ledger(held_on_host), num_microbatches)
-        untraced = layout.num_microbatches - num_microbatches
-        if not untraced:
-            return traced
-        discard_pending(model.module)
-        more = num_microbatches + min(untraced, layout.pipeline)  # interleaved schedules take multiples
-        longer = _trace_microbatches(config, model, batches, Ledger(held_on_host), more)
-        factor = untraced / (more - num_microbatches)
-        return replace(traced, footprint=with_growth(traced.footprint, longer.footprint, factor))
+        counts, traced = counts_to_run(config.parallelism, layout), list[TracedStep]()
+        for count in counts:
+            discard_pending(model.module)
+            traced.append(_trace_microbatches(config, model, batches, Ledger(held_on_host), count))
+        footprint = with_growth([each.footprint for each in traced], counts, layout.num_microbatches)
+        return replace(traced[0], footprint=footprint)
 
 
 def assemble_without_values(

@@ -95,8 +95,8 @@ def count_flops(
     """Return the FLOPs of one sample, on all ranks that share it. Raises an error of any class if the model does not
     run without values.
 
-    Of blocks that are alike, two are enough: a model of this package runs once with the first of each kind, and once
-    more with a second one of each kind.
+    Of more than two blocks that are alike, two are enough: a model of this package runs once with the first of each
+    kind, and once more with a second one of each kind.
 
     `built`: the job's model on the meta device, which is changed in place. `input_shape`: shape of one input. Kernels,
     parallelism and dtypes do not matter.
@@ -104,7 +104,7 @@ def count_flops(
     meta = torch.device("meta")
     config = config.model_copy(update={"compile": CompileConfig()})
     model = built.module
-    kinds = list(_blocks_by_kind(model, plan)) if config.model.is_of_package else []
+    kinds = [kind for kind in _blocks_by_kind(model, plan) if len(kind) > 2] if config.model.is_of_package else []
     with _counted_kernels():
         checkpoint_activations(model, plan.checkpointed, config.activation_checkpoint)
         loss = build_loss(model, plan, config, num_classes, has_values=False, frozen=_second_model(config))
@@ -119,9 +119,8 @@ def count_flops(
         repeated = {block for kind in kinds for block in kind[1:]}
         total = one_of_each = without(repeated)
         for kind in kinds:
-            if len(kind) > 1:
-                two = without(repeated - {kind[1]})
-                total = total.plus(two.plus(one_of_each, -1), len(kind) - 1)
+            two = without(repeated - {kind[1]})
+            total = total.plus(two.plus(one_of_each, -1), len(kind) - 1)
     return total
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from titan_launch.config.job import JobConfig
@@ -17,11 +19,11 @@ from titan_launch.plan.job import Choice, plan_units, plan_untrained, with_choic
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.depth import Shortcut, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate, with_growth
-from titan_launch.plan.memory.recordings import Recordings
+from titan_launch.plan.memory.recordings import Recordings, TapesOf
 from titan_launch.plan.memory.replay import Replay, ReplayedStep, SecondModel
 from titan_launch.plan.memory.tape import Tape, with_blocks
 from titan_launch.plan.module_selection import checkpointed_modules
-from titan_launch.plan.pipeline import parts_on_rank, representative_ranks, sufficient_microbatches
+from titan_launch.plan.pipeline import counts_to_run, parts_on_rank, representative_ranks
 from titan_launch.plan.types import ModelPlan
 
 
@@ -47,6 +49,7 @@ class ReplayEngine:
         self._layout = layout
         self._kernels = kernels
         self._recordings = recordings
+        self._counts = counts_to_run(config.parallelism, layout) if layout.pipeline > 1 else (1,)
         self._step = cache(self._predicted)
         self._plan = cache(self._planned)
         self._parts = cache(self._parts_of_rank)
@@ -78,26 +81,35 @@ class ReplayEngine:
             ranks = [self._of_rank(choice, rank) for rank in representative_ranks(plan)]
         return max(ranks, key=lambda predicted: predicted[0].peak_bytes)
 
+    def record_ahead(self, choices: Iterable[Choice]) -> None:
+        """Record what the predictions of several choices need (`Recordings.record_ahead`)."""
+        plans = [(choice, self._plan(bool(choice.accumulation.keep_params_unsharded))) for choice in choices]
+        wanted = (self._wanted(choice, rank) for choice, plan in plans for rank in representative_ranks(plan))
+        self._recordings.record_ahead([tapes for tapes in dict.fromkeys(chain.from_iterable(wanted)) if tapes])
+
+    def _wanted(self, choice: Choice, rank: int) -> tuple[TapesOf, TapesOf | None]:
+        """Return the recording of a pipeline rank, and that of the first microbatch if it differs from later ones."""
+        checkpointing, layout = choice.activation_checkpoint, self._layout
+        own, first = TapesOf(checkpointing, rank, self._counts), TapesOf(checkpointing, is_deferred=True)
+        is_deferred = layout.num_microbatches > 1 and not choice.accumulation.row.reduce_scatters_each
+        if not (ACCUMULATES_IN_GRAD and is_deferred and layout.pipeline == 1):
+            return own, None
+        # Autograd converts each use's gradient of a shared parameter, and adds them in the reduce dtype.
+        return own, first if _is_tied(self._plan(bool(choice.accumulation.keep_params_unsharded))) else None
+
     def _of_rank(self, choice: Choice, rank: int) -> tuple[Footprint, Traffic]:
         """Return the prediction for a pipeline rank."""
-        layout, config = self._layout, with_choice(self._config, choice)
+        layout, config, counts = self._layout, with_choice(self._config, choice), self._counts
         parts = self._parts(bool(choice.accumulation.keep_params_unsharded), choice.activation_checkpoint, rank)
-        tape = partial(self._recordings.tape, choice.activation_checkpoint, rank)
+        wanted, wanted_first = self._wanted(choice, rank)
+        tapes = self._recordings.tapes(wanted)
         if layout.pipeline == 1:
-            is_deferred = not choice.accumulation.row.reduce_scatters_each and layout.num_microbatches > 1
-            first = None
-            if ACCUMULATES_IN_GRAD and is_deferred and _is_tied(parts.plans[0]):
-                # Autograd converts each use's gradient of a shared parameter, and adds them in the reduce dtype.
-                first = tape(is_deferred=True)
-            step = self._replayed(config, parts, tape(), layout.num_microbatches, first)
+            first = None if wanted_first is None else self._recordings.tapes(wanted_first)[0]
+            step = self._replayed(config, parts, tapes[0], layout.num_microbatches, first)
             return step.footprint, step.traffic
-        enough = sufficient_microbatches(config.parallelism, layout)
-        step = self._replayed(config, parts, tape(enough), enough)
-        footprint, untraced = step.footprint, layout.num_microbatches - enough
-        if untraced:
-            more = min(untraced, layout.pipeline)  # interleaved schedules take multiples
-            longer = self._replayed(config, parts, tape(enough + more), enough + more)
-            footprint = with_growth(footprint, longer.footprint, untraced / more)
+        pairs = zip(tapes, counts, strict=True)
+        step, *longer = (self._replayed(config, parts, tape, count) for tape, count in pairs)
+        footprint = with_growth([step.footprint, *(s.footprint for s in longer)], counts, layout.num_microbatches)
         return replace(footprint, pipeline_rank=rank), step.traffic
 
     def _replayed(

@@ -291,13 +291,16 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
     return Footprint(maxima, host_bytes=round(_line(shorter.host_bytes, longer.host_bytes, factor)))
 
 
-def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
-    """Return the footprint of a step with more microbatches, extrapolated from two steps. `footprint`: the step with
-    the fewest microbatches. `longer`: a step with some more.
+def with_growth(footprints: Sequence[Footprint], counts: Sequence[int], num_microbatches: int) -> Footprint:
+    """Return the footprint of a step of `num_microbatches`, from those of one or two steps of `counts` microbatches.
 
-    Every maximum of a phase grows by `factor` times the difference between the peaks of that phase in `longer` and in
-    `footprint`. The growth counts as activations.
+    Every maximum of a phase in the first step grows like the peak of that phase from the first step to the second. The
+    growth counts as activations.
     """
+    footprint, *others = footprints
+    if not others:
+        return footprint
+    longer, factor = others[0], (num_microbatches - counts[0]) / (counts[1] - counts[0])
     before, after = footprint.by_phase(), longer.by_phase()
     growth = {phase: factor * (after[phase] - peak) for phase, peak in before.items()}
     return Footprint(

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
@@ -26,6 +28,9 @@ from titan_launch.config.sections.data import DataSource, SyntheticData, separat
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.files import cache_folder, file_state, replace_text
+from titan_launch.core.patches import replaced
+from titan_launch.core.process import usable_cores
+from titan_launch.core.signals import stop_with_parent
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import activation_checkpoint_label
 from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
@@ -55,8 +60,11 @@ class Recorder(Protocol):
     def flops(self, job: JobConfig) -> Flops | None:
         """Count the FLOPs of a sample. Return None if the model does not run on the meta device."""
 
-    def tape(self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int) -> Tape:
-        """Record a microbatch of a job. Raises ConfigError as a run does, and for a model that cannot be traced."""
+    def tapes(
+        self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int, counts: tuple[int, ...]
+    ) -> Sequence[Tape]:
+        """Record a job (see `Recordings.tapes`). Raises ConfigError as a run does, and for a model that cannot be
+        traced."""
 
     def files(self) -> list[str]:
         """Return the files of the user's own modules that this process has imported."""
@@ -124,6 +132,18 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
     )
 
 
+class TapesOf(NamedTuple):
+    """Arguments of `Recordings.tapes`."""
+
+    checkpointing: ActivationCheckpointConfig
+    pipeline_rank: int = 0
+    counts: tuple[int, ...] = (1,)
+    """With pipeline parallelism: numbers of microbatches of the steps."""
+
+    is_deferred: bool = False
+    """True for the first of several microbatches, whose gradients are not reduced."""
+
+
 class Recordings:
     """The recordings of a job on a number of ranks."""
 
@@ -143,7 +163,7 @@ class Recordings:
         self._say = say
         self._subject: Subject | None = None
         self._flops: dict[ActivationCheckpointConfig, Flops | None] = {}
-        self._tapes: dict[tuple[ActivationCheckpointConfig, int, int, bool], Tape] = {}
+        self._tapes: dict[TapesOf, tuple[Tape, ...]] = {}
 
     def subject(self) -> Subject:
         """Return the model. Raises NotRecordedError."""
@@ -186,26 +206,58 @@ class Recordings:
             self._flops[checkpointing] = None if value is None else Flops(**value)
         return self._flops[checkpointing]
 
-    def tape(
-        self,
-        checkpointing: ActivationCheckpointConfig,
-        pipeline_rank: int = 0,
-        num_microbatches: int = 1,
-        is_deferred: bool = False,
-    ) -> Tape:
-        """Return the tape of a microbatch; with pipeline parallelism, of the microbatches of a step. `is_deferred`: the
-        first of several microbatches, whose gradients are not reduced. Raises NotRecordedError."""
-        key = checkpointing, pipeline_rank, num_microbatches, is_deferred
-        if key not in self._tapes:
-            self._tapes[key] = self._tape(*key)
-        return self._tapes[key]
+    def tapes(self, wanted: TapesOf) -> tuple[Tape, ...]:
+        """Return the tape of a microbatch; with pipeline parallelism, that of a step of each number of microbatches.
+        Raises NotRecordedError."""
+        if wanted not in self._tapes:
+            self._tapes[wanted] = self._recorded(*wanted)
+        return self._tapes[wanted]
 
-    def _tape(
-        self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int, num_microbatches: int, is_deferred: bool
-    ) -> Tape:
+    def record_ahead(self, wanted: Collection[TapesOf]) -> None:
+        """Record what several calls of `tapes` and `flops` will return, in one process per core, and store it in the
+        cache. An error is raised by these calls.
+
+        The processes are forked, so a process that has started threads must not call this method.
+        """
+        tasks: list[Callable[[], object]] = [partial(self.tapes, one) for one in wanted]
+        tasks += [partial(self.flops, mode) for mode in dict.fromkeys(one.checkpointing for one in wanted)]
+        with replaced(self, "_recorder", None):
+            tasks = [task for task in tasks if _is_missing(task)]
+        count = min(usable_cores(), len(tasks))
+        if self._recorder is None or count < 2 or "fork" not in multiprocessing.get_all_start_methods():
+            return
+        self._recorder()  # imports torch, for all processes
+        context = multiprocessing.get_context("fork")
+        begun = context.Value("i", 0)
+
+        def work() -> None:
+            while True:
+                with begun.get_lock():
+                    index = begun.value
+                    begun.value += 1
+                if index >= len(tasks):
+                    return
+                with suppress(Exception):
+                    tasks[index]()
+
+        def help_parent() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and thereby this process
+            stop_with_parent(signal.SIGKILL)
+            work()
+
+        others = [context.Process(target=help_parent, daemon=True) for _ in range(count - 1)]
+        for process in others:
+            process.start()
+        work()
+        for process in others:
+            process.join()
+
+    def _recorded(
+        self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int, counts: tuple[int, ...], is_deferred: bool
+    ) -> tuple[Tape, ...]:
         training, subject = self.job.training, self.subject()
         assert training.global_batch_size is not None
-        batch = {"global_batch_size": training.global_batch_size * num_microbatches}
+        batch = {"global_batch_size": training.global_batch_size * counts[0]}  # a schedule has a least number
         job = self.job.model_copy(
             update={"activation_checkpoint": checkpointing, "training": training.model_copy(update=batch)}
         )
@@ -213,9 +265,11 @@ class Recordings:
             job = job.model_copy(update={"gradient_accumulation": GradientAccumulationConfig(mode="deferred")})
 
         def record(recorder: Recorder) -> dict[str, Any]:
-            return to_json(recorder.tape(job, self._kernels, subject, pipeline_rank))
+            recorded = recorder.tapes(job, self._kernels, subject, pipeline_rank, counts)
+            return {"tapes": [to_json(tape) for tape in recorded]}
 
-        return from_json(self._known(f"tape {pipeline_rank}", job, self._kernels, record))
+        value = self._known(f"tapes {pipeline_rank} {counts}", job, self._kernels, record)
+        return tuple(map(from_json, value["tapes"]))
 
     def _known(
         self, what: str, job: JobConfig, kernels: Kernels | None, record: Callable[[Recorder], dict[str, Any]]
@@ -233,6 +287,14 @@ class Recordings:
         value = json.loads(json.dumps(record(recorder)))
         _store(key, value, recorder.files())
         return value
+
+
+def _is_missing(task: Callable[[], object]) -> bool:
+    try:
+        task()
+    except NotRecordedError:
+        return True
+    return False
 
 
 def recorded_inventory(config: JobConfig, recorder: Callable[[], Recorder] | None) -> Inventory:
