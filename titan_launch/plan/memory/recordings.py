@@ -265,6 +265,9 @@ class Recordings:
             job = job.model_copy(update={"gradient_accumulation": GradientAccumulationConfig(mode="deferred")})
 
         def record(recorder: Recorder) -> dict[str, Any]:
+            part = f"pipeline rank {pipeline_rank}" if job.parallelism.pipeline_parallel_degree > 1 else "a microbatch"
+            modes = activation_checkpoint_label(checkpointing)
+            self._say(f"recording {part} with activation checkpointing {modes}")
             recorded = recorder.tapes(job, self._kernels, subject, pipeline_rank, counts)
             return {"tapes": [to_json(tape) for tape in recorded]}
 
@@ -280,9 +283,6 @@ class Recordings:
             return value
         if self._recorder is None:
             raise NotRecordedError(what)
-        if what.startswith("tape"):
-            modes = activation_checkpoint_label(job.activation_checkpoint)
-            self._say(f"recording a microbatch with activation checkpointing {modes}")
         recorder = self._recorder()
         value = json.loads(json.dumps(record(recorder)))
         _store(key, value, recorder.files())
