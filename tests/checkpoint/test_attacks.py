@@ -183,7 +183,7 @@ def load_all(paths: list[Path], folder: Path) -> list[tuple[str, dict[str, Tenso
     return results[1:]
 
 
-@sampled("names", list(ATTACKS), 3)
+@sampled("names", list(ATTACKS), 6)
 def test_named_attacks_are_refused(
     names: tuple[str, ...], tmp_path: Path, checkpoint: tuple[Path, dict[str, Tensor]]
 ) -> None:

@@ -85,12 +85,13 @@ def train(cases: Sequence[FamilyCase], folder: Path) -> list[dict[str, Tensor]]:
     return trained
 
 
-@sampled("on_two", ON_TWO, 3)
+@sampled("on_two", ON_TWO, 5)
 def test_families_train_like_one_process(on_two: tuple[FamilyCase, ...], tmp_path: Path) -> None:
-    names = list(dict.fromkeys([case for case, _ in on_two]))
+    on_four = (("gpt2", BOTH),)
+    names = list(dict.fromkeys(case for case, _ in (*on_two, *on_four)))
     ((*alone,),) = run_ranks(train, 1, [(case, {}) for case in names], tmp_path / "1")
     expected = dict(zip(names, alone, strict=True))
-    for ranks, cases in ((2, on_two), (4, (("gpt2", BOTH),))):
+    for ranks, cases in ((2, on_two), (4, on_four)):
         for by_case in run_ranks(train, ranks, cases, tmp_path / str(ranks)):
             for (case, parallelism), trained in zip(cases, by_case, strict=True):
                 # A pipeline stage has some of the parameters.

@@ -102,7 +102,7 @@ def _train(job: dict[str, Any], folder: Path) -> dict[str, Tensor]:
         return {**seen, **full_state(run.model)}
 
 
-@sampled("names", list(CASES), 3)
+@sampled("names", list(CASES), 5)
 def test_the_head_computes_the_loss_of_one_rank_with_logits(names: tuple[str, ...], tmp_path: Path) -> None:
     plain = [{**job, "loss": {"z_loss": 0.02, "label_smoothing": 0.1}} for job in JOBS.values()]
     alone = dict(zip(JOBS, run_ranks(train, 1, plain, tmp_path / "1")[0], strict=True))

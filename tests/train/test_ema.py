@@ -118,7 +118,7 @@ def train_all(jobs: list[dict[str, Any]]) -> None:
         run_job(job)
 
 
-@sampled("names", list(DIVISIONS), 3)
+@sampled("names", list(DIVISIONS), 5)
 def test_every_division_saves_the_same_average(names: tuple[str, ...], tmp_path: Path) -> None:
     run_ranks(run_job, 1, ema_job(tmp_path / "alone", **EVEN))
     run_ranks(train_all, 2, [ema_job(tmp_path / name, **EVEN, **DIVISIONS[name]) for name in names])

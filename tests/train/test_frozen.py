@@ -85,7 +85,7 @@ def gradients_with_and_without(folder: Path) -> tuple[dict[str, Tensor], dict[st
     )
 
 
-@sampled("cases", CASES, 3)
+@sampled("cases", CASES, 5)
 def test_frozen_parameters_keep_their_values_in_every_division(
     cases: tuple[tuple[int, int], ...], tmp_path: Path
 ) -> None:

@@ -159,7 +159,7 @@ def peft_alone(folder: Path, model: int) -> tuple[list[float], dict[str, Tensor]
     return losses, {name: parameter.detach() for name, parameter in pairs.items()}
 
 
-@sampled("divisions", DIVISIONS)
+@sampled("divisions", DIVISIONS, 4)
 def test_two_ranks_equal_one_and_peft_in_a_plain_loop(divisions: tuple[Division, ...], tmp_path: Path) -> None:
     alone = run_ranks(train_everywhere, 1, tmp_path, 1, [(model, {}) for model in range(len(MODELS))])[0]
     divided = run_ranks(train_everywhere, 2, tmp_path, 2, divisions, timeout=300)[0]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.distributed import run_ranks
 from tests.parallel.ring_on_cpu import ring_attention_on_cpu
-from tests.sampling import sampled
+from tests.sampling import rest_is_slow, sampled
 from tests.tensors import assert_equal
 from tests.train.jobs import TINY_EXPERTS, read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.checkpoint.index import read_index, read_tensor
@@ -104,7 +104,7 @@ def train_both(folder: Path, cases: list[str], mode: str) -> None:
         assert [name for name in whole if not torch.equal(whole[name], sharded[name])] == [], case
 
 
-@sampled("cases", [case for case in CASES if case != "clipped"], 3)
+@sampled("cases", [case for case in CASES if case != "clipped"], 6)
 def test_with_two_replicas_every_bit_is_that_of_fsdp2(cases: tuple[str, ...], tmp_path: Path) -> None:
     """A sum of two gradients has one order, and no update depends on the order of anything else."""
     run_ranks(train_both, 4, tmp_path, list(cases), "immediate", timeout=600)
@@ -135,7 +135,7 @@ def train_close(folder: Path, replicas: int) -> None:
             )
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (3, 3), (4, 4), pytest.param(8, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "replicas"), rest_is_slow([(4, 2), (4, 4), (8, 4), (3, 3)], 3))
 def test_with_more_replicas_sums_differ_only_in_their_order(tmp_path: Path, ranks: int, replicas: int) -> None:
     """With clipping the norm is a sum in another order, too."""
     run_ranks(train_close, ranks, tmp_path, replicas, timeout=600)
@@ -266,7 +266,7 @@ def measure_both(folder: Path, replicas: int) -> list[dict[str, dict[str, tuple[
     return [{name: measure({**job, "optimizer": optimizer}) for name, optimizer in OPTIMIZERS.items()} for job in jobs]
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", rest_is_slow([2, 4]))
 def test_the_state_is_divided_by_the_replicas_and_planned_bytes_are_the_measured_ones(
     tmp_path: Path, replicas: int
 ) -> None:
