@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -224,7 +225,7 @@ class Recordings:
         with replaced(self, "_recorder", None):
             tasks = [task for task in tasks if _is_missing(task)]
         count = min(usable_cores(), len(tasks))
-        if self._recorder is None or count < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        if self._recorder is None or count < 2 or sys.platform != "linux":  # a fork is safe on Linux only
             return
         self._recorder()  # imports torch, for all processes
         context = multiprocessing.get_context("fork")
