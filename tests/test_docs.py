@@ -51,7 +51,10 @@ from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
 REPO = Path(__file__).parent.parent
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
+PAGES = [
+    *(REPO / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted((REPO / "docs").rglob("*.md")),
+]
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
 NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 """Override of the run folder: `check` must not find runs in the user's `outputs/`."""
