@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed import run_command
 from tests.sampling import rest_is_slow
 from tests.trace.planned_jobs import PLANNED, planned_job
 from tests.trace.test_engine import DEEP
@@ -15,6 +16,7 @@ from tests.trace.traces import FP32_NORMS, a_job
 from tests.train.test_losses import write_model
 from titan_launch.config.job import JobConfig
 from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.core.process import usable_cores
 from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, possible_choices
@@ -322,15 +324,17 @@ def test_the_second_model_of_a_loss_is_divided_by_tensor_parallelism(tmp_path: P
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
-def test_two_processes_record_ahead_what_all_choices_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, layout, _ = a_job(4, parallelism={"pipeline_parallel_degree": 2}, training={"global_batch_size": 32})
-    recorded = Recordings(config, layout, "cuda", TorchRecorder)
-    choices, _ = possible_choices(config, layout, recorded.subject().inventory)
-    monkeypatch.setattr(recordings, "usable_cores", lambda: 2)
-    ReplayEngine(config, layout, "cuda", recorded).record_ahead(choices)
-    cached = Recordings(config, layout, "cuda", recorder=None)
-    engine = ReplayEngine(config, layout, "cuda", cached)
-    assert all(engine(choice).peak_bytes > 0 and cached.flops(choice.activation_checkpoint) for choice in choices)
+@pytest.mark.skipif(usable_cores() < 2, reason="one process records on one core")
+def test_several_processes_record_what_all_choices_need(tmp_path: Path) -> None:
+    """Only the first process says what it records."""
+    sections = {"data_parallel_shard_degree": 2, "pipeline_parallel_degree": 2}
+    arguments = [f"--parallelism.{key}={value}" for key, value in sections.items()]
+    job = Path(__file__).parent.parent.parent / "configs" / "llama_debug.toml"
+    command = ["plan", "--config", str(job), "--world-size", "4", "--training.global_batch_size=64", *arguments]
+    status, _, said = run_command(command, tmp_path)
+    assert status == 0 and 0 < said.count("recording pipeline rank") < 6, said
+    status, _, said = run_command(command, tmp_path)
+    assert (status, said) == (0, "")
 
 
 def test_one_recording_serves_all_modes_shards_and_lengths() -> None:

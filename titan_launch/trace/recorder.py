@@ -198,6 +198,14 @@ class TorchRecorder:
         with failures_explained(job.model), shapes_explained(job.model, layout.tensor):
             return record(tuple(Blocks(outermost(part.inventory.blocks)) for part in parts))
 
+    def works_in_fork(self) -> bool:
+        """Run a backward. Autograd refuses it in a fork of a process in which it has started threads."""
+        try:
+            torch.ones((), requires_grad=True).backward()
+        except RuntimeError:
+            return False
+        return True
+
     def files(self) -> list[str]:
         """Return the files of modules that this process has imported from outside of Python's folders."""
         return user_files()

@@ -70,6 +70,9 @@ class Recorder(Protocol):
     def files(self) -> list[str]:
         """Return the files of the user's own modules that this process has imported."""
 
+    def works_in_fork(self) -> bool:
+        """Return False in a forked process in which autograd does not work, because its parent has used it."""
+
 
 class NotRecordedError(LookupError):
     """Raised if a recording is not in the cache and there is no recorder."""
@@ -216,9 +219,10 @@ class Recordings:
 
     def record_ahead(self, wanted: Collection[TapesOf]) -> None:
         """Record what several calls of `tapes` and `flops` will return, in one process per core, and store it in the
-        cache. An error is raised by these calls.
+        cache. Raises the first error in this process; what another process failed to record is recorded when it is
+        asked for.
 
-        The processes are forked, so a process that has started threads must not call this method.
+        The other processes are forked. They record nothing if this process has run a backward.
         """
         tasks: list[Callable[[], object]] = [partial(self.tapes, one) for one in wanted]
         tasks += [partial(self.flops, mode) for mode in dict.fromkeys(one.checkpointing for one in wanted)]
@@ -227,31 +231,37 @@ class Recordings:
         count = min(usable_cores(), len(tasks))
         if self._recorder is None or count < 2 or sys.platform != "linux":  # a fork is safe on Linux only
             return
-        self._recorder()  # imports torch, for all processes
+        recorder = self._recorder()  # imports torch, for all processes
         context = multiprocessing.get_context("fork")
         begun = context.Value("i", 0)
 
-        def work() -> None:
-            while True:
-                with begun.get_lock():
-                    index = begun.value
-                    begun.value += 1
-                if index >= len(tasks):
-                    return
-                with suppress(Exception):
-                    tasks[index]()
+        def take() -> int:
+            with begun.get_lock():
+                begun.value += 1
+                return int(begun.value)
 
         def help_parent() -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and thereby this process
             stop_with_parent(signal.SIGKILL)
-            work()
+            self._say = lambda text: None
+            if recorder.works_in_fork():
+                while (index := take()) < len(tasks):
+                    with suppress(Exception):
+                        tasks[index]()
 
         others = [context.Process(target=help_parent, daemon=True) for _ in range(count - 1)]
         for process in others:
             process.start()
-        work()
-        for process in others:
-            process.join()
+        try:
+            index = 0  # the first task shows the errors of the model
+            while index < len(tasks):
+                tasks[index]()
+                index = take()
+            for process in others:
+                process.join()
+        finally:
+            for process in others:
+                process.kill()
 
     def _recorded(
         self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int, counts: tuple[int, ...], is_deferred: bool
