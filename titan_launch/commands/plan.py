@@ -33,14 +33,7 @@ from titan_launch.plan.auto_mode import Resolution, check_limit, recommend, reme
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
 from titan_launch.plan.experts import active_parameters, describe_load
 from titan_launch.plan.hardware import GIB, Hardware, format_memory, free_memory_gib, hardware_of
-from titan_launch.plan.job import (
-    configured_choice,
-    is_auto,
-    is_configured_choice,
-    plan_job,
-    possible_choices,
-    with_unsharded_parameters,
-)
+from titan_launch.plan.job import configured_choice, is_auto, plan_job, possible_choices, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.engine import ReplayEngine
 from titan_launch.plan.memory.ledger import HELD
@@ -329,8 +322,8 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     config = with_unsharded_parameters(config, layout)
     subject = _subject(config, layout, hardware, options.engine)
     if isinstance(subject.engine, ReplayEngine):
-        choices, _ = possible_choices(config, layout, subject.inventory)
-        subject.engine.record_ahead([c for c in choices if not options.only_own or is_configured_choice(config, c)])
+        choices, _ = possible_choices(config, layout, subject.inventory, options.only_own)
+        subject.engine.record_ahead(choices)
     model = (subject.inventory, subject.flops_of)
     comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own)
     resolution = resolve(comparison, hardware)

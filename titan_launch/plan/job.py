@@ -156,10 +156,13 @@ def plan_untrained(config: JobConfig, inventory: Inventory) -> ModelPlan:
     return replace(plan, units=untrained(plan.units), in_place=untrained(plan.in_place))
 
 
-def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:
+def possible_choices(
+    config: JobConfig, layout: Layout, inventory: Inventory, only_own: bool = False
+) -> tuple[list[Choice], list[str]]:
     """Return the combinations of modes to compare, and notes with the reason for each combination that is not compared.
 
-    The job allows each of the combinations, and no two combinations have the same effect in this layout.
+    The job allows each of the combinations, and no two combinations have the same effect in this layout. `only_own`:
+    only combinations that the job sets or `auto` may choose.
 
     Raises ConfigError if the model does not support the job's activation checkpointing.
     """
@@ -176,7 +179,8 @@ def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) ->
             if is_configured_activation_checkpoint(config, checkpointing):
                 checkpointed_modules(inventory, checkpointing)  # raises for modules that match nothing
         checkpointings = [c for c in checkpointings if _can_be_compiled(config, inventory, c, notes)]
-    return [Choice(a, c) for c in checkpointings for a in accumulations], notes
+    choices = [Choice(a, c) for c in checkpointings for a in accumulations]
+    return [choice for choice in choices if not only_own or is_configured_choice(config, choice)], notes
 
 
 def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpointConfig, notes: list[str]) -> bool:

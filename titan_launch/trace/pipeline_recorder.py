@@ -46,13 +46,13 @@ class Mark(NamedTuple):
     is_begin: bool
 
     @property
-    def microbatch_on_stage(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, int]:
         """The stage and the microbatch."""
         return self.stage, self.microbatch
 
 
 class _Kind(NamedTuple):
-    """What microbatches have in common that are alike on a stage."""
+    """A kind of microbatches: they allocate the same memory on a stage."""
 
     stage: int
     actions: tuple[str, ...]
@@ -90,7 +90,7 @@ class PipelineRecorder:
     """The microbatches that stages run, as (stage, microbatch)."""
 
     _known: dict[tuple[str, _Kind], list[Note]] = field(default_factory=dict)
-    """What a stage notes, by the method of PyTorch's stage that runs it and the kind of the microbatch."""
+    """The notes of a stage, by the method that ran it (`Mark.method`) and the kind of the microbatch."""
 
     _shapes: dict[nn.Module, _Output] = field(default_factory=dict)
     """The output of each stage, by its module."""
@@ -193,14 +193,14 @@ class PipelineRecorder:
         """Yield the notes of the schedule, with the notes of a stage in place of those of its stand-ins."""
         parts = list(_between_marks(notes))
         for mark, own in parts:  # LoopedBFS runs the backward of the first microbatch last
-            if mark is not None and mark.microbatch_on_stage in self._runs:
-                self._known.setdefault((mark.method, self._kinds[mark.microbatch_on_stage]), own)
+            if mark is not None and mark.key in self._runs:
+                self._known.setdefault((mark.method, self._kinds[mark.key]), own)
         for mark, own in parts:
             if mark is None:
                 yield from own
                 continue
-            kind = self._kinds[mark.microbatch_on_stage]
-            for note in own if mark.microbatch_on_stage in self._runs else self._known[mark.method, kind]:
+            kind = self._kinds[mark.key]
+            for note in own if mark.key in self._runs else self._known[mark.method, kind]:
                 yield note._replace(microbatch=mark.microbatch) if isinstance(note, StepPoint) else note
 
 

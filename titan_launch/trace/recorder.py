@@ -177,9 +177,9 @@ class TorchRecorder:
 
         def record(blocks: tuple[Blocks, ...], elsewhere: tuple[Blocks, ...] = ()) -> list[Tape]:
             removed = [path for part in (*blocks, *elsewhere) for path in part.omitted]
-            built, rank = build_job_model(job), pipeline_rank * layout.ranks_per_stage
+            built = build_job_model(job)
             remove_blocks(built.module, removed)
-            tapes = _record(job, built, without_blocks(plan, removed), layout, kernels, rank, counts)
+            tapes = _record(job, built, without_blocks(plan, removed), kernels, pipeline_rank, counts)
             return [replace(tape, parts=blocks) for tape in tapes]
 
         def shortened(rank: int) -> tuple[Blocks, ...]:
@@ -212,16 +212,12 @@ class TorchRecorder:
 
 
 def _record(
-    config: JobConfig,
-    built: BuiltModel,
-    plan: ModelPlan,
-    layout: Layout,
-    kernels: Kernels,
-    rank: int,
-    counts: tuple[int, ...],
+    config: JobConfig, built: BuiltModel, plan: ModelPlan, kernels: Kernels, pipeline_rank: int, counts: tuple[int, ...]
 ) -> list[Tape]:
-    """Record a microbatch of a rank of `layout.world_size`; with pipeline parallelism, steps of `counts` microbatches.
-    `built` is on the meta device, and is wrapped in place."""
+    """Record a microbatch of a pipeline rank; with pipeline parallelism, steps of `counts` microbatches. `built` is on
+    the meta device, and is wrapped in place."""
+    layout = layout_of_recording(config)
+    rank = pipeline_rank * layout.ranks_per_stage
     recorder = _Recorder()
     path_of: dict[nn.Module, str] = {}
 

@@ -30,7 +30,6 @@ from titan_launch.plan.job import (
     Choice,
     configured_choice,
     is_auto,
-    is_configured_choice,
     plan_job,
     possible_choices,
     with_choice,
@@ -212,7 +211,7 @@ def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Ha
 def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> Decision:
     """Return the choice with the least memory: the strongest activation checkpointing that the job allows, with the
     first accumulation mode."""
-    own = [choice for choice in possible_choices(config, layout, inventory)[0] if is_configured_choice(config, choice)]
+    own, _ = possible_choices(config, layout, inventory, only_own=True)
     choice = next(choice for choice in own if choice.activation_checkpoint == own[-1].activation_checkpoint)
     reason = "because it takes the least memory: jobs are not recorded on an untested release of PyTorch"
     return choice, f"{choice.label}, {reason}"

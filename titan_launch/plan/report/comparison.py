@@ -82,7 +82,7 @@ def compare(
     support the job's precision rules, compilation or activation checkpointing.
     """
     plan_units(config, inventory, False)  # raises for wrong precision rules
-    choices, notes = possible_choices(config, layout, inventory)
+    choices, notes = possible_choices(config, layout, inventory, only_own)
     bubble = bubble_share(config.parallelism, layout)
     if layout.model_parallel > 1:
         notes.append(_MODEL_PARALLEL)
@@ -91,8 +91,6 @@ def compare(
     rows = []
     for choice in choices:
         is_own = is_configured_choice(config, choice)
-        if only_own and not is_own:
-            continue
         footprint, traffic = engine(choice).with_workspace(hardware.workspace_bytes), engine.traffic(choice)
         flops = flops_of(choice.activation_checkpoint)
         excess = min(config.planner.expert_load, layout.expert) - 1
