@@ -78,6 +78,15 @@ def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     return result
 
 
+def run_loaded(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process that has loaded torch. Check that it leaves no temporary files."""
+    command = [*map(str, args)]
+    with tempfile.TemporaryDirectory() as temporary:
+        result = run_command(command, REPO, environment={"TMPDIR": temporary})
+        assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []
+    return subprocess.CompletedProcess(command, *result)
+
+
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["train/loss"] for line in (folder / "tiny" / "metrics.jsonl").read_text().splitlines()]
 
@@ -106,12 +115,12 @@ def test_check_lists_every_mistake_with_file_line_and_remedy(job: Path) -> None:
 def test_plan_shows_every_module_with_its_unit_and_the_line_of_its_rule(job: Path, tmp_path: Path) -> None:
     job.write_text(job.read_text() + '\n[[precision.rules]]\ntype = "RMSNorm"\nparam_dtype = "float32"\n')
     overrides = "--precision.param_dtype=bfloat16", "--precision.placement=own_unit"
-    text = run("titan_launch", "plan", "--config", job, "--world-size", "4", "--verbose", *overrides)
+    text = run_loaded("plan", "--config", job, "--world-size", "4", "--verbose", *overrides)
     assert text.returncode == 0, text.stderr
     (line,) = [number for number, text in enumerate(job.read_text().splitlines(), 1) if "precision.rules" in text]
     assert f"precision.rules.0 ({job}:{line})" in text.stdout
     assert re.search(r"^ranks: +4 = 4 shards$", text.stdout, flags=re.MULTILINE) and "all-gathers + " in text.stdout
-    plan = json.loads(run("titan_launch", "plan", "--config", job, "--world-size", "4", "--json", *overrides).stdout)
+    plan = json.loads(run_loaded("plan", "--config", job, "--world-size", "4", "--json", *overrides).stdout)
     unit, *others = [unit for unit in plan["units"] if unit["reason"] == "precision.rules.0"]
     assert bool(others) is not CAN_SHARE_UNITS
     assert (unit["compute_dtype"], unit["output_dtype"], unit["location"]) == ("float32", "bfloat16", f"{job}:{line}")
@@ -121,7 +130,7 @@ def test_plan_shows_every_module_with_its_unit_and_the_line_of_its_rule(job: Pat
 
 def test_plan_reports_problems_that_only_the_model_shows(job: Path) -> None:
     job.write_text(job.read_text() + '\n[[precision.rules]]\ntype = "LayerNorm"\n')
-    result = run("titan_launch", "plan", "--config", job)
+    result = run_loaded("plan", "--config", job)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "no module of the model is of this class" in result.stderr
 
@@ -146,8 +155,9 @@ def run_without_torch(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 def run_recorded(*args: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command that plans a job twice: the second time from the cache, in a process without torch."""
-    run("titan_launch", *args)
-    return run_without_torch(*args)
+    first, second = run_loaded(*args), run_without_torch(*args)
+    assert first.returncode == second.returncode, first.stderr + second.stderr
+    return second
 
 
 def plan_json(job: Path, *args: str) -> dict[str, Any]:
@@ -221,16 +231,13 @@ def test_plan_writes_a_picture_beside_text_or_json(job: Path, tmp_path: Path) ->
 
 
 def test_plan_records_a_users_model(job: Path) -> None:
-    text = job.read_text()
-    start, end = text.index("[model.args]"), text.index("[data]")
-    job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
-    job.with_name("my_model.py").write_text(model_source())
-    env = {"PYTHONPATH": str(job.parent), "RANK": "0"}
-    result = run("titan_launch", "plan", "--config", job, "--world-size", "2", "--verbose", **env)
-    assert result.returncode == 0, result.stderr
-    assert "recording a microbatch with activation checkpointing none" in result.stderr
-    assert re.search(r"memory engine: +replay,", result.stdout)
-    assert "activation checkpointing is not compared: the model's blocks are unknown" in result.stdout
+    with_model(job, model_source())
+    command = ["plan", "--config", str(job), "--world-size", "2", "--verbose"]
+    status, printed, reported = run_command(command, job.parent, environment={"RANK": "0"})
+    assert status == 0, reported
+    assert "recording a microbatch with activation checkpointing none" in reported
+    assert re.search(r"memory engine: +replay,", printed)
+    assert "activation checkpointing is not compared: the model's blocks are unknown" in printed
 
 
 @pytest.mark.parametrize(
@@ -429,23 +436,26 @@ TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "titan_launc
 BUSY = "\n        else: time.sleep(1)"
 
 
-def run_with_model(
-    job: Path, action: str = "pass", build: str = "pass", command: Sequence[str] = LAUNCH
-) -> subprocess.CompletedProcess[str]:
-    """Train a model on two ranks whose forward runs `action` on rank 1."""
-    in_forward = f'if os.environ["RANK"] == "1": {action}'
-    job.with_name("my_model.py").write_text(model_source(in_forward, build))
+def with_model(job: Path, source: str) -> None:
+    """Let a job train the user's model of this source, which is written beside the job file."""
+    job.with_name("my_model.py").write_text(source)
     text = job.read_text()
     start, end = text.index("[model.args]"), text.index("[data]")
     job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
+
+
+def run_with_model(job: Path, action: str, command: Sequence[str] = LAUNCH) -> subprocess.CompletedProcess[str]:
+    """Train a model on two ranks whose forward runs `action` on rank 1."""
+    with_model(job, model_source(f'if os.environ["RANK"] == "1": {action}'))
     return run(*command, "--config", job, PYTHONPATH=str(job.parent))
 
 
 def test_a_model_that_cannot_be_built_shows_its_own_traceback_once(job: Path) -> None:
-    result = run_with_model(job, build="raise RuntimeError('no model today')")
-    assert result.returncode == 2
-    assert result.stderr.count("RuntimeError: no model today") == 1
-    assert "my_model.py" in result.stderr and "titan_launch/models" not in result.stderr
+    with_model(job, model_source(in_build="raise RuntimeError('no model today')"))
+    status, _, reported = run_command(["--config", str(job)], job.parent)
+    assert status == 2
+    assert reported.count("RuntimeError: no model today") == 1
+    assert "my_model.py" in reported and "titan_launch/models" not in reported
 
 
 @pytest.mark.parametrize(
@@ -466,12 +476,14 @@ def test_a_run_that_fails_ends_with_the_failing_ranks_traceback(job: Path, comma
     ("action", "status", "message"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
-        pytest.param("os._exit(7)", 7, "ended with status 7: Python code called os._exit", marks=pytest.mark.slow),
-        pytest.param("os._exit(0)", 1, "ended with status 0: Python code called", marks=pytest.mark.slow),
+        ("os._exit(7)", 7, "ended with status 7: Python code called os._exit"),
+        ("os._exit(0)", 1, "ended with status 0: Python code called"),
     ],
     ids=["killed", "status 7", "status 0"],
 )
+@pytest.mark.slow
 def test_a_rank_that_exits_without_a_message_is_named(job: Path, action: str, status: int, message: str) -> None:
+    """tests/launch/test_torchrun.py kills ranks, too."""
     result = run_with_model(job, action + BUSY)
     assert result.returncode == status
     assert result.stderr.splitlines()[-1].startswith(f"error: rank 1 {message}")
@@ -494,13 +506,13 @@ def assert_header(printed: str, ranks: int) -> None:
 def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
     seen = []
     for command in (
-        ("titan_launch", "--config", job, "--log-level=debug"),
+        ("--config", job, "--log-level=debug"),
         ("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, "--log-level", "debug"),
         ("torch.distributed.run", "--nproc-per-node", "2", "-m", "titan_launch", "--config", job),
     ):
-        result = run(*command)
+        result = run(*command) if "--nproc-per-node" in command else run_loaded(*command)
         # torchrun itself may warn.
-        assert result.returncode == 0 and (not result.stderr or command[0] != "titan_launch"), result.stderr
+        assert result.returncode == 0 and (not result.stderr or command[0] == "torch.distributed.run"), result.stderr
         assert result.stdout.count("checkpoints: none will be saved") == 1
         assert result.stdout.splitlines()[-1].startswith("done: 3 steps; nothing was saved (")
         seen.append(losses(job.parent))

@@ -36,6 +36,7 @@ from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.checkpoint.index import read_index
 from titan_launch.cli import COMMANDS, main, parse_arguments
+from titan_launch.commands.parser import check_weights, load
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, FREES_EARLIER
@@ -218,8 +219,17 @@ def write_chat_model(folder: Path) -> None:
     (folder / "tasks/capitals.yaml").write_text(task.replace(".jsonl }", f".jsonl, cache_dir: {folder}/cache }}"))
 
 
+def train_here(folder: Path, arguments: list[str]) -> None:
+    """Train on this rank what `launch` with these arguments trains."""
+    os.chdir(folder)
+    started = parse_arguments(arguments)
+    with ExitStack() as stack:
+        fit(build_run(load_job(started.config, started.overrides).config, this_rank(), stack))
+
+
 def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the commands of the first section in order, and those of the section about `peft`."""
+    """Run the commands of the first section in order, and those of the section about `peft`. The first of two runs of
+    `launch` is run by ranks of the tests."""
     for library in ("transformers", "tokenizers", "jinja2", "lm_eval"):
         pytest.importorskip(library)
     write_chat_model(tmp_path)
@@ -243,7 +253,8 @@ def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: 
 
     printed_by(data, "Hello!")
     assert printed_by(plan)
-    printed_by(train)
+    assert train[:3] == resume[:3] == ["launch", "--nproc-per-node", "2"]
+    run_ranks(train_here, 2, tmp_path, train)
     resumed = printed_by(resume)
     losses = [float(loss) for loss in re.findall(r"^step .* loss +([\d.]+)", resumed, re.MULTILINE)]
     assert "resumed from outputs/assistant/checkpoints/step-20\n" in resumed and losses[-1] < 3.5 < 5.7
@@ -277,6 +288,7 @@ def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: 
 
 
 RESULT = [  # smaller than the main job, and in fp32, so that the numbers are equal
+    *(f"--{section}.path={REPO}/titan_launch/config/*/*.py" for section in ("data", "validation.data")),
     "--model.args.n_layers=2",
     "--model.args.dim=64",
     "--training.steps=2",
@@ -343,7 +355,7 @@ WITHOUT_JOB = {
 
 
 @pytest.mark.parametrize("command", commands())
-def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_of_the_docs_is_valid(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
     words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # commands may follow VARIABLE=value
     words = words[: next((i for i, word in enumerate(words) if word == "<"), None)]
@@ -356,8 +368,8 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
                 parsed = parse_arguments(arguments)
                 check(["--config", parsed.config, *parsed.overrides], capsys)
             elif arguments[0] == "plan":
-                arguments = [arg for arg in arguments if torch.version.cuda is not None or arg != "--measure"]
-                plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
+                parsed = parse_arguments(arguments)
+                check_weights(load(parsed, parsed.world_size))
             else:
                 check(arguments, capsys)
         case ["python", "-m", "titan_launch.phantom_gpu", *arguments]:
@@ -402,6 +414,18 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
             pytest.fail(f"nothing checks this command: {command}")
 
 
+PLANS = [
+    found[1] for line in commands() if (found := re.match(r"(?:titan-launch|python -m titan_launch) (plan .*)", line))
+]
+
+
+@pytest.mark.parametrize("command", rest_is_slow(PLANS, 3))
+def test_every_plan_of_the_docs_is_printed(command: str, tmp_path: Path) -> None:
+    """The test above checks the job and the options of every plan."""
+    arguments = [arg for arg in shlex.split(command) if torch.version.cuda is not None or arg != "--measure"]
+    assert plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
+
+
 def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Check that `check` accepts the job file and overrides."""
     if arguments[0] == "launch" or "--fake-world-size" in arguments:
@@ -419,26 +443,30 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def plan(arguments: list[str]) -> str:
     """Return the output of `plan`, run in a process of its own, because the command ends its process."""
-    command = [sys.executable, "-m", "titan_launch", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    status, printed, reported = run_command(arguments, REPO)
+    assert status == 0, reported
+    return printed
 
 
 def check_benchmark(script: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Check that the script exists, imports its modules and knows its options. The script runs in this process, which
-    has imported torch."""
+    """Check that the script exists, imports its modules and knows its options."""
+    usage = printed_by_script(script, [*arguments, "--help"], capsys)
+    assert all(argument in usage for argument in arguments if argument.startswith("--"))
+
+
+def printed_by_script(script: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what a script of the benchmarks prints. It runs in this process, which has imported torch."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)  # tests import some modules, too
-        patch.setattr(sys, "argv", [script, *arguments, "--help"])
+        patch.setattr(sys, "argv", [script, *arguments])
         patch.syspath_prepend(REPO / "benchmarks")
         with pytest.raises(SystemExit) as end:
             if script.startswith("-m "):
                 runpy.run_module(script.removeprefix("-m "), run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
-    usage = capsys.readouterr().out
-    assert not end.value.code and all(argument in usage for argument in arguments if argument.startswith("--"))
+    assert not end.value.code
+    return capsys.readouterr().out
 
 
 def check_install(target: str) -> None:
@@ -604,10 +632,9 @@ def test_the_table_of_fine_tuning_is_printed_by_plan(trained: str) -> None:
     assert len(rows) == 2 and set(rows) <= set(page)
 
 
-def test_predictions_are_below_published_memory() -> None:
+def test_predictions_are_below_published_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """The predictions are also within 25 % of the published memory; the benchmark's exit status tells."""
-    command = [sys.executable, "benchmarks/published_memory.py"]
-    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    table = printed_by_script("benchmarks/published_memory.py", [], capsys)
     assert table.strip() in (REPO / "docs" / "verification" / "planner.md").read_text()
 
 

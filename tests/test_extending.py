@@ -113,7 +113,8 @@ def test_the_package_trains_with_the_additions_of_the_recipes(tmp_path: Path) ->
     """The test runs on two ranks. `sum` adds a value of each rank. The planned bytes of the optimizer, and of a step of
     the model, are the measured ones."""
     found, _ = run_ranks(train, 2, tmp_path)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # the recipe changes tables of the package
+    context = get_context("forkserver")  # that of `run_ranks`: the server has loaded PyTorch
+    with ProcessPoolExecutor(1, mp_context=context) as pool:  # the recipe changes tables of the package
         planned_gib = pool.submit(planned_peak, tmp_path).result()
     (measured_gib,) = (row[PEAK] for row in read_metrics(tmp_path, "model") if PEAK in row)
     assert planned_gib == pytest.approx(measured_gib, rel=0.01)

@@ -3,6 +3,7 @@ exit status."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.gpu import __main__, eight, eight_gpus, first_look, gpu_tests, one_gpu, suite
 from benchmarks.gpu.cases import Case, all_cases, anchor_cases, smoke_cases
@@ -37,6 +40,7 @@ from benchmarks.gpu.table import table
 from benchmarks.gpu.waits import counted_waits, report
 from benchmarks.last_error import last_error
 from tests.distributed import run_ranks
+from tests.sampling import sampled
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.config.loading.load import load_job
 from titan_launch.plan.layout import plan_layout
@@ -178,12 +182,16 @@ def test_tests_run_in_parallel_where_memory_allows() -> None:
     assert "tests/train/test_cuda.py" in words and words[words.index("--numprocesses") + 1] == "1"
 
 
-def test_the_jobs_of_all_cases_are_valid_and_planned() -> None:
+TRAINED = [case for case in all_cases() if not case.is_bare]
+
+
+@sampled("planned", TRAINED, 7)
+def test_the_jobs_of_all_cases_are_valid_and_planned(planned: tuple[Case, ...]) -> None:
     """Check and plan the jobs for a GPU, which a CPU cannot run."""
-    for case in all_cases():
-        if not case.is_bare:
-            load_job("benchmarks/gpu/base.toml", overrides(job_of(case, "cuda", "outputs")))
-            assert 10 < planned_gib(case, "cuda") < 139.7, case.name
+    for case in TRAINED:
+        load_job("benchmarks/gpu/base.toml", overrides(job_of(case, "cuda", "outputs")))
+    for case in planned:
+        assert 10 < planned_gib(case, "cuda") < 139.7, case.name
 
 
 @pytest.mark.parametrize(("steps", "ranks"), [(one_gpu, 1), (eight_gpus, 8), (eight_gpus, 4)])
@@ -251,8 +259,9 @@ def script(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
-    refused = script("benchmarks/gpu.sh", "--smoke", "--wheels", str(tmp_path))
-    assert refused.returncode == 2 and f"scripts/gpu_wheels.sh {tmp_path}" in refused.stderr
+    for name in ("benchmarks/gpu.sh", "scripts/gpu_first_look.sh", "scripts/gpu_eight.sh"):
+        refused = script(name, "--smoke", "--wheels", str(tmp_path))
+        assert refused.returncode == 2 and f"scripts/gpu_wheels.sh {tmp_path}" in refused.stderr
 
 
 def write_reports(folder: Path, losses: Sequence[float], **others: float) -> Path:
@@ -377,13 +386,16 @@ def results(table: str) -> dict[str, str]:
     return {name: result for name, result, *_ in rows}
 
 
-def test_steps_for_eight_gpus_run_on_two_cpu_ranks(tmp_path: Path) -> None:
+def test_steps_for_eight_gpus_run_on_two_cpu_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     only = ("--only", "1 rank", "--only", "2 ranks, immediate", "--only", "CP 2")
-    done = script("scripts/gpu_eight.sh", "--smoke", "--output", str(tmp_path), *only)
-    assert done.returncode == 0, done.stdout
+    monkeypatch.setattr(sys, "argv", ["gpu", "--smoke", "--output", str(tmp_path), *only])
+    status, printed = eight.main(), capsys.readouterr().out
+    assert status == 0, printed
     assert {path.name for path in tmp_path.iterdir()} == {"summary.md", "logs.tar.gz"}
-    assert results(done.stdout) == {"step": "result", "1 rank": "pass", "2 ranks, immediate": "pass", "CP 2": "skipped"}
-    assert "| relative: losses differ by up to " in done.stdout
+    assert results(printed) == {"step": "result", "1 rank": "pass", "2 ranks, immediate": "pass", "CP 2": "skipped"}
+    assert "| relative: losses differ by up to " in printed
 
 
 @pytest.mark.slow
@@ -420,11 +432,33 @@ def test_the_first_look_runs_every_branch_on_a_cpu(tmp_path: Path) -> None:
     assert "no CUDA device: PyTorch reports no waits" in done.stdout
 
 
+class Interrupting(io.StringIO):
+    """Messages of a process, which gets SIGTERM after the first one."""
+
+    def write(self, text: str) -> int:
+        is_first = not self.tell()
+        written = super().write(text)
+        if is_first:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return written
+
+
+def interrupted_first_look(output: Path) -> tuple[object, str, str]:
+    """Return the exit status of a first look that is interrupted after its first step, its output and its messages."""
+    dist.destroy_process_group()  # the summary plans a job
+    printed, said = io.StringIO(), Interrupting()
+    with (
+        mock.patch.object(sys, "argv", ["gpu", "--smoke", "--output", str(output)]),
+        redirect_stdout(printed),
+        redirect_stderr(said),
+        pytest.raises(SystemExit) as ended,
+    ):
+        first_look.main()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return ended.value.code, printed.getvalue(), said.getvalue()
+
+
 def test_an_interrupted_first_look_leaves_its_summary(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu.first_look", "--smoke", "--output", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None and process.stderr.readline().startswith("facts: pass")
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM
+    ((status, out, said),) = run_ranks(interrupted_first_look, 1, tmp_path)
+    assert status == 128 + signal.SIGTERM and said.startswith("facts: pass") and said.count("\n") <= 2
     assert "| facts | pass |" in (tmp_path / "summary.md").read_text() and f"output: {tmp_path}" in out

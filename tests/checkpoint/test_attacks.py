@@ -326,14 +326,16 @@ def memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_mutated_files_are_damaged_or_load(memory: Path, checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
+@pytest.mark.parametrize("cases", [700, pytest.param(2000, marks=pytest.mark.slow)])
+def test_mutated_files_are_damaged_or_load(
+    cases: int, memory: Path, checkpoint: tuple[Path, dict[str, Tensor]]
+) -> None:
     """Mutate every file of a checkpoint many times, and correct the checksums."""
     rng = random.Random(0)
     path = Path(shutil.copytree(checkpoint[0], memory / "step-1"))
     originals = {file.name: file.read_bytes() for file in path.iterdir()}
     _read(path)
     damaged = 0
-    cases = 2000
     with watched() as seen:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(cases):

@@ -258,27 +258,42 @@ LLAMA_8B = {
 }
 
 
-def test_sizes_are_those_that_fit_the_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A larger GPU gets a larger microbatch or less activation checkpointing, for the same batch."""
+GPUS = {
+    "h100-80gb": "NVIDIA H100 80GB HBM3, 81559",
+    "a100-40gb": "NVIDIA A100-SXM4-40GB, 40960",
+    "l4": "NVIDIA L4, 23034",
+}
+"""Names of `--device`, each with the driver's name and MiB of the same GPU."""
+
+
+@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["of the machine", "named"])
+def test_sizes_are_those_that_fit_the_gpus(
+    named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A larger GPU gets a larger microbatch or less activation checkpointing, for the same batch. Each device that is
+    named needs recordings of its own."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     write_config(Path("8b"), "llama", **LLAMA_8B)
     sizes = {}
-    for device in ("h100-80gb", "a100-40gb", "l4"):
-        job = written("pretrain", f"{device}.toml", "--model", "8b", "--device", device, "--world-size", "8")
+    for device, answer in GPUS.items():
+        monkeypatch.setattr(options, "_ask_driver", lambda *args, answer=answer: [] if named else [answer] * 8)
+        chosen = ["--device", device, "--world-size", "8"] if named else []
+        job = written("pretrain", f"{device}.toml", "--model", "8b", *chosen)
         training = job["training"]
         sizes[device] = (training["local_batch_size"], job["activation_checkpoint"]["mode"])
         assert (training["seq_len"], training["global_batch_size"], job["loss"]["chunks"]) == (4096, 128, 8)
-        assert job["planner"] == {"device": device}
+        assert job.get("planner") == ({"device": device} if named else None)
     assert sizes["h100-80gb"][0] >= sizes["a100-40gb"][0] and sizes["h100-80gb"][1] == "none"
     assert sizes["a100-40gb"][1] != "none" and sizes["l4"] == (1, "full")
     assert "of 79.1 GiB per rank" in Path("h100-80gb.toml").read_text()
-    assert "the planner finds none with which the job fits into 8 l4" in Path("l4.toml").read_text()
+    l4 = "l4" if named else "NVIDIA L4"
+    assert f"the planner finds none with which the job fits into 8 {l4}." in Path("l4.toml").read_text()
 
-    answer = ["NVIDIA H100 80GB HBM3, 81559"] * 8
-    monkeypatch.setattr(options, "_ask_driver", lambda *args: answer)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(options, "_ask_driver", lambda *args: [GPUS["h100-80gb"]] * 8)
     job = written("pretrain", "here.toml", "--model", "8b")
     assert (job["training"]["local_batch_size"], job["activation_checkpoint"]["mode"]) == sizes["h100-80gb"]
     assert "planner" not in job and "8 NVIDIA H100 80GB HBM3" in Path("here.toml").read_text()
+    assert written("sft", "named.toml", "--device", "l4")["planner"] == {"device": "l4"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert options.find_gpus() == [("NVIDIA H100 80GB HBM3", 81559 / 1024)] * 2 and options.count_gpus() == 2
 

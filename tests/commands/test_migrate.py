@@ -7,8 +7,6 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import tomli
 
 from tests.config.loading.hints import denied_keys, keys, strings, unquoted_keys, wrong_keys, wrong_options
+from tests.distributed import run_command
 from tests.sampling import rest_is_slow
 from titan_launch.cli import main
 from titan_launch.config import migration
@@ -144,10 +143,10 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(path: str, ranks: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "titan_launch", "plan", "--config", path, "--world-size", str(ranks), "--json"]
-    result = subprocess.run([*command, "--rows", "own"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return dict(json.loads(result.stdout))
+    command = ["plan", "--config", path, "--world-size", str(ranks), "--json", "--rows", "own"]
+    status, printed, reported = run_command(command, Path.cwd())
+    assert status == 0, reported
+    return dict(json.loads(printed))
 
 
 @pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 3))

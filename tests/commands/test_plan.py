@@ -22,6 +22,9 @@ from titan_launch.parallel.fsdp import fsdp_modules
 from titan_launch.plan.hardware import GIB
 
 JSON, TEXT, VERBOSE = PlanOptions(as_json=True), PlanOptions(), PlanOptions(verbose=True)
+OWN_JSON, OWN_TEXT = PlanOptions(as_json=True, only_own=True), PlanOptions(only_own=True)
+OWN_VERBOSE = PlanOptions(verbose=True, only_own=True)
+"""Options without rows of other modes, which would have to be recorded."""
 
 RULES: list[dict[str, Any]] = [
     {"type": "RMSNorm", "param_dtype": "float32", "storage_dtype": "float32"},
@@ -33,7 +36,7 @@ def test_a_run_records_the_units_that_plan_shows(tmp_path: Path, capsys: pytest.
     job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16", "rules": RULES}, training={"steps": 1})
     run_ranks(run_job, 2, job)
     recorded = json.loads((tmp_path / "tiny" / "units.json").read_text())
-    print_plan(JobConfig.model_validate(job), 2, lambda key: f"precision.rules.{key[-1]}", JSON)
+    print_plan(JobConfig.model_validate(job), 2, lambda key: f"precision.rules.{key[-1]}", OWN_JSON)
     assert json.loads(capsys.readouterr().out)["units"] == recorded
     assert {unit["location"] for unit in recorded} == {None, "precision.rules.0", "precision.rules.1"}
 
@@ -46,7 +49,7 @@ def wrapped_modules(job: dict[str, Any]) -> set[str]:
 
 def test_the_planned_modules_are_those_that_are_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16", "rules": RULES})
-    print_plan(JobConfig.model_validate(job), 1, str, JSON)
+    print_plan(JobConfig.model_validate(job), 1, str, OWN_JSON)
     units = json.loads(capsys.readouterr().out)["units"]
     assert run_ranks(wrapped_modules, 1, job) == [
         {path for unit in units if unit["placement"] != "in place" for path in unit["modules"]}
@@ -69,11 +72,11 @@ def test_kernels_and_float8_that_differ_from_the_default_have_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16"}, job={"device": "auto"})
-    print_plan(JobConfig.model_validate(job), 1, str, TEXT)
+    print_plan(JobConfig.model_validate(job), 1, str, OWN_TEXT)
     assert not any(line.startswith(("kernels:", "float8:")) for line in capsys.readouterr().out.splitlines())
     job["kernels"] = {"attention": "cudnn", "float32_precision": "tf32", "bf16_reduced_precision_reduction": False}
     job["float8"] = {"enable": True, "recipe": "tensorwise", "all_gather": True, "modules": ["layers.*.attention.w?"]}
-    print_plan(JobConfig.model_validate(job), 1, str, TEXT)
+    print_plan(JobConfig.model_validate(job), 1, str, OWN_TEXT)
     wanted = 'attention = "cudnn", float32_precision = "tf32", bf16_reduced_precision_reduction = false'
     layers = ", ".join(f"2 x layers.*.attention.{name}" for name in ("wq", "wk", "wv", "wo"))
     lines = [line.partition(":") for line in capsys.readouterr().out.splitlines()]
@@ -90,7 +93,7 @@ def plan_of_experts(capsys: pytest.CaptureFixture[str], degree: int, **planner: 
         "parallelism": {"expert_parallel_degree": degree},
         "planner": {"device": "h100-80gb", **planner},
     }
-    print_plan(JobConfig.model_validate(job), 16, str, PlanOptions(as_json=True, only_own=True))
+    print_plan(JobConfig.model_validate(job), 16, str, OWN_JSON)
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     return plan
 
@@ -159,9 +162,9 @@ def test_plan_refuses_settings_that_do_not_fit_the_model(tmp_path: Path) -> None
 def test_synchronized_statistics_have_their_own_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batchnorm = {"statistics": "synchronized"}
     job = tiny_job(tmp_path, model={"args": {"norm": "batchnorm"}}, batchnorm=batchnorm)
-    print_plan(JobConfig.model_validate(job), 4, str, VERBOSE)
+    print_plan(JobConfig.model_validate(job), 4, str, OWN_VERBOSE)
     assert "synchronized BatchNorm: 5 all-gathers + 5 all-reduces more per microbatch" in capsys.readouterr().out
-    print_plan(JobConfig.model_validate(job), 1, str, VERBOSE)
+    print_plan(JobConfig.model_validate(job), 1, str, OWN_VERBOSE)
     assert "synchronized" not in capsys.readouterr().out
 
 
@@ -174,7 +177,7 @@ def test_traffic_of_a_traced_model_is_that_counted_by_the_trace(
     calls = {}
     for twice in (False, True):
         job["model"] = {"name": "tests.trace.models:Chain", "args": {"n_layers": 2, "twice": twice}}
-        print_plan(JobConfig.model_validate(job), 4, str, JSON)
+        print_plan(JobConfig.model_validate(job), 4, str, OWN_JSON)
         table = json.loads(capsys.readouterr().out)
         calls[twice] = table["collectives_per_step"]
     # The second run of the layers all-gathers the first layer in forward and in backward. The last layer is unsharded
@@ -189,7 +192,7 @@ def test_a_long_plan_names_the_shorter_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan, "_LONG", 0.0)
-    for options in (TEXT, PlanOptions(only_own=True)):
+    for options in (TEXT, OWN_TEXT):
         print_plan(JobConfig.model_validate(tiny_job(tmp_path)), 2, str, options)
         assert ("--rows own plans only the modes of the job" in capsys.readouterr().err) is not options.only_own
 
@@ -199,7 +202,7 @@ def test_a_plan_says_what_it_records(
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     config = JobConfig.model_validate(tiny_job(tmp_path, **TENSOR))
-    print_plan(config, 4, str, PlanOptions(only_own=True, verbose=True))
+    print_plan(config, 4, str, OWN_VERBOSE)
     shown = capsys.readouterr()
     assert shown.err == "recording a microbatch with activation checkpointing none\n"
     assert "  tensor parallel (GiB)" in shown.out and "  pipeline (GiB)" not in shown.out
@@ -221,9 +224,9 @@ def test_the_recommended_keys_are_toml_that_makes_the_job_the_recommended_one(
 def test_a_job_that_does_not_fit_gets_changes_with_which_it_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def plan(**sections: Any) -> dict[str, Any]:
+    def plan(options: PlanOptions = JSON, **sections: Any) -> dict[str, Any]:
         job = JobConfig.model_validate(tiny_job(tmp_path, **sections))
-        print_plan(job, 2, str, JSON)
+        print_plan(job, 2, str, options)
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 
@@ -238,7 +241,7 @@ def test_a_job_that_does_not_fit_gets_changes_with_which_it_fits(
         tables: dict[str, Any] = {"training": sizes, "planner": planner}
         for section, keys in tomli.loads("\n".join(advice["lines"])).items():
             tables[section] = {**tables.get(section, {}), **keys}
-        (row,) = [row for row in plan(**tables)["rows"] if row["is_chosen"]]
+        (row,) = [row for row in plan(OWN_JSON, **tables)["rows"] if row["is_chosen"]]
         assert row["verdict"] == "fits", advice
 
 
@@ -266,12 +269,12 @@ def test_auto_is_resolved_for_the_pipeline_rank_with_the_highest_peak_memory(
         "planner": {"memory_gib": 1.0},
     }
     job = tiny_job(tmp_path, **sections)
-    print_plan(JobConfig.model_validate(job), 4, str, PlanOptions(only_own=True, as_json=True))
+    print_plan(JobConfig.model_validate(job), 4, str, OWN_JSON)
     planned = json.loads(capsys.readouterr().out)
     assert planned["resolved"]["gradient_accumulation"]["mode"] == "deferred"
     row = next(row for row in planned["rows"] if row["is_chosen"])
     assert row["pipeline_rank"] == 1 and row["traffic_per_step"]["pipeline"]["calls"] == 2
     whole = tiny_job(tmp_path, gradient_accumulation=sections["gradient_accumulation"], planner=sections["planner"])
-    print_plan(JobConfig.model_validate(whole), 4, str, PlanOptions(only_own=True, as_json=True))
+    print_plan(JobConfig.model_validate(whole), 4, str, OWN_JSON)
     alone = json.loads(capsys.readouterr().out)
     assert row["flops_per_rank"] == alone["rows"][0]["flops_per_rank"]

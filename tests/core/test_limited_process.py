@@ -198,7 +198,7 @@ print(calls.call("pid"), flush=True)
 
 @pytest.mark.parametrize(
     "end",
-    ["pass", "os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)", "os.fork() or time.sleep(3)"],
+    ["pass", "os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)", "os.fork() or time.sleep(1)"],
 )
 def test_the_helper_ends_with_its_parent(end: str) -> None:
     parent = subprocess.run([sys.executable, "-c", PARENT + end], capture_output=True, text=True)

@@ -219,7 +219,7 @@ def test_a_run_uses_blocked_attention_by_default(
     built = build_model(config.model, tokens)
     plan, cpu = plan_precision(config, built), torch.device("cpu")
     layout = Layout(1, 1, local_batch_size=1, num_microbatches=1, context=context)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="titan_launch")
     with ExitStack() as stack:
         use_kernels(config, built, plan, layout, cpu, stack)
         dtypes = attention_dtypes(config.data, built, plan)

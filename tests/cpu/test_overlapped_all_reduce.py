@@ -97,19 +97,27 @@ def compare_with_waiting(mode: str, reduce_dtype: str, microbatches: int) -> tup
     return len(units), begun
 
 
+MODES = ("immediate", "deferred", "deferred_all_reduce")
+
+
+def compare_modes(microbatches: int) -> list[tuple[int, list[int]]]:
+    """Return the results of `compare_with_waiting` for each mode, in float32."""
+    return [compare_with_waiting(mode, "float32", microbatches) for mode in MODES]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("mode", ["immediate", "deferred", "deferred_all_reduce"])
-def test_the_all_reduces_of_all_units_overlap_with_backward(mode: str, ranks: int) -> None:
+def test_the_all_reduces_of_all_units_overlap_with_backward(ranks: int) -> None:
     """On 4 ranks there are two replicas of two shards."""
-    for units, begun in run_ranks(compare_with_waiting, ranks, mode, "float32", 1):
-        assert begun == list(range(1, units + 1))
+    for results in run_ranks(compare_modes, ranks, 1):
+        for mode, (units, begun) in zip(MODES, results, strict=True):
+            assert begun == list(range(1, units + 1)), mode
 
 
-@pytest.mark.parametrize("mode", ["immediate", "deferred", "deferred_all_reduce"])
-def test_all_reduces_that_are_added_to_earlier_gradients_do_not_overlap(mode: str) -> None:
+def test_all_reduces_that_are_added_to_earlier_gradients_do_not_overlap() -> None:
     """In mode `immediate`, the all-reduces of the first microbatch overlap and those of later microbatches do not."""
-    for units, begun in run_ranks(compare_with_waiting, 2, mode, "float32", 3):
-        assert begun == list(range(1, units + 1))
+    for results in run_ranks(compare_modes, 2, 3):
+        for mode, (units, begun) in zip(MODES, results, strict=True):
+            assert begun == list(range(1, units + 1)), mode
 
 
 def test_all_reduces_whose_result_is_cast_do_not_overlap() -> None:

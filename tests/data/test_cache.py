@@ -79,7 +79,7 @@ def test_a_damaged_entry_is_built_again(cache: Path, damage: Callable[[Path], ob
 def test_a_copied_cache_is_compared_once_and_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="titan_launch")
     build = Build()
     built_once("kind", 1, build)
     shutil.copytree(cache, tmp_path / "copy")

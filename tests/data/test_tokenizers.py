@@ -80,7 +80,7 @@ def test_names_of_special_tokens_in_text_are_text(trained: Path) -> None:
 
 def test_a_text_always_has_the_same_tokens(trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Keys that drop merges at random, cut the tokens, or pad them, have no effect."""
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="titan_launch")
     content = json.loads((trained / "tokenizer.json").read_text())
     content["model"]["dropout"] = 0.5
     content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}

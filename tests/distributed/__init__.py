@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ _CONTEXT.set_forkserver_preload(
         "titan_launch.train.main",
         "titan_launch.checkpoint.writer",  # a start does not import these modules
         "titan_launch.train.pipeline_step",
+        "titan_launch.commands.plan",
+        "titan_launch.trace.recorder",
         "torch.utils.tensorboard",
         "torch.profiler",
         "pytest",
@@ -59,15 +61,22 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 process.join()
 
 
-def run_command(args: Sequence[str], folder: Path, timeout: float = 120, typed: str = "") -> tuple[int, str, str]:
+def run_command(
+    args: Sequence[str],
+    folder: Path,
+    timeout: float = 120,
+    typed: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> tuple[int, str, str]:
     """Run a command of the launcher in `folder`, in a process of its own that has loaded what it needs. `typed`: its
-    standard input.
+    standard input. `environment`: variables that it has beside those of the tests. Those that Python reads when it
+    starts, such as PYTHONPATH, do nothing.
 
     Returns the exit status, and what the command printed and reported as errors.
     """
     with tempfile.TemporaryDirectory() as temporary:
         files = Path(temporary, "stdout"), Path(temporary, "stderr")
-        process = _CONTEXT.Process(target=_command_main, args=(args, folder, *files, typed))
+        process = _CONTEXT.Process(target=_command_main, args=(args, folder, *files, typed, environment or {}))
         process.start()
         process.join(timeout)
         status = process.exitcode
@@ -109,9 +118,13 @@ def _receive(pipe: multiprocessing.connection.Connection, process: Any, rank: in
     return result
 
 
-def _command_main(args: Sequence[str], folder: Path, stdout: Path, stderr: Path, typed: str) -> None:
+def _command_main(
+    args: Sequence[str], folder: Path, stdout: Path, stderr: Path, typed: str, environment: Mapping[str, str]
+) -> None:
     from titan_launch.cli import main
 
+    os.environ.update(environment)
+    tempfile.tempdir = None  # that of TMPDIR
     sys.stdin = io.StringIO(typed)
     for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), stream.fileno())

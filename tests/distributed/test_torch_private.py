@@ -129,9 +129,9 @@ def test_the_installed_release_has_every_private_name() -> None:
     assert run_ranks(missing_names, 2) == [[], []]
 
 
-def attributes(path: Path) -> Iterator[str]:
+def attributes(tree: ast.AST) -> Iterator[str]:
     """Return names after a dot, and names in strings, which `getattr` and `replaced` take."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
@@ -139,9 +139,10 @@ def attributes(path: Path) -> Iterator[str]:
 
 
 def test_every_private_name_in_the_source_is_listed() -> None:
+    tree = ast.parse((ROOT / "distributed" / "torch_private.py").read_text())
     used = {
         name
-        for name in attributes(ROOT / "distributed" / "torch_private.py")
+        for name in attributes(tree)
         if name.startswith("_") and name not in ("__call__", "_grouped_mm")  # the latter is an operator
     }
     own = {"_kind", "_on_collective", "_inner", "_stream", "_titan_launch_roots"}
@@ -155,10 +156,11 @@ def test_no_other_module_uses_private_state_of_fsdp() -> None:
     for path in ROOT.rglob("*.py"):
         if path.name == "torch_private.py":
             continue
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        tree = ast.parse(path.read_text())
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         modules = [node.module or "" for node in nodes]
         assert not [m for m in modules if m.startswith(("torch.distributed.fsdp._", "torch._C._distributed"))], path
-        assert str(path.relative_to(ROOT)) in allowed or not marks & set(attributes(path)), path
+        assert str(path.relative_to(ROOT)) in allowed or not marks & set(attributes(tree)), path
 
 
 def test_private_modules_are_imported_only_where_they_are_used() -> None:

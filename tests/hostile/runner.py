@@ -5,6 +5,7 @@ One server process imports the package, and each command runs in a fork of it, w
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -37,11 +38,16 @@ STARTS = (
 _COMMANDS = "chat check compare data export generate import_ init launch migrate plan prepare report runs train"
 _PRELOADED = (
     *(f"titan_launch.commands.{name}" for name in _COMMANDS.split()),
+    "titan_launch.cli",
+    "titan_launch.config.loading.toml_positions",
     "titan_launch.train.main",
+    "titan_launch.train.data_report",
+    "titan_launch.trace.step",
     "titan_launch.data.preview",
     "titan_launch.inference.export",
     "titan_launch.inference.conversation",
     "titan_launch.report.comparison",
+    "torch._dynamo.variables",  # PyTorch imports it when it builds a model
     "PIL.Image",
     "jinja2.sandbox",
     "safetensors",
@@ -130,6 +136,7 @@ def _serve(preloaded: Sequence[str]) -> None:
     for name in preloaded:
         with suppress(ImportError):
             __import__(name)
+    gc.freeze()  # a garbage collection would visit all objects of the server, and copy their pages
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), flush=True)
 

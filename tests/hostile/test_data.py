@@ -21,6 +21,7 @@ from tests.hostile.runner import Runner
 from tests.sampling import rest_is_slow
 from titan_launch.config.sections.data import JsonlData, ParquetData, TokensData
 from titan_launch.core.errors import ConfigError
+from titan_launch.data.corpora import files
 from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.parquet import ParquetCorpus
 from titan_launch.data.foreign_tokens import open_foreign_tokens
@@ -60,7 +61,7 @@ def record(text: str) -> bytes:
 
 BAD_FILES: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
     # name: kind, name of the file, content, sentence
-    "bomb of text": ("text", "a.gz", lambda: gzipped(bytes(MIB), 400), "bytes after decompression, the limit for"),
+    "bomb of text": ("text", "a.gz", lambda: gzipped(bytes(MIB), 270), "bytes after decompression, the limit for"),
     "gzip cut": ("text", "a.gz", lambda: gzip.compress(b"a" * 9999)[:-9], "it is damaged"),
     "gzip of zeros": ("text", "a.gz", lambda: bytes(100), "it is damaged"),
     "zstd of zeros": ("text", "a.zst", lambda: b"\x28\xb5\x2f\xfd" + bytes(100), "it is damaged"),
@@ -94,8 +95,8 @@ BAD_FILES: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
         "is not a valid Parquet file",
     ),
     "Parquet of one large value": ("parquet", "a.parquet", lambda: large_value(40), "has a dictionary of 41,"),
-    "Parquet of empty values": ("parquet", "a.parquet", lambda: large_value(0, 300_000), "after decompression"),
     "Parquet of a repeated value": ("parquet", "a.parquet", lambda: large_value(1, 400), "after decompression"),
+    "Parquet of empty values": ("parquet", "a.parquet", lambda: large_value(0, 300_000), "after decompression"),
 }
 
 
@@ -131,6 +132,15 @@ def test_bad_files_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -
         runner.run([*command, *more], tmp_path, environment).assert_one_sentence(sentence)
     init = ["init", "pretrain", "--out", "b.toml", "--data", file]
     runner.run(init, tmp_path, environment).assert_harmless()
+
+
+def test_empty_values_of_parquet_count_as_small_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_RECORDS", MIB)
+    path = tmp_path / "a.parquet"
+    path.write_bytes(large_value(0, 9000))
+    corpus = ParquetCorpus(ParquetData(kind="parquet", path=str(path)), ByteTokenizer(), ("data",), 16)
+    with pytest.raises(ConfigError, match="after decompression"):
+        [list(corpus.documents(part)) for part in corpus.parts()]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_commands_refuse_files_that_are_no_templates(case: str, runner: Runner, 
 def test_commands_stop_at_a_template_without_end(case: str, runner: Runner, folder: Path) -> None:
     text, sentence = LIMITED[case]
     (folder / "own.jinja").write_text(text)
-    for command in COMMANDS if case == "signs" else ["prepare", "chat"]:
+    for command in {"signs": list(COMMANDS), "loops": ["chat"]}.get(case, ["prepare", "chat"]):
         refused(runner, folder, command, sentence)
 
 
@@ -187,7 +187,7 @@ def result(text: str, special: tuple[str, ...] = ()) -> str:
 @pytest.mark.parametrize("case", LIMITED)
 def test_a_template_without_end_is_stopped(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text, sentence = LIMITED[case]
-    monkeypatch.setattr(limited_process, "SECONDS", 1.0 if sentence in ("", TIME) else 10.0)
+    monkeypatch.setattr(limited_process, "SECONDS", 0.5 if sentence in ("", TIME) else 10.0)
     monkeypatch.setattr(limited_process, "MEMORY", 128 << 20)
     assert sentence.removeprefix(SYNTAX) in result(text)
     assert result("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}")

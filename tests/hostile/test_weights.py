@@ -62,6 +62,9 @@ vocab_size = 29
 steps = 1
 local_batch_size = 1
 seq_len = 16
+
+[metrics]
+enable_tensorboard = false
 """
 COMMANDS = {
     "check": ["check", "--config", "job.toml"],
@@ -133,7 +136,6 @@ _BUILT = {
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_no_class_of_transformers_loads_what_a_key_names(tmp_path: Path) -> None:
     file = tmp_path / "named_by_a_stranger.safetensors"
     file.write_text("")
@@ -143,7 +145,7 @@ def test_no_class_of_transformers_loads_what_a_key_names(tmp_path: Path) -> None
     assert int(count) > 400
 
 
-@pytest.mark.parametrize("case", _BUILT)
+@pytest.mark.parametrize("case", rest_is_slow(list(_BUILT)))
 def test_a_class_of_transformers_with_hostile_sizes_is_not_built(case: str, runner: Runner, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     changes, sentence = _BUILT[case]
@@ -196,7 +198,7 @@ def test_files_of_an_imported_folder_are_not_taken_from_elsewhere(runner: Runner
     )
 
 
-@pytest.mark.parametrize("case", ADAPTERS)
+@pytest.mark.parametrize("case", rest_is_slow(list(ADAPTERS)))
 def test_a_hostile_adapter_ends_each_command_with_one_sentence(case: str, runner: Runner, tmp_path: Path) -> None:
     change, sentence = ADAPTERS[case]
     write_folder(tmp_path / "hf")
@@ -230,19 +232,22 @@ def _mutated(table: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[s
     return dict(changed)
 
 
-def _read(folder: Path) -> None:
-    """Read a folder's `config.json`, and describe the model if it is accepted. All errors but WeightsError pass."""
+def _read(folder: Path, most_layers: int = 100) -> None:
+    """Read a folder's `config.json`, and describe the model if it is accepted. All errors but WeightsError pass.
+
+    `most_layers`: a model of more layers is not described, which takes the most time.
+    """
     start = time.process_time()
     try:
         found = read_folder_config(folder)
         args = resolve_args(found.name, found.flavor, found.args)
         args.effective()
         model = ModelConfig(name=found.name, flavor=found.flavor, args=dict(found.args))
-        if (args.num_layers() or 0) < 100:
+        if (args.num_layers() or 0) < most_layers:
             model_inventory(JobConfig(model=model))
     except WeightsError as error:
         assert all(character.isprintable() for character in str(error)) and len(str(error)) < 20_000
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 10
 
 
 @sampled("seeds", range(32), every=32)
@@ -254,7 +259,8 @@ def test_each_key_of_config_json_with_hostile_values(seeds: tuple[int, ...], tmp
     for table, path, value in cases:
         if zlib.crc32(f"{table['model_type']} {path} {value}"[:200].encode()) % 32 in seeds:
             (tmp_path / "config.json").write_text(json.dumps(_mutated(table, path, value)))
-            _read(tmp_path)
+            is_whole = len(seeds) > 1 or count % 8 == 0  # the default suite describes one of eight large models
+            _read(tmp_path, 100 if is_whole else 8)
             count += 1
     assert count > 500
 
@@ -311,7 +317,7 @@ def test_bytes_and_json_of_headers_and_indices(seeds: tuple[int, ...], tmp_path:
         except ConfigError as error:
             text_of_error = str(error.problems[0].reason)
             assert all(character.isprintable() or character == "\n" for character in text_of_error), text_of_error
-        assert time.process_time() - start < 1
+        assert time.process_time() - start < 10
 
 
 @sampled("seeds", range(4000), every=30)
@@ -337,10 +343,11 @@ def test_keys_and_bytes_of_adapters(seeds: tuple[int, ...], tmp_path: Path) -> N
                     adapters.scale_of(name)
         except WeightsError as error:
             assert all(character.isprintable() or character == "\n" for character in str(error)), str(error)
-        assert time.process_time() - start < 1
+        assert time.process_time() - start < 10
 
 
-def test_a_pattern_that_never_ends_is_stopped(tmp_path: Path) -> None:
+def test_a_pattern_that_never_ends_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_launch.config.huggingface.adapters._MATCHING_SECONDS", 0.2)
     config = read_config(write_adapter(tmp_path / "adapter", target_modules="(.+)+\\.x"))
     with pytest.raises(WeightsError, match="take too long to match"), matching_limited():  # limits do not nest
         config.adapts_module("model.layers.0.self_attn.q_proj." + "q" * 30)

@@ -222,8 +222,8 @@ CASES: dict[str, Hostile] = {
     "file_is_text": _case(_text(FILE, "version https://git-lfs.github.com/spec/v1"), "its first 8 bytes name a header"),
     "header_huge": _case(_text(FILE, (2**60).to_bytes(8, "little") + b"{}"), "1,152,921,504,606,846,976 bytes"),
     "header_not_in_file": _case(_text(FILE, (10**6).to_bytes(8, "little") + b"{}"), "truncated or damaged"),
-    "header_bomb": _case(_bomb, "100000 unexpected"),
     "header_list": _case(_header(b"[]", 0), "truncated or damaged"),
+    "header_bomb": _case(_bomb, "100000 unexpected"),
     "header_deep": _case(_header(b'{"a":' * 10_000, 0), "truncated or damaged"),
     "header_metadata": _case(_header(b'{"__metadata__": {"a": 1}}', 0), "truncated or damaged"),
     "header_of_metadata": _case(

@@ -21,12 +21,14 @@ from torch import Tensor
 from tests.models.parity import CASES, VOCABULARY, parity, random_model, read_model, same_tensors, samples, tensors_of
 from tests.models.published_configs import PUBLISHED_FILES
 from titan_launch.cli import main
+from titan_launch.commands import parser
 from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.huggingface.config_json import arguments_of, config_of, differences, read_folder_config
 from titan_launch.config.huggingface.families import FAMILIES
 from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.models.mixture_of_experts import balance_losses, choose
@@ -417,13 +419,15 @@ def test_without_the_library_the_error_names_the_extra(folder: Path, monkeypatch
 
 def test_a_folder_is_checked_without_torch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the model has been recorded."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    job = str(folder / "job.toml")
     code = (
         "import sys; from titan_launch.config.loading.load import load_job; from titan_launch.commands import parser;"
-        f"job = load_job({str(folder / 'job.toml')!r}); parser.check_weights(job);"
+        f"job = load_job({job!r}); parser.check_weights(job);"
         f"assert job.config.model.args['vocab_size'] == {VOCABULARY}; print('torch' in sys.modules)"
     )
     (folder / "job.toml").write_text(JOB.replace('"hf"', json.dumps(str(folder))))
-    for is_imported in (True, False):
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        assert found == f"{is_imported}\n"
+    parser.check_weights(load_job(job))
+    assert [*(tmp_path / "cache").rglob("*")]
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found == "False\n"

@@ -370,11 +370,16 @@ def _train_divided() -> list[tuple[str, Values]]:
     return results
 
 
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Values]:
+    """Return the result of each case on one rank."""
+    return {case: trained_alone(case) for case in CASES}
+
+
 @pytest.mark.parametrize("world_size", DIVISIONS)
-def test_every_sharding_gives_the_same_parameters(world_size: int) -> None:
+def test_every_sharding_gives_the_same_parameters(world_size: int, alone: dict[str, Values]) -> None:
     """The parameters are bitwise equal, except for PyTorch's fused AdamW (beside Muon) and SGD: they round differently
     at the end of a shard."""
-    alone = {case: trained_alone(case) for case in CASES}
     for results in run_ranks(_train_divided, world_size):
         for case, values in results:
             assert_same(values, alone[case], 1e-6 if case in ("muon", "sgd") else 0.0)

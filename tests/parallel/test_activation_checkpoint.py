@@ -85,14 +85,16 @@ def precisions(norm: str) -> list[dict[str, Any]]:
 def checkpointed_and_not(norm: str, statistics: str) -> int:
     """Compare each activation checkpointing mode with none. Return the number of comparisons.
 
-    With running statistics, which a second forward could change, all precisions are compared. Otherwise only the last
-    one is compared, in which backward all-gathers the parameters of the second forward.
+    All modes are compared in the last precision, in which backward all-gathers the parameters of the second forward.
+    With running statistics, which a second forward could change, the other precisions are compared in half of them.
     """
-    compared = 0
-    for sections in precisions(norm) if (norm, statistics) == ("batchnorm", "local") else precisions(norm)[-1:]:
+    compared, modes = 0, (FULL, OPS, EVERY_SECOND, CONV_PARTS if norm == "conv" else PARTS)
+    first, second, last = precisions(norm)
+    others = [(first, modes[::2]), (second, modes[1::2])] if (norm, statistics) == ("batchnorm", "local") else []
+    for sections, own_modes in (*others, (last, modes)):
         sections = {**sections, "batchnorm": {"statistics": statistics}}
         expected = train(sharded_model(make_job(norm, {}, **sections), 16))
-        for checkpointing in (FULL, OPS, EVERY_SECOND, CONV_PARTS if norm == "conv" else PARTS):
+        for checkpointing in own_modes:
             found = train(sharded_model(make_job(norm, checkpointing, **sections), 16))
             assert_counted(found, num_forwards=2)
             assert_equal(found, expected)
@@ -103,11 +105,19 @@ def checkpointed_and_not(norm: str, statistics: str) -> int:
 @pytest.mark.parametrize(
     ("norm", "statistics"),
     rest_is_slow(
-        [*((norm, "local") for norm in NORM_CLASSES), ("batchnorm", "synchronized"), ("conv", "synchronized")]
+        [
+            ("batchnorm", "local"),
+            ("rmsnorm", "local"),
+            ("layernorm", "local"),
+            ("conv", "synchronized"),
+            ("conv", "local"),
+            ("batchnorm", "synchronized"),
+        ],
+        3,
     ),
 )
 def test_activation_checkpointing_changes_no_bit(norm: str, statistics: str) -> None:
-    compared = 12 if (norm, statistics) == ("batchnorm", "local") else 4
+    compared = 8 if (norm, statistics) == ("batchnorm", "local") else 4
     assert run_ranks(checkpointed_and_not, 2, norm, statistics) == [compared] * 2
 
 
@@ -116,12 +126,13 @@ def interrupted_and_not(folder: Path) -> None:
     sections: dict[str, Any] = {
         "model": {"args": {"norm": "batchnorm"}},
         "batchnorm": {"statistics": "synchronized"},
-        "checkpoint": {"enable": True, "interval": 2},
+        "training": {"steps": 2},
+        "checkpoint": {"enable": True, "interval": 1},
     }
-    run_job_until(tiny_job(folder, **sections, activation_checkpoint=FULL), 2)
+    run_job_until(tiny_job(folder, **sections, activation_checkpoint=FULL), 1)
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(tiny_job(folder, **sections)), this_rank(), stack)
-        assert run.first_step == 3
+        assert run.first_step == 2
         fit(run)
     assert_equal(full_state(run.model), run_job(tiny_job(folder, **sections, job={"name": "plain"})))
 

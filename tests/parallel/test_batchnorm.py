@@ -183,7 +183,7 @@ def model_on_one_rank(config: JobConfig) -> nn.Module:
 def errors_against_one_process(replicate: int) -> dict[str, float]:
     """Return the largest error of any tensor, by model and activation checkpointing mode."""
     generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(0, 61, (8, 16), generator=generator) for _ in range(3)]
+    batches = [torch.randint(0, 61, (8, 16), generator=generator) for _ in range(2)]
     parts = [batch.chunk(dist.get_world_size())[dist.get_rank()] for batch in batches]
     largest = {}
     for name in MODELS:
@@ -196,7 +196,7 @@ def errors_against_one_process(replicate: int) -> dict[str, float]:
     return largest
 
 
-@pytest.mark.parametrize(("ranks", "replicate"), rest_is_slow([(2, 1), (1, 1), (4, 2), (4, 1)]))
+@pytest.mark.parametrize(("ranks", "replicate"), rest_is_slow([(4, 2), (1, 1), (2, 1), (4, 1)], 4))
 def test_training_with_synchronized_statistics_equals_one_process_on_the_whole_batch(
     ranks: int, replicate: int
 ) -> None:

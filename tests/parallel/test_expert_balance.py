@@ -63,7 +63,8 @@ def biases_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def divided_jobs(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """Return jobs on `ranks` ranks. With two, the last ones have replicas, a pipeline and divided sequences."""
+    """Return jobs on `ranks` ranks. The first one on one rank is the reference. With two, the last ones have replicas,
+    a pipeline and divided sequences."""
     jobs = [
         moe_job(
             folder / f"{ranks}_{local}_{mode}_{checkpointing}",
@@ -71,11 +72,9 @@ def divided_jobs(folder: Path, ranks: int) -> list[dict[str, Any]]:
             gradient_accumulation={"mode": mode},
             activation_checkpoint={"mode": checkpointing},
         )
-        for local, mode, checkpointing in [
-            (4 // ranks, "immediate", "none"),
-            (1, "immediate", "full"),
-            (1, "deferred", "selective"),
-        ]
+        for local, mode, checkpointing in (
+            [(4, "immediate", "none"), (1, "deferred", "selective")] if ranks == 1 else [(1, "immediate", "full")]
+        )
     ]
     if ranks == 1:
         return jobs

@@ -139,12 +139,12 @@ def all_trained(jobs: list[dict[str, Any]], steps: int) -> list[tuple[Parts, lis
     return [trained(config, steps) for config in jobs]
 
 
-@pytest.mark.parametrize(("num_experts", "degrees"), rest_is_slow([(4, (4, 1)), (6, (2, 1))]))
+@pytest.mark.parametrize(("num_experts", "degrees"), rest_is_slow([(4, (4,)), (4, (1,)), (6, (2, 1))], 3))
 def test_a_checkpoint_moves_between_degrees_bitwise(tmp_path: Path, num_experts: int, degrees: tuple[int, ...]) -> None:
     """With 6 experts, FSDP2 shards the 3 experts of a rank along their second dim over 2 ranks."""
 
     def divided(name: str, degree: int, **checkpoint: Any) -> dict[str, Any]:
-        checkpoints, training = {"enable": True, "interval": 2, **checkpoint}, {"steps": 2 if name == "saved" else 4}
+        checkpoints, training = {"enable": True, "interval": 1, **checkpoint}, {"steps": 1 if name == "saved" else 3}
         parallelism, constant = {"expert_parallel_degree": degree}, {"kind": "constant", "warmup_steps": 0}
         return job(
             tmp_path,
@@ -157,7 +157,7 @@ def test_a_checkpoint_moves_between_degrees_bitwise(tmp_path: Path, num_experts:
         )
 
     initial = run_ranks(train_and_save, 4, divided("saved", 2))
-    folder = tmp_path / "saved/checkpoints/step-2"
+    folder = tmp_path / "saved/checkpoints/step-1"
     index = read_index(folder)
     saved = {name: read_tensor(folder, tensor) for name, tensor in index.items() if name.split(".")[0] != "progress"}
     saved = {name: tensor for name, tensor in saved.items() if name.startswith(("model.", "optimizer."))}

@@ -14,22 +14,22 @@ from tests.tensors import assert_equal
 from tests.train.jobs import run_job, run_job_until, tiny_job
 from titan_launch.models.init import allocate
 
-OFFLOAD = {"enable_cpu_offload": True, "steps": 3}
+OFFLOAD = {"enable_cpu_offload": True, "steps": 2}
 BATCHNORM: dict[str, Any] = {
     "model": {"args": {"norm": "batchnorm"}},
     "precision": {"param_dtype": "bfloat16"},
     "optimizer": {"name": "SGD", "lr": 0.1, "weight_decay": 1e-4},
     "gradient_accumulation": {"mode": "deferred", "keep_params_unsharded": True},
 }
-CHECKPOINTS = {"enable": True, "interval": 2, "async_mode": "thread"}
+CHECKPOINTS = {"enable": True, "interval": 1, "async_mode": "thread"}
 
 
 def offloaded_and_not(folder: Path) -> None:
     for index, sections in enumerate(({"checkpoint": CHECKPOINTS}, BATCHNORM)):
-        kept = run_job(tiny_job(folder, **sections, training={"steps": 3}, job={"name": f"kept{index}"}))
+        kept = run_job(tiny_job(folder, **sections, training={"steps": 2}, job={"name": f"kept{index}"}))
         offloaded = tiny_job(folder, **sections, training=OFFLOAD, job={"name": f"offloaded{index}"})
         if not index:
-            run_job_until(offloaded, 2)  # the run below resumes
+            run_job_until(offloaded, 1)  # the run below resumes
         assert_equal(run_job(offloaded), kept)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
+from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
@@ -100,51 +101,52 @@ def compare(jobs: dict[str, Any], ranks: int, alone: Any) -> None:
         assert not apart, name
 
 
-def test_every_pipeline_schedule_trains_like_one_process(tmp_path: Path) -> None:
+SCHEDULES = {
+    "1F1B": ("immediate", False),
+    "GPipe": ("deferred", False),
+    "Interleaved1F1B": ("immediate", True),
+    "InterleavedZeroBubble": ("deferred", True),
+    "ZBVZeroBubble": ("deferred", True),
+    "LoopedBFS": ("deferred", False),
+}
+
+
+@sampled("schedules", list(SCHEDULES))
+def test_every_pipeline_schedule_trains_like_one_process(schedules: tuple[str, ...], tmp_path: Path) -> None:
     """The statistics of BatchNorm show whether anything runs twice. Sums of bfloat16 gradients show whether they are
     widened."""
-    modes = {
-        "1F1B": ("immediate", False),
-        "GPipe": ("deferred", False),
-        "Interleaved1F1B": ("immediate", True),
-        "LoopedBFS": ("deferred", False),
-        "InterleavedZeroBubble": ("deferred", True),
-        "ZBVZeroBubble": ("deferred", True),
-    }
     jobs = {
         schedule: job(
             tmp_path / schedule,
             "batchnorm",
-            *mode,
+            *SCHEDULES[schedule],
             pipeline_parallel_degree=2,
             pipeline_parallel_schedule=schedule,
         )
-        for schedule, mode in modes.items()
+        for schedule in schedules
     }
     compare(jobs, 2, job(tmp_path / "alone", "batchnorm"))
 
 
-def test_fsdp_within_pipeline_stages_trains_like_one_process(tmp_path: Path) -> None:
-    def divided(name: str, schedule: str, mode: str, unsharded: bool = False, **parallelism: Any) -> Any:
-        return job(
-            tmp_path / name,
-            "rmsnorm",
-            mode,
-            unsharded,
-            pipeline_parallel_degree=2,
-            pipeline_parallel_schedule=schedule,
-            **parallelism,
-        )
+REPLICAS = {"data_parallel_replicate_degree": 2}
+SHARDED = {**REPLICAS, "shard_optimizer_over_replicas": True}
+# name: schedule, accumulation mode, unsharded parameters, parallelism
+DIVISIONS: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
+    "1F1B": ("1F1B", "immediate", False, {}),
+    "sharded optimizer": ("Interleaved1F1B", "immediate", False, SHARDED),
+    "replicas": ("Interleaved1F1B", "deferred_all_reduce", False, REPLICAS),
+    "ZBV": ("ZBVZeroBubble", "deferred", True, {}),
+    "ZBV, sharded optimizer": ("ZBVZeroBubble", "deferred", True, SHARDED),
+}
 
-    replicas = {"data_parallel_replicate_degree": 2}
-    sharded = {**replicas, "shard_optimizer_over_replicas": True}
-    jobs = {
-        "1F1B": divided("1F1B", "1F1B", "immediate"),
-        "replicas": divided("replicas", "Interleaved1F1B", "deferred_all_reduce", **replicas),
-        "ZBV": divided("ZBV", "ZBVZeroBubble", "deferred", unsharded=True),
-        "sharded optimizer": divided("sharded", "Interleaved1F1B", "immediate", **sharded),
-        "ZBV, sharded optimizer": divided("ZBV sharded", "ZBVZeroBubble", "deferred", unsharded=True, **sharded),
-    }
+
+@sampled("names", list(DIVISIONS))
+def test_fsdp_within_pipeline_stages_trains_like_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
+    jobs = {}
+    for name in names:
+        schedule, mode, unsharded, parallelism = DIVISIONS[name]
+        stages = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+        jobs[name] = job(tmp_path / name, "rmsnorm", mode, unsharded, **stages, **parallelism)
     compare(jobs, 4, job(tmp_path / "alone"))
 
 
@@ -185,15 +187,17 @@ def resume_elsewhere(folder: Path) -> list[dict[str, Tensor]]:
     }
 
     def saving(name: str, division: str) -> Any:
-        saved = job(folder / name, **divisions[division])
-        return {**saved, "checkpoint": {"enable": True, "interval": 2, "load": "latest", "async_mode": "disabled"}}
+        sections = job(folder / name, **divisions[division])
+        sections.pop("validation")
+        sections["training"]["steps"] = 2
+        return {**sections, "checkpoint": {"enable": True, "interval": 1, "load": "latest", "async_mode": "disabled"}}
 
     states = [run_job(saving("never", "shards"))]
     for name, first, second in (("a", "stages", "shards"), ("b", "shards", "turns")):
-        run_job_until(saving(name, first), 2)
+        run_job_until(saving(name, first), 1)
         with ExitStack() as stack:
             run = build_run(JobConfig.model_validate(saving(name, second)), this_rank(), stack)
-            assert run.first_step == 3
+            assert run.first_step == 2
             fit(run)
             states.append(full_state(run.model))
     return states

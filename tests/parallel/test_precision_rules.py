@@ -80,12 +80,16 @@ def tokens_of_this_rank() -> list[Tensor]:
     return tokens
 
 
-@pytest.mark.parametrize("norm", rest_is_slow(sorted(MODELS)))
+ON_RANKS = [(1, 1, "bfloat16"), (2, 1, "bfloat16"), (4, 2, "bfloat16"), (2, 1, "float32")]
+"""Ranks, replicas, and the dtype of the model."""
+
+
 @pytest.mark.parametrize(
-    ("ranks", "replicate", "param_dtype"),
-    [(1, 1, "bfloat16"), (2, 1, "bfloat16"), (4, 2, "bfloat16"), (2, 1, "float32")],
+    ("ranks", "replicate", "param_dtype", "norm"),
+    rest_is_slow([(*division, norm) for division in ON_RANKS for norm in MODELS], len(MODELS) + 1),
 )
-def test_rules_with_the_models_dtypes_change_no_bit(ranks: int, replicate: int, norm: str, param_dtype: str) -> None:
+def test_rules_with_the_models_dtypes_change_no_bit(ranks: int, replicate: int, param_dtype: str, norm: str) -> None:
+    """Every division with every norm, or each of both once."""
     run_ranks(with_and_without_rules, ranks, norm, replicate, param_dtype)
 
 

@@ -80,6 +80,20 @@ PLANNED: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str
             "precision": {"reduce_dtype": "float32", "storage_dtype": "bfloat16"},
         },
     ),
+    "replicated": (
+        (4, 1),
+        2,
+        "cuda",
+        {},
+        {"gradient_accumulation": accumulation("deferred"), "precision": FP32_NORMS, "loss": {"chunks": 2}},
+    ),
+    "qwen3_moe, sharded optimizer": (
+        (2, 4),
+        2,
+        "cuda",
+        {},
+        {"parallelism": {"shard_optimizer_over_replicas": True, "expert_parallel_degree": 2}},
+    ),
     "sharded optimizer, the exchange is the peak": (
         (4, 2),
         1,
@@ -90,20 +104,6 @@ PLANNED: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str
             "precision": {"storage_dtype": "bfloat16"},
             "training": {"seq_len": 4, "local_batch_size": 1, "global_batch_size": 8},
         },
-    ),
-    "qwen3_moe, sharded optimizer": (
-        (2, 4),
-        2,
-        "cuda",
-        {},
-        {"parallelism": {"shard_optimizer_over_replicas": True, "expert_parallel_degree": 2}},
-    ),
-    "replicated": (
-        (4, 1),
-        2,
-        "cuda",
-        {},
-        {"gradient_accumulation": accumulation("deferred"), "precision": FP32_NORMS, "loss": {"chunks": 2}},
     ),
     "alone": ((1, 1), 4, "cpu", {"norm": "layernorm"}, {"optimizer": {**SGD, "implementation": "foreach"}}),
     "tied": ((1, 4), 2, "cuda", {"tie_embeddings": True}, {"loss": {"chunks": 5}}),
@@ -314,12 +314,18 @@ PLANNED: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str
             "gradient_accumulation": accumulation("immediate", unsharded=True),
         },
     ),
-    "qwen3_moe, frozen experts": (
+    "qwen3_moe, EP 2, frozen first blocks": (
         (1, 4),
         2,
         "cuda",
-        {},
-        {"training": {"frozen": ["layers.*.moe.experts.*"]}},
+        {"n_layers": 4},
+        {
+            "training": {
+                "frozen": ["tok_embeddings.*", "layers.[01].**", "layers.2.*_norm.*", "layers.2.attention.**"]
+            },
+            "parallelism": {"expert_parallel_degree": 2},
+            "activation_checkpoint": FULL,
+        },
     ),
     "qwen3_moe, trained routers": (
         (1, 2),
@@ -335,18 +341,12 @@ PLANNED: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str
         {"max_positions": 40},
         {"training": {"frozen": ["**.bias", "pos_embeddings.*"]}},
     ),
-    "qwen3_moe, EP 2, frozen first blocks": (
+    "qwen3_moe, frozen experts": (
         (1, 4),
         2,
         "cuda",
-        {"n_layers": 4},
-        {
-            "training": {
-                "frozen": ["tok_embeddings.*", "layers.[01].**", "layers.2.*_norm.*", "layers.2.attention.**"]
-            },
-            "parallelism": {"expert_parallel_degree": 2},
-            "activation_checkpoint": FULL,
-        },
+        {},
+        {"training": {"frozen": ["layers.*.moe.experts.*"]}},
     ),
     "qwen3_moe, EP 4, trained head": (
         (1, 4),
@@ -366,6 +366,8 @@ PLANNED: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str
     "z-loss in fp32": ((2, 2), 2, "cpu", {}, {"loss": {"z_loss": 1e-4}, "precision": {"param_dtype": "float32"}}),
     "gemma2, z-loss": ((1, 2), 2, "cuda", WINDOW, {"loss": {"z_loss": 1e-4, "label_smoothing": 0.1}}),
     "z-loss in chunks": ((1, 4), 2, "cuda", {}, {"loss": {"z_loss": 1e-4, "chunks": 3}}),
+    "mistral, packed": ((1, 2), 2, "cuda", WINDOW, {"activation_checkpoint": SELECTIVE}),
+    "packed": ((1, 2), 2, "cpu", {}, {"precision": FP32_NORMS}),
     "tied, frozen embedding": (
         (1, 4),
         2,
@@ -373,8 +375,6 @@ PLANNED: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str
         {"tie_embeddings": True},
         {"training": {"frozen": ["tok_embeddings.*"]}, "loss": {"chunks": 5}},
     ),
-    "packed": ((1, 2), 2, "cpu", {}, {"precision": FP32_NORMS}),
-    "mistral, packed": ((1, 2), 2, "cuda", WINDOW, {"activation_checkpoint": SELECTIVE}),
     "gpt2, packed": ((1, 2), 2, "cpu", {"n_kv_heads": 4}, {"activation_checkpoint": FULL}),
 }
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed import run_command
 from tests.parallel import divided_model
 from tests.parallel.divided_model import PLAN
 from tests.trace.traces import a_job
@@ -105,8 +104,8 @@ def test_a_fake_world_size_other_than_the_launched_processes_is_refused(capsys: 
 
 def test_a_dry_run_of_a_shipped_config_writes_nothing(tmp_path: Path) -> None:
     job = Path("configs/parallel/pipeline.toml").resolve()
-    command = [sys.executable, "-m", "titan_launch", f"--config={job}", "--fake-world-size=2", "--fake-rank=1"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "stage 1 of 4: layers.2 .. layers.3\nstage 3 of 4: layers.5 .. output\n" in result.stdout
+    command = [f"--config={job}", "--fake-world-size=2", "--fake-rank=1"]
+    status, printed, reported = run_command(command, tmp_path)
+    assert (status, reported) == (0, "")
+    assert "stage 1 of 4: layers.2 .. layers.3\nstage 3 of 4: layers.5 .. output\n" in printed
     assert not list(tmp_path.iterdir())

@@ -25,17 +25,17 @@ DEEP: dict[str, dict[str, Any]] = {
         "gradient_accumulation": {"mode": "deferred"},
         "training": {"global_batch_size": 8},
     },
+    "Llama, every second block checkpointed": {
+        "model": {"args": {"n_layers": 13}},
+        "training": {"global_batch_size": 4},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2},
+    },
     "Llama, one unit for attention, whose reduction is the peak only in a deep model": {
         "model": LLAMA,
         "activation_checkpoint": {"mode": "full"},
         "gradient_accumulation": {"mode": "immediate", "keep_params_unsharded": True},
         "precision": {"rules": [{"match": "layers.*.attention", "param_dtype": "float32"}]},
         "training": {"global_batch_size": 8},
-    },
-    "Llama, every second block checkpointed": {
-        "model": {"args": {"n_layers": 13}},
-        "training": {"global_batch_size": 4},
-        "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2},
     },
     "Llama, one block in fp32": {
         "model": {"args": {"n_layers": 9}},
@@ -72,7 +72,7 @@ def ask(sections: dict[str, Any], ranks: int = 4) -> tuple[Footprint, Traffic]:
     return traced(choice), traced.traffic(choice)
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(DEEP)))
+@pytest.mark.parametrize("name", rest_is_slow(list(DEEP), 3))
 def test_two_depths_extrapolated_equal_the_full_model(
     name: str, traced_blocks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,15 +41,10 @@ def pipeline(schedule: str, degree: int = 2, **more: int) -> dict[str, Any]:
 
 # name: ranks, kernels, sections
 JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
-    "tensor parallelism, deferred": (
+    "context parallelism": (
         4,
         "cuda",
-        {
-            "model": DEEP_MODEL,
-            "parallelism": {"tensor_parallel_degree": 2},
-            "precision": BF16,
-            "gradient_accumulation": DEFERRED,
-        },
+        {"parallelism": {"context_parallel_degree": 2}, "precision": BF16, "gradient_accumulation": UNSHARDED},
     ),
     "tensor parallelism, whole sequences": (
         4,
@@ -60,10 +55,15 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
             "activation_checkpoint": {"mode": "selective"},
         },
     ),
-    "context parallelism": (
+    "tensor parallelism, deferred": (
         4,
         "cuda",
-        {"parallelism": {"context_parallel_degree": 2}, "precision": BF16, "gradient_accumulation": UNSHARDED},
+        {
+            "model": DEEP_MODEL,
+            "parallelism": {"tensor_parallel_degree": 2},
+            "precision": BF16,
+            "gradient_accumulation": DEFERRED,
+        },
     ),
     "1F1B, deep": (
         4,
@@ -88,15 +88,15 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
             "training": {"global_batch_size": 16},
         },
     ),
-    "interleaved zero bubble": (
+    "tensor parallelism in a pipeline": (
         4,
         "cuda",
         {
-            "model": {"args": {"n_layers": 4}},
-            "parallelism": pipeline("InterleavedZeroBubble"),
+            "model": {"args": {"n_layers": 2, "vocab_size": 64}},
+            "parallelism": {**pipeline("1F1B"), "tensor_parallel_degree": 2},
             "precision": BF16,
-            "gradient_accumulation": UNSHARDED,
-            "training": {"global_batch_size": 16},
+            "gradient_accumulation": DEFERRED,
+            "training": {"global_batch_size": 4},
         },
     ),
     "LoopedBFS": (
@@ -165,14 +165,15 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
             "training": {"global_batch_size": 4},
         },
     ),
-    "tensor parallelism in a pipeline": (
+    "interleaved zero bubble": (
         4,
         "cuda",
         {
-            "model": {"args": {"n_layers": 2, "vocab_size": 64}},
-            "parallelism": {**pipeline("1F1B"), "tensor_parallel_degree": 2},
+            "model": {"args": {"n_layers": 4}},
+            "parallelism": pipeline("InterleavedZeroBubble"),
             "precision": BF16,
-            "gradient_accumulation": DEFERRED,
+            "gradient_accumulation": UNSHARDED,
+            "training": {"global_batch_size": 16},
         },
     ),
     "adapters": (
@@ -201,7 +202,7 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
             "gradient_accumulation": DEFERRED,
         },
     ),
-    "own blocks": (2, "cpu", {"model": {"blocks": ["layers.*.attention", "layers.*.feed_forward"]}}),
+    "ResNet": (2, "cpu", {"model": {"name": "resnet"}, "data": IMAGES, "precision": BF16}),
     "ResNet, synchronized": (
         4,
         "cuda",
@@ -212,7 +213,7 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
             "gradient_accumulation": DEFERRED,
         },
     ),
-    "ResNet": (2, "cpu", {"model": {"name": "resnet"}, "data": IMAGES, "precision": BF16}),
+    "own blocks": (2, "cpu", {"model": {"blocks": ["layers.*.attention", "layers.*.feed_forward"]}}),
     "layers that run twice": (
         4,
         "cpu",
@@ -282,7 +283,7 @@ def test_a_replayed_step_is_the_traced_one(name: str) -> None:
     assert_replayed_as_traced(config, layout, choice, kernels)
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(PLANNED), 5))
+@pytest.mark.parametrize("name", rest_is_slow(list(PLANNED), 10))
 def test_a_planned_step_of_a_language_model_is_the_traced_one(name: str) -> None:
     config, layout, choice, kernels = planned_job(name)
     assert_replayed_as_traced(config, layout, choice, kernels)
@@ -329,8 +330,9 @@ def test_several_processes_record_what_all_choices_need(tmp_path: Path) -> None:
     """Only the first process says what it records."""
     sections = {"data_parallel_shard_degree": 2, "pipeline_parallel_degree": 2}
     arguments = [f"--parallelism.{key}={value}" for key, value in sections.items()]
+    arguments += ["--model.args.n_layers=2", "--training.seq_len=32", "--training.local_batch_size=1"]
     job = Path(__file__).parent.parent.parent / "configs" / "llama_debug.toml"
-    command = ["plan", "--config", str(job), "--world-size", "4", "--training.global_batch_size=64", *arguments]
+    command = ["plan", "--config", str(job), "--world-size", "4", "--training.global_batch_size=4", *arguments]
     status, _, said = run_command(command, tmp_path)
     assert status == 0 and 0 < said.count("recording pipeline rank") < 6, said
     status, _, said = run_command(command, tmp_path)
@@ -357,7 +359,7 @@ def test_one_recording_serves_all_modes_shards_and_lengths() -> None:
     choices, _ = possible_choices(other, wide, recorder.subject().inventory)
     engine, reference = engine_of(other, wide, may_record=False), TraceEngine(other, wide, "cuda")
     assert len(choices) > 12
-    for choice in choices[:: len(choices) // 3]:
+    for choice in choices[:: len(choices) // 2]:
         assert engine(choice).peak_bytes == pytest.approx(reference(choice).peak_bytes, abs=64), choice.label
         assert engine.traffic(choice) == reference.traffic(choice)
 
@@ -369,7 +371,7 @@ def the_only_entry(folder: Path) -> Path:
 
 
 def test_a_damaged_entry_of_the_cache_is_made_anew(tmp_path: Path) -> None:
-    config, layout, choice = a_job(2)
+    config, layout, choice = a_job(2, model={"args": {"n_layers": 1}})
     expected = engine_of(config, layout)(choice)
     entry = the_only_entry(tmp_path / "cache")
     whole = entry.read_text()

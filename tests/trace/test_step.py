@@ -30,17 +30,17 @@ OF_TRANSFORMERS: dict[str, Any] = {"model": {"name": "huggingface", "args": {**M
 JOBS: dict[str, dict[str, Any]] = {
     "immediate": {},
     "one microbatch, bf16": {"training": {"global_batch_size": 4}, "precision": BF16},
-    "deferred, bf16": {"precision": BF16, "gradient_accumulation": DEFERRED},
     "deferred, unsharded parameters, fp32": {"gradient_accumulation": {**DEFERRED, "keep_params_unsharded": True}},
+    "deferred, bf16": {"precision": BF16, "gradient_accumulation": DEFERRED},
     "full activation checkpointing": {"precision": BF16, "activation_checkpoint": {"mode": "full"}},
     "selective activation checkpointing": {"precision": BF16, "activation_checkpoint": {"mode": "selective"}},
     "norms in fp32": {"precision": FP32_NORMS, "gradient_accumulation": DEFERRED},
-    "BatchNorm": {"precision": BF16, "model": {"args": {"norm": "batchnorm"}}},
     "LayerNorm, foreach": {"model": {"args": {"norm": "layernorm"}}, "optimizer": {"implementation": "foreach"}},
     "tied embeddings, chunked loss": {"model": {"args": {"tie_embeddings": True}}, "loss": {"chunks": 4}},
-    "EMA, stored in bf16": {
-        "precision": {"param_dtype": "float32", "storage_dtype": "bfloat16"},
-        "ema": {"decay": 0.9},
+    "BatchNorm": {"precision": BF16, "model": {"args": {"norm": "batchnorm"}}},
+    "a user's own, for-loop": {
+        "model": {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 32}},
+        "optimizer": {"implementation": "for-loop"},
     },
     "HSDP": {
         "parallelism": {"data_parallel_replicate_degree": 2},
@@ -51,12 +51,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "precision": BF16,
         "model": {"args": {"vocab_size": 62}},
     },
+    "1F1B": {"parallelism": {"pipeline_parallel_degree": 2}, "precision": BF16},
     "TP without its options": {
         "parallelism": {"tensor_parallel_degree": 2, "sequence_parallel": False, "loss_parallel": False},
         "activation_checkpoint": {"mode": "full"},
         "model": {"args": {"vocab_size": 62}},
     },
-    "1F1B": {"parallelism": {"pipeline_parallel_degree": 2}, "precision": BF16},
     "interleaved, with TP": {
         "parallelism": {
             "pipeline_parallel_degree": 2,
@@ -66,16 +66,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "model": {"args": {"n_layers": 4, "vocab_size": 62}},
         "training": {"global_batch_size": 4},
     },
-    "a user's own, for-loop": {
-        "model": {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 32}},
-        "optimizer": {"implementation": "for-loop"},
-    },
-    "experts of transformers in fp32": OF_TRANSFORMERS,
     "experts of transformers in fp32, selective": {
         **OF_TRANSFORMERS,
         "activation_checkpoint": {"mode": "selective"},
     },
-    "ResNet": RESNET,
+    "experts of transformers in fp32": OF_TRANSFORMERS,
     "ViT, TP": {
         "model": {"name": "vit"},
         "data": {"kind": "images"},
@@ -84,6 +79,11 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     # In fp32: oneDNN's bf16 convolutions cache scratch memory between calls, which only the allocator sees.
     "ResNet, deferred": {**RESNET, "gradient_accumulation": DEFERRED},
+    "ResNet": RESNET,
+    "EMA, stored in bf16": {
+        "precision": {"param_dtype": "float32", "storage_dtype": "bfloat16"},
+        "ema": {"decay": 0.9},
+    },
 }
 
 
@@ -96,7 +96,7 @@ def trace(ranks: int, sections: dict[str, Any], kernels: Any = "cpu", rank: int 
 LAST_STAGE = 3
 
 
-@pytest.mark.parametrize(("name", "rank"), rest_is_slow([("1F1B", LAST_STAGE), *((name, 0) for name in JOBS)]))
+@pytest.mark.parametrize(("name", "rank"), rest_is_slow([("1F1B", LAST_STAGE), *((name, 0) for name in JOBS)], 3))
 def test_a_traced_step_has_the_memory_that_the_allocator_reports(name: str, rank: int) -> None:
     footprint = trace(4, JOBS[name], rank=rank)
     phases = footprint.by_phase()

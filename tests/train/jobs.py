@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -135,6 +136,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         fit(run)
+        gc.freeze()  # `fit` has unfrozen all objects of the server of ranks, and the next run would visit them
         return full_state(run.model)
 
 
@@ -149,6 +151,15 @@ def run_job_until(job: dict[str, Any], step: int) -> None:
             scalars = report(run, result, due)
             if is_saved(run, due):
                 save(run, compared_loss(scalars))
+
+
+def run_and_interrupt(whole: dict[str, Any], part: dict[str, Any], step: int) -> dict[str, Tensor]:
+    """Train a job to its end and return its state, then an equal one until a step, from the same random numbers."""
+    torch.manual_seed(0)
+    state = run_job(whole)
+    torch.manual_seed(0)
+    run_job_until(part, step)
+    return state
 
 
 def sharded_model(config: JobConfig, seq_len: int) -> nn.Module:

@@ -111,10 +111,10 @@ def train_all(folder: Path) -> dict[str, dict[str, Tensor]]:
 def train(folder: Path, model: str) -> dict[str, Tensor]:
     job = tiny_job(
         folder,
-        training={"seq_len": TOKENS, "steps": 6, "seed": SEED},
+        training={"seq_len": TOKENS, "steps": 3, "seed": SEED},
         optimizer={"lr": 3e-2, "eps": 1e-4},
         checkpoint={"save_last": True},
-        validation={"freq": 6, "data": HELD_OUT},
+        validation={"freq": 3, "data": HELD_OUT},
     )
     return run_job({**job, "model": {"name": f"{__name__}:{model}"}})
 

@@ -15,7 +15,7 @@ from tests.distributed import run_ranks
 from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state, full_tensor
 from tests.train.health.test_skipped_steps import poison
-from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
+from tests.train.jobs import read_metrics, run_and_interrupt, run_job, run_job_until, this_rank, tiny_job
 from tests.train.run_folder.test_resume import logged
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.checkpoint.manifest import read_manifest
@@ -138,8 +138,8 @@ def test_every_division_saves_the_same_average(names: tuple[str, ...], tmp_path:
 
 
 def test_a_resumed_average_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
-    run_ranks(run_job, 2, ema_job(tmp_path / "whole"))
-    run_ranks(run_job_until, 2, ema_job(tmp_path / "parts"), 5)  # steps 4 and 5 are lost
+    # Steps 4 and 5 are lost.
+    run_ranks(run_and_interrupt, 2, ema_job(tmp_path / "whole"), ema_job(tmp_path / "parts"), 5)
     shutil.copytree(tmp_path / "parts", tmp_path / "fewer", symlinks=True)
     run_ranks(run_job, 2, ema_job(tmp_path / "parts"))
     run_ranks(run_job, 1, ema_job(tmp_path / "fewer"))

@@ -28,14 +28,14 @@ from titan_launch.plan.layout import plan_layout
 from titan_launch.report.recorded_run import load_run
 from titan_launch.train.batches import build_data, with_steps
 
-EPOCHS, STEPS = 0.75, 8
+EPOCHS, STEPS = 0.35, 4
 """Epochs of the 40 samples of a tiny job, and steps of 4 samples."""
 
 
 def job(folder: Path, name: str, epochs: float | None = EPOCHS, **training: Any) -> dict[str, Any]:
     """Return a job whose learning rate depends on its last step, which validates and saves there."""
-    checkpoint = {"enable": True, "interval": 3}
-    validation = {"freq": 5, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 4, "seed": 1}}
+    checkpoint = {"enable": True, "interval": 2}
+    validation = {"freq": 3, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 4, "seed": 1}}
     schedule = {"kind": "cosine", "warmup_steps": 2}
     config = tiny_job(folder, job={"name": name}, checkpoint=checkpoint, validation=validation, lr_scheduler=schedule)
     config["training"] |= training
@@ -45,9 +45,11 @@ def job(folder: Path, name: str, epochs: float | None = EPOCHS, **training: Any)
     return config
 
 
-def interrupted(config: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
-    run_job_until(config, step)
-    return run_job(config)
+def train_all(whole: list[dict[str, Any]], resumed: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """Train jobs to their ends, and one with an interruption after step 3, which is not saved."""
+    states = [run_job(config) for config in whole]
+    run_job_until(resumed, 3)
+    return [*states, run_job(resumed)]
 
 
 def recorded(folder: Path, name: str) -> dict[str, Any]:
@@ -64,9 +66,10 @@ def curves(folder: Path, name: str) -> list[dict[str, float]]:
 
 def test_epochs_train_as_their_steps_on_any_number_of_ranks_and_after_a_resume(tmp_path: Path) -> None:
     """Equal bit for bit: epochs and steps; resumed and uninterrupted. Equal up to rounding: one rank and two."""
-    whole = run_ranks(run_job, 2, job(tmp_path, "epochs"))[0]
-    assert_equal(whole, run_ranks(run_job, 2, job(tmp_path, "steps", None, steps=STEPS))[0])
-    assert_equal(whole, run_ranks(interrupted, 2, job(tmp_path, "resumed"), 4)[0])
+    jobs = [job(tmp_path, "epochs"), job(tmp_path, "steps", None, steps=STEPS)]
+    whole, *others = run_ranks(train_all, 2, jobs, job(tmp_path, "resumed"))[0]
+    for other in others:
+        assert_equal(whole, other)
     assert curves(tmp_path, "epochs") == curves(tmp_path, "steps") == curves(tmp_path, "resumed")
     assert "validation/loss" in curves(tmp_path, "epochs")[STEPS - 1] and len(curves(tmp_path, "epochs")) == STEPS
     for name, tensor in run_ranks(run_job, 1, job(tmp_path, "alone"))[0].items():
@@ -246,10 +249,10 @@ def test_what_the_steps_contradict_is_an_error_before_the_first_step(tmp_path: P
     config["training"]["unfreeze"] = [{"match": "output.*", "after_step": STEPS}]
     config |= {"profiling": {"start_step": STEPS, "num_steps": 2}, "ema": {"decay": 0.9, "start_step": STEPS}}
     assert run_ranks(refusal, 1, config)[0].splitlines() == [
-        "profiling.start_step: begins a profile of 2 steps, but the run has 8 (training.epochs); set less",
-        "training.unfreeze.0.after_step: is not before the last step, 8 (training.epochs); set less, or freeze for "
+        "profiling.start_step: begins a profile of 2 steps, but the run has 4 (training.epochs); set less",
+        "training.unfreeze.0.after_step: is not before the last step, 4 (training.epochs); set less, or freeze for "
         "good",
-        "ema.start_step: leaves no update of the average in 8 steps (training.epochs); set less",
+        "ema.start_step: leaves no update of the average in 4 steps (training.epochs); set less",
     ]
     config = job(tmp_path, "stream")
     config["data"] = {"kind": "tests.data.sources.test_factory:Stream", "shuffle": False, "args": {"number": 11}}

@@ -185,7 +185,7 @@ def recorded(config: JobConfig, mode: str) -> Flops | None:
 
 def test_a_users_model_is_counted_or_declares_its_flops(caplog: pytest.LogCaptureFixture) -> None:
     whole = 6 * SEQ_LEN * 3 * 64
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="titan_launch")
     assert recorded(own(Net), "none") == Flops(whole)
     assert recorded(own(Net), "full") == Flops(whole)  # a product alone need not be repeated
     assert recorded(own(Declared), "none") == recorded(own(Declared), "full") == Flops(1000)
@@ -203,7 +203,7 @@ def test_a_run_counts_once_what_is_computed_twice(caplog: pytest.LogCaptureFixtu
     config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": 1})})
     built = build_job_model(config)
     before = copy.deepcopy(built.module)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="titan_launch"):
         counted = flops_of_run(config, built, plan_precision(config, built), build_data(config, layout, None))
     assert counted == flops_of_job(job(lora=LORA)).per_sample
     assert not caplog.records

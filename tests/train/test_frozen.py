@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,7 +42,7 @@ CASES = [(index, division) for division in range(4) for index in range(4)][:-1]
 
 
 def frozen_job(folder: Path, name: str, training: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    return tiny_job(folder, **{**STATE, **sections}, training={**training}, job={"name": name})
+    return tiny_job(folder, **{**STATE, **sections}, training={"steps": 3, **training}, job={"name": name})
 
 
 def train(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -50,6 +51,7 @@ def train(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         before = full_state(run.model)
         fit(run)
+        gc.freeze()  # as in `run_job`
         return before, full_state(run.model)
 
 

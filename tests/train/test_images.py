@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, cross_entropy_sum
-from tests.train.jobs import read_metrics, run_job, run_job_until, tiny_job
+from tests.train.jobs import read_metrics, run_and_interrupt, run_job, tiny_job
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import build_source
@@ -106,8 +106,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, images: 
         checkpoint = {"enable": True, "interval": 3}
         return image_job(tmp_path / name, images, precision={"param_dtype": "bfloat16"}, checkpoint=checkpoint)
 
-    whole = run_ranks(run_job, 2, job("whole"))
-    run_ranks(run_job_until, 2, job("parts"), 5)  # steps 4 and 5 are lost
+    whole = run_ranks(run_and_interrupt, 2, job("whole"), job("parts"), 5)  # steps 4 and 5 are lost
     for a, b in zip(whole, run_ranks(run_job, 2, job("parts")), strict=True):
         assert_equal(a, b)
 

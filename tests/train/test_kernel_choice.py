@@ -67,7 +67,7 @@ def test_a_version_of_cudnn_with_a_memory_error_is_not_used(caplog: pytest.LogCa
     assert unsafe is not None
     assert unsafe.startswith("cuDNN 9.10.2 is older than 9.15.1, and accesses memory wrongly")
     assert (unsafe_cudnn(8907) or "").startswith("cuDNN 8.9.7 ")
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="titan_launch"):
         assert without_cudnn("auto", priority((9, 0)), unsafe) == ("flash", "efficient", "math")
     assert caplog.messages == [f"attention: cudnn is not used: {unsafe}"]
     with pytest.raises(ConfigError) as error:
@@ -133,7 +133,7 @@ def test_values_are_padded_only_for_a_kernel_that_needs_it(
     }
     monkeypatch.setattr(kernels, "_check_on", lambda *given: obstacles[given[-1]])
     monkeypatch.setattr(kernels, "set_precision", lambda _: None)  # it would last for the process
-    with ExitStack() as stack, caplog.at_level("INFO"):
+    with ExitStack() as stack, caplog.at_level("INFO", logger="titan_launch"):
         use_kernels(config, built, plan_precision(config, built), WHOLE, torch.device("cuda"), stack)
     assert any(message.startswith(f"attention (bfloat16): {chosen}") for message in caplog.messages)
     layers = [module for module in built.module.modules() if isinstance(module, LatentAttention)]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed import run_ranks
 from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal, full_state
-from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
+from tests.train.jobs import read_metrics, run_and_interrupt, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
 from titan_launch.core.signals import RESTART_SIGNAL
@@ -161,14 +161,13 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
             data={"num_workers": num_workers},
             parallelism={"data_parallel_replicate_degree": replicate},
             gradient_accumulation={"mode": accumulation},
-            training={"steps": 6, "global_batch_size": 2 * ranks},
-            checkpoint={"enable": True, "interval": 3, "async_mode": async_mode},
+            training={"steps": 5, "global_batch_size": 2 * ranks},
+            checkpoint={"enable": True, "interval": 2, "async_mode": async_mode},
             lr_scheduler={"kind": "cosine", "warmup_steps": 2},
             validation=VALIDATION,
         )
 
-    uninterrupted = run_ranks(run_job, ranks, job("whole"))
-    run_ranks(run_job_until, ranks, job("parts"), 5)  # steps 4 and 5 are lost
+    uninterrupted = run_ranks(run_and_interrupt, ranks, job("whole"), job("parts"), 3)  # step 3 is lost
     resumed = run_ranks(run_job, ranks, job("parts"))
     for a, b in zip(uninterrupted, resumed, strict=True):
         assert_equal(a, b)
@@ -212,19 +211,19 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     def job(name: str, replicate: int = 1) -> dict[str, Any]:
         return tiny_job(
             tmp_path / name,
-            training={"steps": 30},
-            checkpoint={"enable": True, "interval": 10},
+            training={"steps": 12},
+            checkpoint={"enable": True, "interval": 4},
             parallelism={"data_parallel_replicate_degree": replicate},
         )
 
-    (uninterrupted,) = run_ranks(run_recorded_until, 1, job("whole"), 30)
-    for ranks, replicate, step in ((2, 1, 10), (4, 2, 20), (1, 1, 30)):
+    (uninterrupted,) = run_ranks(run_recorded_until, 1, job("whole"), 12)
+    for ranks, replicate, step in ((2, 1, 4), (4, 2, 8), (1, 1, 12)):
         asked = run_ranks(run_recorded_until, ranks, job("parts", replicate), step)
         samples = sorted(sample for of_rank in asked for sample in of_rank)
-        assert samples == sorted(uninterrupted[4 * (step - 10) : 4 * step]), f"{ranks} ranks to step {step}"
-    assert len(uninterrupted) == 4 * 30
+        assert samples == sorted(uninterrupted[4 * (step - 4) : 4 * step]), f"{ranks} ranks to step {step}"
+    assert len(uninterrupted) == 4 * 12
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
-    assert len(losses(tmp_path / "parts")) == 30
+    assert len(losses(tmp_path / "parts")) == 12
 
 
 def fit_without_a_place_to_save(folder: Path) -> str:
@@ -331,8 +330,7 @@ def test_dropout_unused_and_tied_parameters_resume_bitwise(tmp_path: Path, name:
             job["model"] = {"name": f"{__name__}:PartlyUsed"}
         return job
 
-    uninterrupted = run_ranks(run_job, 2, job("whole"))
-    run_ranks(run_job_until, 2, job("parts"), 3)
+    uninterrupted = run_ranks(run_and_interrupt, 2, job("whole"), job("parts"), 3)
     resumed = run_ranks(run_job, 2, job("parts"))
     for a, b in zip(uninterrupted, resumed, strict=True):
         assert_equal(a, b)

@@ -35,7 +35,7 @@ from titan_launch.train.loop import train_one_step
 
 pytest.importorskip("peft")
 
-STEPS = 5
+STEPS = 3
 
 
 class Net(nn.Module):
@@ -100,16 +100,30 @@ def lora_job(folder: Path, name: str, **sections: dict[str, Any]) -> dict[str, A
     return job
 
 
-def train_everywhere(folder: Path, ranks: int, divisions: Sequence[Division]) -> list[dict[str, Tensor]]:
+def train_divided(folder: Path, divisions: Sequence[Division]) -> list[dict[str, Tensor]]:
     """Train the divisions one after the other. Return the adapters."""
     states = []
     for index, (model, sections) in enumerate(divisions):
-        state = run_job(lora_job(folder, f"{ranks}-{index}", **MODELS[model], **sections))
+        state = run_job(lora_job(folder, f"2-{index}", **MODELS[model], **sections))
         states.append({name: tensor for name, tensor in state.items() if is_adapter(name)})
     return states
 
 
-def peft_alone(folder: Path, model: int) -> tuple[list[float], dict[str, Tensor]]:
+PeftResult = tuple[list[float], dict[str, Tensor]]
+"""Losses and adapters."""
+
+WITH_PEFT = (0, 2)
+"""The models that `peft` trains too."""
+
+
+def train_alone(folder: Path, models: set[int]) -> tuple[dict[int, dict[str, Tensor]], dict[int, PeftResult]]:
+    """Train models on one rank, with the launcher and with `peft`. Return the adapters of the first."""
+    states = {model: run_job(lora_job(folder, f"1-{model}", **MODELS[model])) for model in sorted(models)}
+    adapters = {model: {name: state[name] for name in state if is_adapter(name)} for model, state in states.items()}
+    return adapters, {model: peft_alone(folder, model) for model in WITH_PEFT}
+
+
+def peft_alone(folder: Path, model: int) -> PeftResult:
     """Train the adapters of `peft` in a plain loop. Return the losses, and the adapters in our names."""
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -161,13 +175,12 @@ def peft_alone(folder: Path, model: int) -> tuple[list[float], dict[str, Tensor]
 
 @sampled("divisions", DIVISIONS, 4)
 def test_two_ranks_equal_one_and_peft_in_a_plain_loop(divisions: tuple[Division, ...], tmp_path: Path) -> None:
-    alone = run_ranks(train_everywhere, 1, tmp_path, 1, [(model, {}) for model in range(len(MODELS))])[0]
-    divided = run_ranks(train_everywhere, 2, tmp_path, 2, divisions, timeout=300)[0]
+    ((alone, of_peft),) = run_ranks(train_alone, 1, tmp_path, {*WITH_PEFT, *(model for model, _ in divisions)})
+    divided = run_ranks(train_divided, 2, tmp_path, divisions, timeout=300)[0]
     for index, (model, _) in enumerate(divisions):
         assert _curve(tmp_path, f"2-{index}") == pytest.approx(_curve(tmp_path, f"1-{model}"), rel=1e-5)
         assert max(float((divided[index][n] - alone[model][n]).abs().max()) for n in divided[index]) < 1e-5
-    for model in (0, 2):
-        losses, adapters = run_ranks(peft_alone, 1, tmp_path, model)[0]
+    for model, (losses, adapters) in of_peft.items():
         assert losses == pytest.approx([row["train/loss"] for row in read_metrics(tmp_path, f"1-{model}")], abs=1e-5)
         assert max(float((adapters[name] - tensor).abs().max()) for name, tensor in alone[model].items()) < 1e-5
 
@@ -201,7 +214,7 @@ def test_first_steps_are_those_of_the_base_and_dropout_resumes(tmp_path: Path) -
     bf16 = {"precision": {"param_dtype": "bfloat16"}}
     jobs = [lora_job(tmp_path, "first", **sections) for sections in (bf16, EXPERTS, USER, read)]
     bases = [{**job, "lora": {}} for job in jobs]
-    losses = run_ranks(losses_of_first_steps, 2, tmp_path, [*jobs, *bases])[0]
+    (losses,) = run_ranks(losses_of_first_steps, 1, tmp_path, [*jobs, *bases])
     assert losses[: len(jobs)] == losses[len(jobs) :]
     whole, again, other = run_ranks(resumed, 2, tmp_path)[0]
     assert_equal(whole, again)

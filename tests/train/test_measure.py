@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.distributed import run_command, run_ranks
 from tests.parallel.conv_model import ConvNet
+from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, record, run_job, tiny_job
 from titan_launch.config.job import JobConfig
@@ -41,13 +42,17 @@ MODES: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (2, {}, {"mode": "deferred"}, {"mode": "full"}),
     (2, {}, {"mode": "deferred", "keep_params_unsharded": True}, {}),
     (4, {"data_parallel_replicate_degree": 2}, {"mode": "deferred_all_reduce"}, {"mode": "selective"}),
-    (4, SHARDED_OPTIMIZER, {"mode": "immediate"}, {}),
-    (2, SHARDED_OPTIMIZER, {"mode": "deferred"}, {}),
     (1, {}, {"mode": "immediate"}, {}),
+]
+OF_SHARDED_OPTIMIZER = [
+    (2, SHARDED_OPTIMIZER, {"mode": "deferred"}, {}),
+    (4, SHARDED_OPTIMIZER, {"mode": "immediate"}, {}),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "parallelism", "accumulation", "checkpointing"), MODES)
+@pytest.mark.parametrize(
+    ("ranks", "parallelism", "accumulation", "checkpointing"), [*MODES, *rest_is_slow(OF_SHARDED_OPTIMIZER)]
+)
 def test_measured_traffic_and_memory_of_a_run_are_the_planned_ones(
     tmp_path: Path, ranks: int, parallelism: dict[str, Any], accumulation: dict[str, Any], checkpointing: dict[str, Any]
 ) -> None:

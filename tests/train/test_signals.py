@@ -95,7 +95,8 @@ def stop_and_enable_checkpoints(folder: Path) -> None:
     again = "run the same command again with --checkpoint.enable=true"
     assert text == f"stopped by SIGTERM after step 2 of 4, which is saved; to resume, {again}"
     assert [path.name for path in (folder / "tiny/checkpoints").glob("step-*")] == ["step-2"]
-    assert_equal(run_job(tiny_job(folder, checkpoint={**only_last, "enable": True}, **batchnorm)), whole)
+    enabled = {**only_last, "enable": True, "async_mode": "thread"}  # a process takes seconds to start
+    assert_equal(run_job(tiny_job(folder, checkpoint=enabled, **batchnorm)), whole)
 
 
 def test_a_stopped_run_without_checkpoints_can_be_resumed_with_checkpoints(tmp_path: Path) -> None:

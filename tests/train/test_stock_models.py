@@ -113,7 +113,8 @@ def train_all(folder: Path, models: Path, images: str, names: set[str]) -> dict[
     """Train examples on the ranks of the test: in float32, and on two ranks then in bfloat16. Return the first
     losses in plain PyTorch if there is one rank."""
     sys.path.insert(0, str(models))
-    torch.set_num_threads(1)
+    import_factory("my_models:Encoder")
+    gc.freeze()  # a garbage collection would visit all objects of `transformers`
     ranks = this_rank().world_size
     plain = plain_first_losses(folder / "plain", images, names) if ranks == 1 else {}
     for dtype, name in itertools.product(("float32", "bfloat16")[:ranks], sorted(names)):

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
-from tests.train.jobs import run_job, run_job_until, tiny_job
+from tests.train.jobs import run_and_interrupt, run_job, run_job_until, tiny_job
 from titan_launch.config.sections.data import FactoryData
 from titan_launch.core.errors import ConfigError, RunError
 from titan_launch.data.sources import StreamSource, build_source
@@ -22,15 +21,9 @@ from titan_launch.train.streams import StreamBatches
 def stream_job(folder: Path, name: str = "StatefulStream", **sections: Any) -> dict[str, Any]:
     data = {"kind": f"tests.data.sources.test_factory:{name}", "shuffle": False, "args": {"number": 11}}
     schedule = {"kind": "constant", "warmup_steps": 1}
-    sections = {"checkpoint": {"enable": True, "interval": 3}, "lr_scheduler": schedule, **sections}
-    job = tiny_job(folder, training={"steps": 7}, **sections)
+    sections = {"checkpoint": {"enable": True, "interval": 2}, "lr_scheduler": schedule, **sections}
+    job = tiny_job(folder, training={"steps": 4}, **sections)
     return {**job, "data": data, "model": {"args": {**job["model"]["args"], "vocab_size": 257}}}
-
-
-def resumed(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Train until step 5, resume from step 3, and return the parameters."""
-    run_job_until(config, 5)
-    return run_job(config)
 
 
 def refusal(config: dict[str, Any]) -> str:
@@ -43,15 +36,15 @@ def refusal(config: dict[str, Any]) -> str:
 def test_a_run_on_a_stream_resumes_bitwise_on_as_many_ranks(name: str, num_workers: int, tmp_path: Path) -> None:
     job = stream_job(tmp_path / "whole", name)
     job["data"]["num_workers"] = num_workers
-    whole = run_ranks(run_job, 2, job)
-    job["job"]["dump_folder"] = str(tmp_path / "resumed")
-    for ours, theirs in zip(whole, run_ranks(resumed, 2, job), strict=True):
+    part = {**job, "job": {**job["job"], "dump_folder": str(tmp_path / "resumed")}}
+    whole = run_ranks(run_and_interrupt, 2, job, part, 3)
+    for ours, theirs in zip(whole, run_ranks(run_job, 2, part), strict=True):
         assert_equal(ours, theirs)
 
 
 def test_the_position_in_a_stream_fits_only_as_many_ranks_and_workers(tmp_path: Path) -> None:
     job = stream_job(tmp_path)
-    run_ranks(run_job_until, 2, job, 5)
+    run_ranks(run_job_until, 2, job, 3)
     remedy = (
         "resume with the same numbers, or load a step (--checkpoint.load=1000) and begin the stream again with "
         "--checkpoint.exclude_from_loading='[\"data\"]'"
@@ -60,7 +53,7 @@ def test_the_position_in_a_stream_fits_only_as_many_ranks_and_workers(tmp_path: 
     assert run_ranks(refusal, 1, job) == [f"{saved} 1 data-parallel ranks with 0 workers cannot continue; {remedy}"]
     job["data"]["num_workers"] = 1
     assert run_ranks(refusal, 2, job) == [f"{saved} 2 data-parallel ranks with 1 workers cannot continue; {remedy}"] * 2
-    job["checkpoint"] |= {"load": 3, "exclude_from_loading": ["data"]}
+    job["checkpoint"] |= {"load": 2, "exclude_from_loading": ["data"]}
     run_ranks(run_job, 1, job)
 
 

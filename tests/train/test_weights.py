@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed import run_command, run_ranks
+from tests.distributed import run_ranks
 from tests.models.parity import VOCABULARY, random_model, read_model, samples, tensors_of
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
@@ -133,15 +133,14 @@ def plain_losses(path: str, folder: str) -> list[float]:
 
 
 def test_import_train_export_equals_plain_pytorch(tmp_path: Path) -> None:
-    """A run on two ranks from the command line, from an imported folder to the model that transformers loads."""
+    """A run on two ranks, from an imported folder to the model that transformers loads."""
     from transformers import AutoModelForCausalLM
 
     random_model("Llama 3.1, RoPE scaling", tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "imported")]) == 0
     path = job_file(tmp_path, tmp_path / "imported", checkpoint={"enable": True, "async_mode": "disabled"})
-    status, _, errors = run_command(["launch", "--nproc-per-node", "2", "--config", path], tmp_path)
-    assert status == 0, errors
+    run_ranks(run_job, 2, load_job(path).config.model_dump(mode="json", exclude_none=True))
     losses = [row["train/loss"] for row in read_metrics(tmp_path)]
     assert losses == pytest.approx(run_ranks(plain_losses, 1, path, str(tmp_path / "hf"))[0], abs=1e-4)
     assert losses[-1] < losses[0] - 0.1

@@ -129,8 +129,11 @@ def _uncompressed(name: str) -> str:
 def _python_stdlib() -> Iterator[tuple[str, Path]]:
     import sysconfig  # imported here, as `glob` below: most job files do not need it
 
-    files = _files_below(Path(sysconfig.get_paths()["stdlib"]), "*.py")
-    return ((name, file) for name, file in files if "site-packages" not in file.parts)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name != "site-packages"]  # may hold 40,000 files
+        files = (Path(folder, name) for name in names if name.endswith(".py"))
+        yield from ((file.relative_to(root).as_posix(), file) for file in files if file.is_file())
 
 
 def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:

@@ -308,3 +308,11 @@ def find_device(name: str) -> Device | None:
         if name == device.name or words - (_NEUTRAL_WORDS - significant) == significant:
             return device
     return None
+
+
+def representative(name: str | None) -> str | None:
+    """Return the first name in the table of the devices that have the compute capability of this one, and so choose the
+    same kernels. None: it is not in the table, or has none."""
+    known = find_device(name or "")
+    capability = None if known is None else known.capability
+    return next((device.name for device in DEVICES if capability and device.capability == capability), None)

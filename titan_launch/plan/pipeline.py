@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -46,6 +47,7 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
         return ()
     _check_pipeline_order(inventory, parallelism.pipeline_parallel_degree)
     starts = _given_starts(inventory, parallelism) or _balanced_starts(inventory, parallelism)
+    elements = _elements(inventory, min_axes=0)
     parts = [
         inventory.pipeline_order[start:end] for start, end in pairwise((0, *starts, len(inventory.pipeline_order)))
     ]
@@ -54,7 +56,7 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
             index=index,
             rank=rank_of_stage(index, parallelism),
             modules=part,
-            num_parameters=sum(_elements(inventory, path, min_axes=0) for path in part),
+            num_parameters=sum(elements[path] for path in part),
         )
         for index, part in enumerate(parts)
     )
@@ -81,11 +83,12 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
             "order; see docs/how_to/parallelism.md), or set 1"
         )
         raise config_error(_DEGREE, reason, degree)
+    among = set(inventory.pipeline_order)
     outside = [
         full_name(module.path, parameter.name)
         for module in inventory.modules
         for parameter in module.parameters
-        if module.same_as is None and not enclosing(module.path, inventory.pipeline_order)
+        if module.same_as is None and not enclosing(module.path, among)
     ]
     if outside:
         remedy = "add their modules to pipeline_order, or set 1"
@@ -138,9 +141,9 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
             parallelism.pipeline_parallel_degree,
             also=(_PER_RANK, ("model", "args", "n_layers")),
         )
-    starts = (0, *layers[1:])
+    starts, elements = (0, *layers[1:]), _elements(inventory, min_axes=2)
     costs = [
-        sum(_cost(inventory, path) for path in inventory.pipeline_order[start:end])
+        sum(elements[path] for path in inventory.pipeline_order[start:end] if path not in inventory.embeddings)
         for start, end in pairwise((*starts, len(inventory.pipeline_order)))
     ]
     return tuple(starts[layer] for layer in balance(costs, wanted))
@@ -149,26 +152,22 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
 def _layers(inventory: Inventory) -> list[int]:
     """Return the indices of the layers in the pipeline order. Every stage needs at least one layer."""
     blocks = [index for index, path in enumerate(inventory.pipeline_order) if _holds_block(inventory, path)]
-    return blocks or [i for i, path in enumerate(inventory.pipeline_order) if _elements(inventory, path, min_axes=0)]
+    elements = _elements(inventory, min_axes=0)
+    return blocks or [index for index, path in enumerate(inventory.pipeline_order) if elements[path]]
 
 
 def _holds_block(inventory: Inventory, path: str) -> bool:
     return any(is_within(block, path) or is_within(path, block) for block in inventory.blocks)
 
 
-def _cost(inventory: Inventory, path: str) -> int:
-    return 0 if path in inventory.embeddings else _elements(inventory, path, min_axes=2)
-
-
-def _elements(inventory: Inventory, path: str, min_axes: int) -> int:
-    """Return the number of elements of a module's parameters. Parameters with fewer than `min_axes` axes and tied
-    parameters do not count."""
-    return sum(
-        parameter.numel
-        for module in inventory.modules
-        for parameter in module.parameters
-        if parameter.tied_to is None and len(parameter.shape) >= min_axes and is_within(module.path, path)
-    )
+def _elements(inventory: Inventory, min_axes: int) -> Counter[str]:
+    """Return the number of elements of the parameters in each module of the pipeline order. Parameters with fewer than
+    `min_axes` axes and tied parameters do not count."""
+    elements, among = Counter[str](), set(inventory.pipeline_order)
+    for module in inventory.modules:
+        own = (p.numel for p in module.parameters if p.tied_to is None and len(p.shape) >= min_axes)
+        elements[enclosing(module.path, among)] += sum(own)
+    return elements
 
 
 def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int) -> None:

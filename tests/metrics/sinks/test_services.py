@@ -60,7 +60,7 @@ def test_wandb_without_a_login_records_offline_and_says_so(tmp_path: Path, caplo
     pytest.importorskip("wandb")
     from titan_launch.metrics.sinks.wandb import WandbSink
 
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="titan_launch")
     sink = WandbSink(context(tmp_path))
     sink.write(10, {"train/loss": 5.25, "train/grad_norm": math.nan})
     sink.write(20, {"train/loss": math.inf})

@@ -26,11 +26,11 @@ def test_the_longest_repeat_of_a_sequence_is_found(sequence: str, expected: Repe
 def test_shortened_sequences_keep_their_ends() -> None:
     repeat = Repeat(start=1, period=1, times=80)
     assert shorten(82, repeat, 4) == [0, 1, 2, 79, 80, 81]
-    assert shorten(82, repeat, 5) == [0, 1, 2, 78, 79, 80, 81]
+    assert shorten(82, repeat, 5) == [0, 1, 2, 3, 79, 80, 81]
 
 
 def test_shortening_removes_whole_periods() -> None:
-    assert shorten(20, Repeat(start=0, period=2, times=10), 3) == [0, 1, 16, 17, 18, 19]
+    assert shorten(20, Repeat(start=0, period=2, times=10), 3) == [0, 1, 2, 3, 18, 19]
 
 
 def test_a_short_sequence_is_not_shortened() -> None:

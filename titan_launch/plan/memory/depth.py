@@ -164,10 +164,10 @@ def shorten(length: int, repeat: Repeat, times: int) -> list[int]:
     """Return the remaining indices of a sequence of `length` whose repeated part is cut to `times` periods.
 
     Half of the remaining periods are the first ones and half the last: of 80 blocks, four remain as 0, 1, 78, 79 and
-    five as 0, 1, 77, 78, 79.
+    five as 0, 1, 2, 78, 79.
     """
     if times >= repeat.times:
         return list(range(length))
-    first = repeat.start + times // 2 * repeat.period
-    last = repeat.end - (times - times // 2) * repeat.period
+    first = repeat.start + (times - times // 2) * repeat.period
+    last = repeat.end - times // 2 * repeat.period
     return [*range(first), *range(last, length)]

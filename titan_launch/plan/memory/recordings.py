@@ -32,7 +32,7 @@ from titan_launch.core.files import cache_folder, file_state, replace_text
 from titan_launch.core.patches import replaced
 from titan_launch.core.process import usable_cores
 from titan_launch.core.signals import stop_with_parent
-from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.hardware import Kernels, representative
 from titan_launch.plan.job import activation_checkpoint_label
 from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
 from titan_launch.plan.memory.tape import Tape, from_json, to_json
@@ -113,7 +113,7 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
         "shard_optimizer_over_replicas": False,
         "fsdp_reshard_after_forward": "default",
     }
-    of_plan = {"device": planner.device, "expert_load": planner.expert_load}
+    of_plan = {"device": representative(planner.device), "expert_load": planner.expert_load}
     sections: dict[str, Any] = {name: getattr(config, name) for name in _KEPT}
     if config.model.is_of_package:
         sections["model"] = config.model.model_copy(update={"weights": None, "exclude_from_weights": ()})

@@ -108,39 +108,50 @@ class Blocks:
 
     paths: tuple[str, ...]
     repeat: Repeat | None = None
-    """The repeated part of the blocks, of which only the first two periods and the last two were recorded. None: all
-    blocks were recorded."""
+    """The repeated part of the blocks, of which only some periods were recorded (`num_recorded`). None: all blocks were
+    recorded."""
 
     @classmethod
     def shortened(cls, paths: tuple[str, ...], repeat: Repeat) -> Blocks:
         """Return blocks of which only those that differ are recorded, if the part repeats often enough."""
-        return cls(paths, repeat if repeat.times > _PERIODS else None)
+        return cls(paths, repeat if repeat.times > num_recorded(repeat) else None)
 
     @property
     def omitted(self) -> tuple[str, ...]:
         """The blocks that were not recorded."""
         if self.repeat is None:
             return ()
-        kept = set(shorten(len(self.paths), self.repeat, _PERIODS))
+        kept = set(shorten(len(self.paths), self.repeat, num_recorded(self.repeat)))
         return tuple(path for index, path in enumerate(self.paths) if index not in kept)
-
-    def period(self, index: int) -> tuple[str, ...]:
-        """Return the blocks of a recorded period: 1 is the second one, -2 the last but one."""
-        assert self.repeat is not None
-        period = self.repeat.period
-        start = self.repeat.start + index * period if index >= 0 else self.repeat.end + index * period
-        return self.paths[start : start + period]
 
     def likes(self) -> dict[str, str]:
         """Return, for each block that was not recorded, the block of the second period that it is like."""
-        start, second = (self.repeat.start, self.period(1)) if self.repeat else (0, ())
+        start, second = (self.repeat.start, self._period(1)) if self.repeat else (0, ())
         omitted = set(self.omitted)
         return {path: second[(index - start) % len(second)] for index, path in enumerate(self.paths) if path in omitted}
 
+    def equals(self) -> dict[str, str]:
+        """Return, for each block of the second period, another recorded block that must have the same events: neither
+        the first nor the last one of the repeated part, which may differ."""
+        if self.repeat is None:
+            return {}
+        second, last = self._period(1), self._period(self.repeat.times - 1)
+        if len(second) == 1:
+            return dict(zip(second, self._period(self.repeat.times - 2), strict=True))
+        return dict(zip(second, (*last[:1], *self._period(0)[1:]), strict=True))
 
-_PERIODS = 4
-"""Periods of a repeated part that are recorded. The second and the third show whether the part is uniform; the first
-and the last may differ from them."""
+    def _period(self, index: int) -> tuple[str, ...]:
+        assert self.repeat is not None
+        start = self.repeat.start + index * self.repeat.period
+        return self.paths[start : start + self.repeat.period]
+
+
+def num_recorded(repeat: Repeat) -> int:
+    """Return how many periods of a repeated part are recorded: the first ones and the last ones (`depth.shorten`).
+
+    The first and the last block may differ from the others. Two more of each kind show whether the part is uniform.
+    """
+    return 4 if repeat.period == 1 else 3
 
 
 @dataclass(frozen=True)
@@ -202,21 +213,14 @@ def _states(run: Sequence[Bytes]) -> Iterator[Bytes]:
 
 
 def is_uniform(tape: Tape) -> bool:
-    """Return True if the second and the third of the recorded periods have the same events."""
+    """Return True if the recorded blocks that must have the same events have them (`Blocks.equals`)."""
 
-    def events(phase: str, block: str, names: Mapping[str, str]) -> list[Segment]:
-        return [_renamed(s, names) for s in tape.segments if (s.phase, s.module) == (phase, block)]
+    def events(block: str, names: Mapping[str, str]) -> dict[str, list[Segment]]:
+        own = [_renamed(segment, names) for segment in tape.segments if segment.module == block]
+        return {phase: [segment for segment in own if segment.phase == phase] for phase in ("forward", "backward")}
 
-    for part in tape.parts:
-        if part.repeat is None:
-            continue
-        second, third = part.period(1), part.period(-2)
-        names = dict(zip(third, second, strict=True))
-        for phase in ("forward", "backward"):
-            pairs = zip(second, third, strict=True)
-            if any(events(phase, one, {}) != events(phase, other, names) for one, other in pairs):
-                return False
-    return True
+    pairs = (pair for part in tape.parts for pair in part.equals().items())
+    return all(events(one, {}) == events(other, {other: one}) for one, other in pairs)
 
 
 def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
