@@ -152,12 +152,13 @@ def watched() -> Iterator[set[str]]:
 
 def _classes() -> dict[str, dict[str, int]]:
     """Return the attributes of the classes that DCP and the launcher define, by identity."""
+    packages = ("torch.distributed.checkpoint", "titan_launch")
     return {
         f"{name}.{key}": {attribute: id(value) for attribute, value in vars(cls).items() if attribute != SLOTS}
         for name, module in list(sys.modules.items())
-        if name.startswith(("torch.distributed.checkpoint", "titan_launch"))
+        if name.startswith(packages)
         for key, cls in vars(module).items()
-        if isinstance(cls, type)
+        if isinstance(cls, type) and cls.__module__.startswith(packages)
     }
 
 

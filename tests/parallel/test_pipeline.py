@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
@@ -111,19 +110,18 @@ SCHEDULES = {
 }
 
 
-@sampled("schedules", list(SCHEDULES))
-def test_every_pipeline_schedule_trains_like_one_process(schedules: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_pipeline_schedule_trains_like_one_process(tmp_path: Path) -> None:
     """The statistics of BatchNorm show whether anything runs twice. Sums of bfloat16 gradients show whether they are
     widened."""
     jobs = {
         schedule: job(
             tmp_path / schedule,
             "batchnorm",
-            *SCHEDULES[schedule],
+            *mode,
             pipeline_parallel_degree=2,
             pipeline_parallel_schedule=schedule,
         )
-        for schedule in schedules
+        for schedule, mode in SCHEDULES.items()
     }
     compare(jobs, 2, job(tmp_path / "alone", "batchnorm"))
 
@@ -140,11 +138,9 @@ DIVISIONS: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
 }
 
 
-@sampled("names", list(DIVISIONS))
-def test_fsdp_within_pipeline_stages_trains_like_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_fsdp_within_pipeline_stages_trains_like_one_process(tmp_path: Path) -> None:
     jobs = {}
-    for name in names:
-        schedule, mode, unsharded, parallelism = DIVISIONS[name]
+    for name, (schedule, mode, unsharded, parallelism) in DIVISIONS.items():
         stages = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
         jobs[name] = job(tmp_path / name, "rmsnorm", mode, unsharded, **stages, **parallelism)
     compare(jobs, 4, job(tmp_path / "alone"))

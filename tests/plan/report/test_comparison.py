@@ -22,8 +22,8 @@ from titan_launch.plan.report.table import describe_comparison, format_categorie
 from titan_launch.plan.step_time import Flops
 from titan_launch.trace.recorder import recorded_engine
 
-ARGS = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
-CHAIN = ("tok_embeddings", *(f"layers.{index}" for index in range(4)), "norm", "output")
+ARGS = {"dim": 32, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
+CHAIN = ("tok_embeddings", *(f"layers.{index}" for index in range(6)), "norm", "output")
 PEAK = {"metrics": {"peak_tflops_per_device": 1e-3}}
 
 
@@ -194,7 +194,7 @@ def test_json_rows_hold_modes_memory_traffic_and_times() -> None:
     row: Mapping[str, Any] = describe_comparison(comparison, None)[1]
     assert row["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": False}
     assert row["active_bytes"] == 9 * GIB == row["active_bytes_by_category"]["activations"]
-    assert row["traffic_per_step"]["collectives"] == {"all_gathers": 36, "reduce_scatters": 6, "all_reduces": 0}
+    assert row["traffic_per_step"]["collectives"] == {"all_gathers": 52, "reduce_scatters": 8, "all_reduces": 0}
     low, high = row["step_seconds_estimated"]
     assert low == max(row["compute_seconds_estimated"], row["communication_seconds_estimated"]) < high
     assert sum(row["link_traffic_bytes_per_rank"].values()) > 0 and row["flops_per_rank"] > 0
