@@ -20,19 +20,7 @@ from typing import Any
 # Ranks are forked from a server that has loaded PyTorch and all of the launcher that a run needs: they begin in 0.1 s
 # instead of 4 s, and are still processes of their own, so that nothing leaks from one test to the next.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "titan_launch.train.main",
-        "titan_launch.checkpoint.writer",  # a start does not import these modules
-        "titan_launch.train.pipeline_step",
-        "titan_launch.commands.plan",
-        "titan_launch.trace.recorder",
-        "torch.utils.tensorboard",
-        "torch.profiler",
-        "pytest",
-        "tests.distributed",
-    ]
-)
+_CONTEXT.set_forkserver_preload(["tests.distributed.preloaded"])
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
