@@ -82,6 +82,7 @@ def train(folder: Path) -> dict[str, Any]:
     of the optimizer."""
     for heading in ("A model", "A data source", "A metric", "An optimizer"):
         apply(heading)
+    JobConfig.model_rebuild(force=True)  # the server of ranks has built the validator
     sections: dict[str, dict[str, Any]] = {
         "model": {"model": {"name": "bigram"}},
         "data": {"data": {"kind": "counting", "vocab_size": 61}},

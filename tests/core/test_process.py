@@ -1,4 +1,4 @@
-"""Exit of a training process."""
+"""Exit of a training process, and work in several processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.core.process import has_exited_directly, remove_folders
+from titan_launch.core import process
+from titan_launch.core.process import has_exited_directly, in_forks, remove_folders
 
 REPO = Path(__file__).parents[2]
 
@@ -44,3 +45,19 @@ def test_a_rank_leaves_no_temporary_files_however_it_exits(
     assert len(os.listdir(tmp_path)) == (1 if is_known else 2)
     remove_folders(str(tmp_path / "launch"))
     assert os.listdir(tmp_path) == []
+
+
+def test_forks_share_the_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "usable_cores", lambda: 3)
+    found = in_forks(lambda item: (item, os.getpid()), range(7))
+    assert [item for item, _ in found] == list(range(7))
+    assert len({pid for _, pid in found}) == (3 if sys.platform == "linux" else 1)
+    assert in_forks(lambda item: (item, os.getpid()), [5]) == [(5, os.getpid())]
+
+
+def test_an_error_in_a_fork_is_raised_and_a_killed_fork_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "usable_cores", lambda: 2)
+    with pytest.raises(ZeroDivisionError):
+        in_forks(lambda item: 1 / item, [1, 0])
+    own = os.getpid()
+    assert in_forks(lambda item: item if os.getpid() == own else os._exit(1), range(4)) == [0, 1, 2, 3]

@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +16,7 @@ from titan_launch.config.loading.load import LoadedJob, load_job
 from titan_launch.config.rules import Rule
 from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.core.import_string import refuse_imports_from
+from titan_launch.core.patches import without_garbage_collection
 from titan_launch.core.terminal import say, shortened
 from titan_launch.plan.hardware import Kernels, planned_device_exists
 
@@ -231,9 +232,10 @@ class NoTorchError(UserError):
 
 @contextmanager
 def torch_needed(config: JobConfig) -> Iterator[None]:
-    """Raise NoTorchError if the imports in the block find no torch."""
+    """Raise NoTorchError if the imports in the block find no torch. Garbage collections skip what they create."""
     try:
-        yield
+        with nullcontext() if "torch" in sys.modules else without_garbage_collection():
+            yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -324,6 +324,7 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     if isinstance(subject.engine, ReplayEngine):
         choices, _ = possible_choices(config, layout, subject.inventory, options.only_own)
         subject.engine.record_ahead(choices)
+        subject.engine.predict_ahead(choices)
     model = (subject.inventory, subject.flops_of)
     comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own)
     resolution = resolve(comparison, hardware)

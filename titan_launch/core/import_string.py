@@ -45,14 +45,17 @@ def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[...,
     return found
 
 
+@functools.cache
+def _realpath(file: str) -> str:
+    return os.path.realpath(file)
+
+
 def user_files() -> list[str]:
     """Return the files of the modules that this process has imported, except those of Python, of installed packages
     and of this package."""
     folders = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
     installed = (*tuple(os.path.realpath(folder) + os.sep for folder in folders), _OWN_FOLDER)
-    files = {
-        os.path.realpath(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))
-    }
+    files = {_realpath(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
     return sorted(file for file in files if not file.startswith(installed) and os.path.isfile(file))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -12,6 +13,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.core.patches import garbage_collection_disabled
+from titan_launch.core.process import in_forks
 from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
@@ -50,7 +52,7 @@ class ReplayEngine:
         self._kernels = kernels
         self._recordings = recordings
         self._counts = counts_to_run(config.parallelism, layout) if layout.pipeline > 1 else (1,)
-        self._step = cache(self._predicted)
+        self._steps: dict[Choice, tuple[Footprint, Traffic]] = {}
         self._plan = cache(self._planned)
         self._parts = cache(self._parts_of_rank)
         self._second = cache(self._second_model)
@@ -62,6 +64,11 @@ class ReplayEngine:
     def traffic(self, choice: Choice) -> Traffic:
         """Return the traffic of the same rank in a step."""
         return self._step(choice)[1]
+
+    def _step(self, choice: Choice) -> tuple[Footprint, Traffic]:
+        if choice not in self._steps:
+            self._steps[choice] = self._predicted(choice)
+        return self._steps[choice]
 
     def _planned(self, keep_params_unsharded: bool) -> ModelPlan:
         return plan_units(self._config, self._recordings.subject().inventory, keep_params_unsharded)
@@ -80,6 +87,14 @@ class ReplayEngine:
         with garbage_collection_disabled():  # a replay makes many objects, all of which their reference counts free
             ranks = [self._of_rank(choice, rank) for rank in representative_ranks(plan)]
         return max(ranks, key=lambda predicted: predicted[0].peak_bytes)
+
+    def predict_ahead(self, choices: Sequence[Choice]) -> None:
+        """Predict several choices, in one process per core if it takes long, so that a later call is a look-up."""
+        began = time.perf_counter()
+        self._step(choices[0])
+        others = [choice for choice in choices if choice not in self._steps]
+        if (time.perf_counter() - began) * len(others) > _LONG:
+            self._steps |= zip(others, in_forks(self._predicted, others), strict=True)
 
     def record_ahead(self, choices: Iterable[Choice]) -> None:
         """Record what the predictions of several choices need (`Recordings.record_ahead`)."""
@@ -139,6 +154,10 @@ class ReplayEngine:
             return None
         own = frozen_job(self._config, found)
         return SecondModel(own, plan_untrained(own, inventory))
+
+
+_LONG = 0.2
+"""Seconds of predictions from which on several processes share them."""
 
 
 def _is_tied(plan: ModelPlan) -> bool:
