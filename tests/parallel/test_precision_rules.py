@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -242,8 +243,7 @@ def test_rules_in_place_and_in_units_of_their_own_give_the_same_bits(
 
 @needs_placement
 @needs_transformers
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", sorted(BY_OTHERS))
+@pytest.mark.parametrize(("ranks", "name"), rest_is_slow([*product((2, 1), sorted(BY_OTHERS))], 3))
 def test_placements_give_the_same_bits_in_models_of_others(name: str, ranks: int) -> None:
     run_ranks(placements_agree, ranks, *BY_OTHERS[name], {}, {})
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.phantom_gpu.conftest import Phantom
+from tests.sampling import rest_is_slow
 from titan_launch.phantom_gpu.devices import describe_device
 from titan_launch.plan.attention_kernels import priority, takes
 from titan_launch.plan.hardware import find_device
@@ -32,7 +33,7 @@ print(json.dumps([is_taken(*question) for question in json.loads(sys.argv[1])]))
 
 
 @pytest.mark.phantom
-@pytest.mark.parametrize("device", ["h100-80gb", "a100-80gb", "b200", "l40s"])
+@pytest.mark.parametrize("device", rest_is_slow(["h100-80gb", "b200", "a100-80gb", "l40s"]))
 def test_planned_kernels_take_what_pytorchs_take(phantom: Phantom, device: str) -> None:
     known = find_device(device)
     assert known is not None and known.capability is not None

@@ -52,20 +52,20 @@ def of_schedule(name: str) -> tuple[str, ...]:
 
 
 BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "BatchNorm": (2, ("--config=configs/llama_bn.toml",)),
     "experts, grouped products, expert parallelism": (2, (EXPERTS, "--parallelism.expert_parallel_degree=2")),
     "HSDP, deferred_all_reduce": (
         4,
         (DEBUG, "--parallelism.data_parallel_replicate_degree=2", "--gradient_accumulation.mode=deferred_all_reduce"),
     ),
-    "compiled, selective checkpointing": (
-        1,
-        (*of_family("llama3"), *COMPILED, "--activation_checkpoint.mode=selective"),
-    ),
 }
 """Ranks and options of the jobs that run by default."""
 
 SLOW_BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "BatchNorm": (2, ("--config=configs/llama_bn.toml",)),
+    "compiled, selective checkpointing": (
+        1,
+        (*of_family("llama3"), *COMPILED, "--activation_checkpoint.mode=selective"),
+    ),
     "ResNet": (2, ("--config=configs/resnet_bn.toml",)),
     "ViT": (2, ("--config=configs/vit_debug.toml",)),
     "synchronized BatchNorm": (2, ("--config=configs/batchnorm/synchronized.toml",)),

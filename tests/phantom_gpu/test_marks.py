@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.distributed import run_command
 from tests.phantom_gpu.conftest import REPO, Phantom
 from titan_launch.core.phantom import FILE, MARK, TAG_PREFIX
 
@@ -17,10 +16,9 @@ JOB = ("--config=configs/llama_debug.toml", "--checkpoint.enable=true", "--metri
 
 def real(folder: Path, *arguments: str) -> str:
     """Run a command without a GPU that must refuse. Return its error."""
-    command = [sys.executable, "-m", "titan_launch", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=120)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    return ended.stderr
+    status, printed, reported = run_command(arguments, REPO)
+    assert status == 2, printed + reported
+    return reported
 
 
 @pytest.mark.phantom
@@ -37,10 +35,8 @@ def test_a_run_without_values_is_marked_and_refused(phantom: Phantom, tmp_path: 
     assert "phantom GPU" in real(tmp_path, "report", str(run))
     assert "phantom GPU" in real(tmp_path, "compare", str(run), str(run))
     assert "phantom GPU, and has no values" in real(tmp_path, "export", str(run), "--out", str(tmp_path / "out"))
-    listed = subprocess.run(
-        [sys.executable, "-m", "titan_launch", "runs", str(tmp_path)], capture_output=True, text=True, cwd=REPO
-    )
-    assert listed.returncode == 0 and "phantom GPU" in listed.stdout
+    status, listed, _ = run_command(["runs", str(tmp_path)], REPO)
+    assert status == 0 and "phantom GPU" in listed
     # The device of another phantom may resume it: that is a branch for CUDA too.
     output = phantom.train(2, tmp_path, *JOB, "--training.steps=4").stdout
     assert "phantom: resumed from" in output, output
@@ -51,13 +47,13 @@ def test_a_run_without_values_is_marked_and_refused(phantom: Phantom, tmp_path: 
 @pytest.mark.phantom
 def test_a_phantom_does_not_write_into_a_run_with_values(phantom: Phantom, tmp_path: Path) -> None:
     options = [*JOB, f"--job.dump_folder={tmp_path}", "--training.steps=1", "--job.device=cpu"]
-    command = [sys.executable, "-m", "titan_launch", *options]
-    assert subprocess.run(command, capture_output=True, cwd=REPO, timeout=200).returncode == 0
+    assert run_command(options, REPO)[0] == 0
     ended = phantom.run("-m", "titan_launch", *options[:-1], "--training.steps=2")
     assert ended.returncode == 2 and "holds a run with values" in ended.stderr
 
 
 @pytest.mark.phantom
+@pytest.mark.slow
 def test_a_collective_that_never_ends_is_named(phantom: Phantom, tmp_path: Path) -> None:
     options = [*JOB, "--training.steps=100", "--comm.timeout_seconds=5", f"--job.dump_folder={tmp_path}"]
     command = ["-m", "titan_launch", "launch", "--nproc-per-node=2", *options]

@@ -22,9 +22,12 @@ JOBS = {
 }
 
 
+OTHERS = [name for name in JOBS if name != "120 MiB, 2 ranks, teacher"]
+
+
 @pytest.mark.phantom
 @pytest.mark.parametrize(
-    "name", [*list(JOBS)[:3], *(pytest.param(job, marks=pytest.mark.slow) for job in list(JOBS)[3:])]
+    "name", ["120 MiB, 2 ranks, teacher", *(pytest.param(job, marks=pytest.mark.slow) for job in OTHERS)]
 )
 def test_planned_memory_is_measured_memory(phantom: Phantom, tmp_path: Path, name: str) -> None:
     config, ranks, options = JOBS[name]
@@ -57,8 +60,8 @@ global_batch_size = 8
 @pytest.mark.parametrize(
     ("device", "section"),
     [
-        ("h100-80gb", ""),  # cuDNN takes values that are narrower than queries
-        ("a100-80gb", ""),  # flash attention needs padded ones
+        ("a100-80gb", ""),  # flash attention needs padded values
+        pytest.param("h100-80gb", "", marks=pytest.mark.slow),  # cuDNN takes values that are narrower than queries
         pytest.param("h100-80gb", 'kernels = {attention = "flash"}', marks=pytest.mark.slow),
         pytest.param("a100-80gb", 'kernels = {attention = "efficient"}', marks=pytest.mark.slow),
         pytest.param("a100-80gb", 'precision = {param_dtype = "float32"}', marks=pytest.mark.slow),

@@ -258,7 +258,7 @@ def placed(folder: Path, names: Sequence[str]) -> list[list[dict[str, Tensor]]]:
 
 
 @pytest.mark.skipif(not MIXES_DTYPES_IN_UNIT, reason="before torch 2.15 adapters have units of their own")
-@sampled("names", list(PLACED))
+@sampled("names", list(PLACED), 3)
 def test_adapters_in_place_and_in_units_of_their_own_have_the_same_bits(names: tuple[str, ...], tmp_path: Path) -> None:
     for ranks, some in ((1, ("fp32-adapters-full",)), (2, names)):
         folder = tmp_path / str(ranks)
