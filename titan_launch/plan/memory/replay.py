@@ -35,7 +35,7 @@ from titan_launch.plan.memory.ledger import (
     state_bytes,
     temporary_bytes,
 )
-from titan_launch.plan.memory.tape import SECOND, Bytes, Event, Gradient, Sent, Step, Tape, root_path
+from titan_launch.plan.memory.tape import SECOND, Bytes, Gradient, Sent, Step, Tape, root_path
 from titan_launch.plan.param_groups import (
     GroupSettings,
     first_match,
@@ -274,12 +274,15 @@ class Replay:
         for segment in tape.segments:
             self._ledger.enter(StepPoint(first_microbatch + segment.microbatch, segment.phase, segment.module))
             for event in segment.events:
-                self._do(event)
+                if isinstance(event, Bytes):  # most events
+                    self._ledger.change(event.changes)
+                    if event.in_product:
+                        self._ledger.product()
+                else:
+                    self._do(event)
 
-    def _do(self, event: Event) -> None:
+    def _do(self, event: Step | Gradient | Sent) -> None:
         match event:
-            case Bytes():
-                self._change(event)
             case Step():
                 unit = self._units[event.path]
                 what = unit.context if hasattr(Context, event.name) else unit
@@ -293,13 +296,3 @@ class Replay:
                 counts = next(iter(self._contexts.values())).traffic
                 counts[event.axis] += 1
                 counts[f"{event.axis}_bytes"] += event.num_bytes
-
-    def _change(self, event: Bytes) -> None:
-        for category, num_bytes in event.changes:
-            if num_bytes < 0:
-                self._ledger.free(-num_bytes, category)
-        for category, num_bytes in event.changes:
-            if num_bytes > 0:
-                self._ledger.allocate(num_bytes, category)
-        if event.in_product:
-            self._ledger.product()

@@ -47,7 +47,7 @@ class Bytes(NamedTuple):
     """Memory that is allocated or freed."""
 
     changes: tuple[tuple[Category, int], ...]
-    """Bytes by category; negative if freed. They are freed before others are allocated."""
+    """Bytes by category; negative if freed. Those that are freed come first."""
 
     in_product: bool = False
     """True if a matrix product runs at the end of the change."""
@@ -177,16 +177,20 @@ def compact(events: Iterable[Event]) -> Iterator[Event]:
     """Yield the events, with each run of allocations and frees reduced to its highest points and its end.
 
     Between two other events only these count: the highest total, the highest total in a matrix product, and the end.
+    Collectives do not end a run, because they only count traffic. They come last.
     """
-    run: list[Bytes] = []
+    run, sent = list[Bytes](), list[Sent]()
     for event in events:
-        if isinstance(event, Bytes) and all(category is not Category.OFFLOADED for category, _ in event.changes):
+        if isinstance(event, Sent):
+            sent.append(event)
+        elif isinstance(event, Bytes) and all(category is not Category.OFFLOADED for category, _ in event.changes):
             run.append(event)
         else:
             yield from _states(run)
             yield event
             run = []
     yield from _states(run)
+    yield from sent
 
 
 def _states(run: Sequence[Bytes]) -> Iterator[Bytes]:
@@ -206,10 +210,14 @@ def _states(run: Sequence[Bytes]) -> Iterator[Bytes]:
     before: Counter[Category] = Counter()
     for index in sorted(marks):
         now = states[index][2]
-        changes = tuple((c, n) for c in Category if (n := now[c] - before[c]))
+        changes = _frees_first((c, n) for c in Category if (n := now[c] - before[c]))
         if changes or marks[index]:
             yield Bytes(changes, marks[index])
         before = now
+
+
+def _frees_first(changes: Iterable[tuple[Category, int]]) -> tuple[tuple[Category, int], ...]:
+    return tuple(sorted(changes, key=lambda change: change[1] > 0))
 
 
 def is_uniform(tape: Tape) -> bool:
@@ -302,7 +310,7 @@ def from_json(value: Mapping[str, Any]) -> Tape:
     """Return the tape that `to_json` has written. Raises KeyError, TypeError or ValueError for another value."""
 
     def changed(changes: Any, in_product: bool = False) -> Bytes:
-        return Bytes(tuple((Category(c), int(n)) for c, n in changes), in_product)
+        return Bytes(_frees_first((Category(c), int(n)) for c, n in changes), in_product)
 
     def event(kind: int, *fields: Any) -> Event:
         if kind == 0:
