@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -75,6 +76,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move the longest files to the front. The order of the other files remains."""
     order = {name: index for index, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """Start the server of ranks, if a test uses it: before a test changes the environment or the working directory."""
+    if (distributed := sys.modules.get("tests.distributed")) is not None:
+        distributed.start_server()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,6 +7,7 @@ import gc
 import io
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import sys
@@ -21,6 +22,11 @@ from typing import Any
 # instead of 4 s, and are still processes of their own, so that nothing leaks from one test to the next.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.distributed.preloaded"])
+
+
+def start_server() -> None:
+    """Start the server of ranks. It keeps the environment and the working directory of this moment."""
+    multiprocessing.forkserver.ensure_running()
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:

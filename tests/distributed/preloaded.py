@@ -1,6 +1,5 @@
 """What the server of ranks loads before it forks them (see `tests.distributed`)."""
 
-import os
 from pathlib import Path
 
 import pytest  # noqa: F401
@@ -16,4 +15,3 @@ from tests.train.jobs import tiny_job
 from titan_launch.config.job import JobConfig
 
 JobConfig.model_validate(tiny_job(Path()))  # pydantic builds the validator of a section when it is first used
-os.chdir(Path(__file__).parents[2])  # the first test that needs a rank may be in another folder
