@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -49,8 +50,15 @@ def test_a_rank_leaves_no_temporary_files_however_it_exits(
 
 def test_forks_share_the_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "usable_cores", lambda: 3)
-    found = in_forks(lambda item: (item, os.getpid()), range(7))
-    assert [item for item, _ in found] == list(range(7))
+    is_shared = multiprocessing.get_context("fork").Barrier(3) if sys.platform == "linux" else None
+
+    def function(item: int) -> tuple[int, int]:
+        if is_shared is not None:
+            is_shared.wait(60)  # until each process has an item
+        return item, os.getpid()
+
+    found = in_forks(function, range(6))
+    assert [item for item, _ in found] == list(range(6))
     assert len({pid for _, pid in found}) == (3 if sys.platform == "linux" else 1)
     assert in_forks(lambda item: (item, os.getpid()), [5]) == [(5, os.getpid())]
 

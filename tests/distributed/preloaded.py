@@ -1,4 +1,4 @@
-"""What the server of ranks loads before it forks them (see `tests.distributed`)."""
+"""Modules that the server of ranks imports before it forks the ranks (see `tests.distributed`)."""
 
 from pathlib import Path
 

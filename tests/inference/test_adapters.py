@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import warnings
 from contextlib import ExitStack
@@ -78,7 +77,6 @@ def logits_of_runs(paths: list[str], tokens: Tensor) -> list[tuple[Tensor, dict[
         with ExitStack() as stack:
             run = build_run(load_job(path).config, this_rank(), stack)
             fit(run)
-            gc.freeze()  # `fit` has unfrozen all objects of the server of ranks, and the next run would visit them
             run.model.eval()
             with torch.no_grad():
                 logits = run.model(tokens)

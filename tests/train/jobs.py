@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -136,7 +135,6 @@ def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         fit(run)
-        gc.freeze()  # `fit` has unfrozen all objects of the server of ranks, and the next run would visit them
         return full_state(run.model)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,7 +50,6 @@ def train(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         before = full_state(run.model)
         fit(run)
-        gc.freeze()  # as in `run_job`
         return before, full_state(run.model)
 
 

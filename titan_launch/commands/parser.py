@@ -232,7 +232,7 @@ class NoTorchError(UserError):
 
 @contextmanager
 def torch_needed(config: JobConfig) -> Iterator[None]:
-    """Raise NoTorchError if the imports in the block find no torch. Garbage collections skip what they create."""
+    """Raise NoTorchError if the imports in the block find no torch. Garbage collections skip what these create."""
     try:
         with nullcontext() if "torch" in sys.modules else without_garbage_collection():
             yield

@@ -116,7 +116,7 @@ def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[s
     if entry == PYTHON_STDLIB:
         return _python_stdlib()
     if os.path.isdir(entry):
-        return (found for found in _files_below(Path(entry), "*") if _uncompressed(found[0]).endswith(suffixes))
+        return (found for found in _files_below(Path(entry)) if _uncompressed(found[0]).endswith(suffixes))
     if os.path.isfile(entry):
         return iter([(Path(entry).name, Path(entry))])
     return _files_like(entry)
@@ -129,15 +129,16 @@ def _uncompressed(name: str) -> str:
 def _python_stdlib() -> Iterator[tuple[str, Path]]:
     import sysconfig  # imported here, as `glob` below: most job files do not need it
 
-    root = Path(sysconfig.get_paths()["stdlib"])
+    files = _files_below(Path(sysconfig.get_paths()["stdlib"]), without="site-packages")  # may hold 40,000 files
+    return (found for found in files if found[0].endswith(".py"))
+
+
+def _files_below(root: Path, without: str = "") -> Iterator[tuple[str, Path]]:
+    """Yield the files in a folder and its subfolders, but not in those that are named `without`."""
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name != "site-packages"]  # may hold 40,000 files
-        files = (Path(folder, name) for name in names if name.endswith(".py"))
+        subfolders[:] = [name for name in subfolders if name != without]
+        files = (Path(folder, name) for name in names)
         yield from ((file.relative_to(root).as_posix(), file) for file in files if file.is_file())
-
-
-def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:
-    return ((file.relative_to(root).as_posix(), file) for file in root.rglob(pattern) if file.is_file())
 
 
 def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:

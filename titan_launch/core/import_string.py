@@ -45,9 +45,7 @@ def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[...,
     return found
 
 
-@functools.cache
-def _realpath(file: str) -> str:
-    return os.path.realpath(file)
+_realpath = functools.cache(os.path.realpath)
 
 
 def user_files() -> list[str]:

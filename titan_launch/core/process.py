@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, Stopped, UserError
 from titan_launch.core.signals import stop_with_parent
@@ -38,10 +38,10 @@ def usable_cores() -> int:
 
 
 def in_forks(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return the results of a function, in the order of `items`. On Linux, one process per core computes a part: forks
-    of this process, which return their results pickled.
+    """Return the results of a function, in the order of `items`. On Linux, one process per core takes one item after
+    another: this process, which takes the first item, and forks of it, which return their results pickled.
 
-    What a fork fails to compute is computed in this process, which raises its error.
+    A fork ends at its first error. What the forks leave is computed in this process, which raises its errors.
     """
     count = min(usable_cores(), len(items))
     if count < 2 or sys.platform != "linux":  # elsewhere, a fork may not be safe
@@ -49,32 +49,41 @@ def in_forks(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     import multiprocessing  # most processes do not need it
 
     context = multiprocessing.get_context("fork")
+    last_taken = context.Value("i", 0)
 
-    def compute(part: Sequence[T], pipe: Connection) -> None:
+    def take() -> int:
+        with last_taken.get_lock():
+            last_taken.value += 1
+            return int(last_taken.value)
+
+    def help_parent(pipe: Connection) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and thereby this process
         stop_with_parent(signal.SIGKILL)
+        results: dict[int, R] = {}
         with suppress(Exception):
-            pipe.send(list(map(function, part)))
+            while (index := take()) < len(items):
+                results[index] = function(items[index])
+        pipe.send(results)
 
-    parts, pipes, processes = [items[first::count] for first in range(count)], [], []
-    for part in parts[1:]:
+    forks: list[tuple[Connection, Any]] = []
+    for _ in range(count - 1):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=compute, args=(part, theirs), daemon=True)
+        process = context.Process(target=help_parent, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+        forks.append((ours, process))
     try:
-        found = [list(map(function, parts[0]))]
-        for pipe, part in zip(pipes, parts[1:], strict=True):
-            try:
-                found.append(pipe.recv())
-            except EOFError:
-                found.append(list(map(function, part)))
+        found, index = dict[int, R](), 0
+        while index < len(items):
+            found[index] = function(items[index])
+            index = take()
+        for pipe, _ in forks:
+            with suppress(EOFError):  # it was killed
+                found |= pipe.recv()
     finally:
-        for process in processes:
+        for _, process in forks:
             process.kill()
-    return [found[index % count][index // count] for index in range(len(items))]
+    return [found[index] if index in found else function(item) for index, item in enumerate(items)]
 
 
 def run_and_exit(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str]) -> NoReturn:

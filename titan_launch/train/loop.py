@@ -43,8 +43,10 @@ def scheduled_garbage_collection(every_steps: int) -> Iterator[Callable[[int], N
     collects after every `every_steps` steps.
 
     Automatic collection pauses each rank at a different moment, and every pause delays all ranks at the next
-    collective. Objects made during start-up are frozen, so later collections do not visit them.
+    collective. Objects made during start-up are frozen, so later collections do not visit them. They stay frozen if the
+    caller has frozen objects, because Python can only unfreeze all.
     """
+    unfreezes = gc.get_freeze_count() == 0
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -52,7 +54,8 @@ def scheduled_garbage_collection(every_steps: int) -> Iterator[Callable[[int], N
         yield lambda step: _collect_young(step, every_steps)
     finally:
         gc.enable()
-        gc.unfreeze()
+        if unfreezes:
+            gc.unfreeze()
 
 
 def _collect_young(step: int, every_steps: int) -> None:

@@ -171,28 +171,6 @@ class Ledger:
         self.total -= num_bytes
         self._streams[_STREAM_OF[category]] -= num_bytes
 
-    def change(self, changes: Iterable[tuple[Category, int]]) -> None:
-        """Count bytes of several categories, negative if freed, as `free` and `allocate` do."""
-        live, streams, total = self.live, self._streams, self.total
-        for category, num_bytes in changes:
-            if category in self.on_host:
-                (self.allocate if num_bytes > 0 else self.free)(abs(num_bytes), category)
-                continue
-            if num_bytes < 0:
-                if self._is_rising:
-                    self.total = total
-                    self._end_rise()
-            elif not self._is_rising:
-                self._is_rising = True
-                self._stream_peaks = list(streams)
-            stream = _STREAM_OF[category]
-            live[category] += num_bytes
-            total += num_bytes
-            streams[stream] += num_bytes
-            if streams[stream] > self._stream_peaks[stream]:
-                self._stream_peaks[stream] = streams[stream]
-        self.total = total
-
     def move(self, num_bytes: int, old: Category, new: Category) -> None:
         """Count bytes under another category. (In PyTorch, memory stays with the stream that allocated it. Here the new
         category sets the stream.)"""
@@ -298,7 +276,8 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
     Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not:
     which local maximum is the highest may depend on the depth. An example is the backward of the first block, if it
     ends with the reduce-scatter of a unit with modules of all blocks. Return None if a point has another number of
-    local maxima in the two footprints, so that they cannot be paired. The result has the highest maxima of each point.
+    local maxima in the two footprints, so that they cannot be paired. Of each point, the result has the
+    highest maximum in a matrix product, and the highest of the others.
 
     This requires that blocks at the front and blocks at the back have the same names at all depths. Points in the
     middle, which only one of the two footprints has, are skipped. Memory there is between that of the neighbouring
@@ -309,7 +288,9 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
         pairs = [shorter.maxima[point], longer.maxima[point]]
         if len(pairs[0]) != len(pairs[1]):
             return None
-        maxima[point] = _highest_along(zip(*pairs, strict=True), factor)
+        along = [_along(a, b, factor) for a, b in zip(*pairs, strict=True)]
+        groups = ([peak for peak in along if peak.in_product is product] for product in (True, False))
+        maxima[point] = [_highest(group) for group in groups if group]
     return Footprint(maxima, host_bytes=round(_line(shorter.host_bytes, longer.host_bytes, factor)))
 
 
@@ -346,20 +327,6 @@ def _highest(maxima: Sequence[Peak]) -> Peak:
     """Return the highest of a point's maxima, with the peak of each stream over all of them."""
     streams = zip(*(maximum.by_stream for maximum in maxima), strict=True)
     return max(maxima, key=lambda maximum: maximum.total)._replace(by_stream=tuple(map(max, streams)))
-
-
-def _highest_along(pairs: Iterable[tuple[Peak, Peak]], factor: float) -> list[Peak]:
-    """Return the highest of extrapolated maxima that are in a matrix product, and that of the others. Each has the peak
-    of each stream."""
-    groups: dict[bool, list[tuple[Peak, Peak]]] = {}
-    for a, b in pairs:
-        groups.setdefault(a.in_product, []).append((a, b))
-    found = []
-    for group in groups.values():
-        highest = max(group, key=lambda pair: _line(pair[0].total, pair[1].total, factor))
-        streams = [max([_line(a.by_stream[s], b.by_stream[s], factor) for a, b in group]) for s in range(3)]
-        found.append(_along(*highest, factor)._replace(by_stream=tuple(streams)))
-    return found
 
 
 def _along(a: Peak, b: Peak, factor: float) -> Peak:

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,8 +27,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig,
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.files import cache_folder, file_state, replace_text
 from titan_launch.core.patches import replaced
-from titan_launch.core.process import usable_cores
-from titan_launch.core.signals import stop_with_parent
+from titan_launch.core.process import in_forks
 from titan_launch.plan.hardware import Kernels, representative
 from titan_launch.plan.job import activation_checkpoint_label
 from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
@@ -219,49 +215,26 @@ class Recordings:
 
     def record_ahead(self, wanted: Collection[TapesOf]) -> None:
         """Record what several calls of `tapes` and `flops` will return, in one process per core, and store it in the
-        cache. Raises the first error in this process; what another process failed to record is recorded when it is
-        asked for.
+        cache. Raises the error of what cannot be recorded.
 
-        The other processes are forked. They record nothing if this process has run a backward.
+        The other processes are forked (`in_forks`). They record nothing if this process has run a backward.
         """
         tasks: list[Callable[[], object]] = [partial(self.tapes, one) for one in wanted]
         tasks += [partial(self.flops, mode) for mode in dict.fromkeys(one.checkpointing for one in wanted)]
         with replaced(self, "_recorder", None):
             tasks = [task for task in tasks if _is_missing(task)]
-        count = min(usable_cores(), len(tasks))
-        if self._recorder is None or count < 2 or sys.platform != "linux":  # a fork is safe on Linux only
+        if self._recorder is None or not tasks:
             return
-        recorder = self._recorder()  # imports torch, for all processes
-        context = multiprocessing.get_context("fork")
-        begun = context.Value("i", 0)
+        recorder, parent = self._recorder(), os.getpid()  # imports torch, for all processes
 
-        def take() -> int:
-            with begun.get_lock():
-                begun.value += 1
-                return int(begun.value)
+        def run(task: Callable[[], object]) -> None:
+            if os.getpid() != parent:
+                self._say = lambda text: None
+                if not recorder.works_in_fork():
+                    raise NotRecordedError
+            task()
 
-        def help_parent() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and thereby this process
-            stop_with_parent(signal.SIGKILL)
-            self._say = lambda text: None
-            if recorder.works_in_fork():
-                while (index := take()) < len(tasks):
-                    with suppress(Exception):
-                        tasks[index]()
-
-        others = [context.Process(target=help_parent, daemon=True) for _ in range(count - 1)]
-        for process in others:
-            process.start()
-        try:
-            index = 0  # the first task shows the errors of the model
-            while index < len(tasks):
-                tasks[index]()
-                index = take()
-            for process in others:
-                process.join()
-        finally:
-            for process in others:
-                process.kill()
+        in_forks(run, tasks)  # the first task shows the errors of the model
 
     def _recorded(
         self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int, counts: tuple[int, ...], is_deferred: bool

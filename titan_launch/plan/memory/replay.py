@@ -271,13 +271,18 @@ class Replay:
 
     def _play(self, first_microbatch: int) -> None:
         tape = self._first if self._first is not None and first_microbatch == 0 else self._tape
+        ledger = self._ledger
         for segment in tape.segments:
-            self._ledger.enter(StepPoint(first_microbatch + segment.microbatch, segment.phase, segment.module))
+            ledger.enter(StepPoint(first_microbatch + segment.microbatch, segment.phase, segment.module))
             for event in segment.events:
                 if isinstance(event, Bytes):  # most events
-                    self._ledger.change(event.changes)
+                    for category, num_bytes in event.changes:
+                        if num_bytes < 0:
+                            ledger.free(-num_bytes, category)
+                        else:
+                            ledger.allocate(num_bytes, category)
                     if event.in_product:
-                        self._ledger.product()
+                        ledger.product()
                 else:
                     self._do(event)
 

@@ -108,45 +108,44 @@ class Blocks:
 
     paths: tuple[str, ...]
     repeat: Repeat | None = None
-    """The repeated part of the blocks, of which only some periods were recorded (`num_recorded`). None: all blocks were
-    recorded."""
+    """The repeated part of the blocks, of which only some periods were recorded (`_num_recorded`). None: all were."""
 
     @classmethod
     def shortened(cls, paths: tuple[str, ...], repeat: Repeat) -> Blocks:
         """Return blocks of which only those that differ are recorded, if the part repeats often enough."""
-        return cls(paths, repeat if repeat.times > num_recorded(repeat) else None)
+        return cls(paths, repeat if repeat.times > _num_recorded(repeat) else None)
 
     @property
     def omitted(self) -> tuple[str, ...]:
         """The blocks that were not recorded."""
         if self.repeat is None:
             return ()
-        kept = set(shorten(len(self.paths), self.repeat, num_recorded(self.repeat)))
+        kept = set(shorten(len(self.paths), self.repeat, _num_recorded(self.repeat)))
         return tuple(path for index, path in enumerate(self.paths) if index not in kept)
 
     def likes(self) -> dict[str, str]:
         """Return, for each block that was not recorded, the block of the second period that it is like."""
-        start, second = (self.repeat.start, self._period(1)) if self.repeat else (0, ())
         omitted = set(self.omitted)
-        return {path: second[(index - start) % len(second)] for index, path in enumerate(self.paths) if path in omitted}
+        return {path: self._like(index) for index, path in enumerate(self.paths) if path in omitted}
 
     def equals(self) -> dict[str, str]:
         """Return, for each block of the second period, another recorded block that must have the same events: neither
         the first nor the last one of the repeated part, which may differ."""
         if self.repeat is None:
             return {}
-        second, last = self._period(1), self._period(self.repeat.times - 1)
-        if len(second) == 1:
-            return dict(zip(second, self._period(self.repeat.times - 2), strict=True))
-        return dict(zip(second, (*last[:1], *self._period(0)[1:]), strict=True))
+        omitted = set(self.omitted)
+        between = range(self.repeat.start + 1, self.repeat.end - 1)
+        likes = ((self._like(index), self.paths[index]) for index in between if self.paths[index] not in omitted)
+        return {like: path for like, path in likes if like != path}
 
-    def _period(self, index: int) -> tuple[str, ...]:
+    def _like(self, index: int) -> str:
+        """Return the block of the second period that a block of the repeated part is like."""
         assert self.repeat is not None
-        start = self.repeat.start + index * self.repeat.period
-        return self.paths[start : start + self.repeat.period]
+        start, period = self.repeat.start, self.repeat.period
+        return self.paths[start + period + (index - start) % period]
 
 
-def num_recorded(repeat: Repeat) -> int:
+def _num_recorded(repeat: Repeat) -> int:
     """Return how many periods of a repeated part are recorded: the first ones and the last ones (`depth.shorten`).
 
     The first and the last block may differ from the others. Two more of each kind show whether the part is uniform.
