@@ -24,7 +24,7 @@ from titan_launch.plan.types import (
     Unit,
     enclosing,
     full_name,
-    is_within,
+    outward,
     parent,
     with_parameters,
 )
@@ -151,13 +151,10 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
 
 def _layers(inventory: Inventory) -> list[int]:
     """Return the indices of the layers in the pipeline order. Every stage needs at least one layer."""
-    blocks = [index for index, path in enumerate(inventory.pipeline_order) if _holds_block(inventory, path)]
+    inside, around = set(inventory.blocks), {path for block in inventory.blocks for path in outward(block)}
+    blocks = [i for i, path in enumerate(inventory.pipeline_order) if path in around or enclosing(path, inside)]
     elements = _elements(inventory, min_axes=0)
     return blocks or [index for index, path in enumerate(inventory.pipeline_order) if elements[path]]
-
-
-def _holds_block(inventory: Inventory, path: str) -> bool:
-    return any(is_within(block, path) or is_within(path, block) for block in inventory.blocks)
 
 
 def _elements(inventory: Inventory, min_axes: int) -> Counter[str]:
@@ -339,10 +336,11 @@ def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, 
     rank, a rank runs at most 3 p forwards before its first backward.
     """
     schedule, every = parallelism.pipeline_parallel_schedule, layout.num_microbatches
-    enough = layout.pipeline + 1 if schedule in ONE_STAGE_SCHEDULES else 3 * layout.pipeline
+    has_one_stage = schedule in ONE_STAGE_SCHEDULES
+    enough = layout.pipeline + 1 if has_one_stage else 3 * layout.pipeline
     if schedule in _HOLDS_ALL or enough >= every:
         return (every,)
-    return enough, min(every, enough + layout.pipeline)  # interleaved schedules take multiples
+    return enough, min(every, enough + (1 if has_one_stage else layout.pipeline))  # interleaved: multiples
 
 
 def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:

@@ -22,8 +22,8 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.depth import Shortcut, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate, with_growth
 from titan_launch.plan.memory.recordings import Recordings, TapesOf
-from titan_launch.plan.memory.replay import Replay, ReplayedStep, SecondModel
-from titan_launch.plan.memory.tape import Tape, with_blocks
+from titan_launch.plan.memory.replay import RankModel, Replay, ReplayedStep, SecondModel
+from titan_launch.plan.memory.tape import with_blocks
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.pipeline import counts_to_run, parts_on_rank, representative_ranks
 from titan_launch.plan.types import ModelPlan
@@ -55,6 +55,7 @@ class ReplayEngine:
         self._steps: dict[Choice, tuple[Footprint, Traffic]] = {}
         self._plan = cache(self._planned)
         self._parts = cache(self._parts_of_rank)
+        self._model = cache(self._model_of_rank)
         self._second = cache(self._second_model)
 
     def __call__(self, choice: Choice) -> Footprint:
@@ -114,39 +115,41 @@ class ReplayEngine:
 
     def _of_rank(self, choice: Choice, rank: int) -> tuple[Footprint, Traffic]:
         """Return the prediction for a pipeline rank."""
-        layout, config, counts = self._layout, with_choice(self._config, choice), self._counts
-        parts = self._parts(bool(choice.accumulation.keep_params_unsharded), choice.activation_checkpoint, rank)
-        wanted, wanted_first = self._wanted(choice, rank)
-        tapes = self._recordings.tapes(wanted)
+        layout, counts = self._layout, self._counts
         if layout.pipeline == 1:
-            first = None if wanted_first is None else self._recordings.tapes(wanted_first)[0]
-            step = self._replayed(config, parts, tapes[0], layout.num_microbatches, first)
+            step = self._replayed(choice, rank, 0, layout.num_microbatches)
             return step.footprint, step.traffic
-        pairs = zip(tapes, counts, strict=True)
-        step, *longer = (self._replayed(config, parts, tape, count) for tape, count in pairs)
+        step, *longer = (self._replayed(choice, rank, index, count) for index, count in enumerate(counts))
         footprint = with_growth([step.footprint, *(s.footprint for s in longer)], counts, layout.num_microbatches)
         return replace(footprint, pipeline_rank=rank), step.traffic
 
-    def _replayed(
-        self, config: JobConfig, parts: Parts, tape: Tape, num_microbatches: int, first: Tape | None = None
-    ) -> ReplayedStep:
-        """Replay the model at two smaller depths and extrapolate, or at its own depth. `first`: the tape of the first
-        microbatch, if it differs from `tape`."""
+    def _replayed(self, choice: Choice, rank: int, index: int, num_microbatches: int) -> ReplayedStep:
+        """Replay the tape with an index at two smaller depths and extrapolate, or at the model's own depth."""
+        config, is_kept = with_choice(self._config, choice), bool(choice.accumulation.keep_params_unsharded)
+        wanted, first = self._wanted(choice, rank)
+        shortcut = self._parts(is_kept, wanted.checkpointing, rank).shortcut
 
         def at(removed: tuple[str, ...]) -> ReplayedStep:
-            own = [without_blocks(plan, removed) for plan in parts.plans] if removed else parts.plans
-            shallow, begin = (None if each is None else with_blocks(each, removed) for each in (tape, first))
-            assert shallow is not None
-            replay = Replay(config, own, parts.whole, self._layout, self._kernels, shallow, self._second(), begin)
-            return replay.step(num_microbatches)
+            model = self._model(is_kept, wanted, first, index, removed)
+            return Replay(config, model, self._kernels, self._second()).step(num_microbatches)
 
-        shortcut = parts.shortcut
-        if shortcut is not None and tape.parts[0].repeat is not None:
+        if shortcut is not None and self._recordings.tapes(wanted)[index].parts[0].repeat is not None:
             shorter, longer = at(shortcut.removed_from_shorter), at(shortcut.removed_from_longer)
             footprint = extrapolate(shorter.footprint, longer.footprint, shortcut.factor)
             if footprint is not None:
                 return ReplayedStep(footprint, on_line(shorter.traffic, longer.traffic, shortcut.factor))
         return at(())
+
+    def _model_of_rank(
+        self, keep_params_unsharded: bool, wanted: TapesOf, first: TapesOf | None, index: int, removed: tuple[str, ...]
+    ) -> RankModel:
+        """Return what a rank replays without the `removed` blocks. `first`: the tape of the first microbatch, if it
+        differs from later ones. `index`: that of the tape among those of `wanted`."""
+        parts = self._parts(keep_params_unsharded, wanted.checkpointing, wanted.pipeline_rank)
+        plans = tuple(without_blocks(plan, removed) for plan in parts.plans) if removed else parts.plans
+        tape = with_blocks(self._recordings.tapes(wanted)[index], removed)
+        begin = None if first is None else with_blocks(self._recordings.tapes(first)[0], removed)
+        return RankModel(parts.whole, plans, tape, begin, self._layout, self._config.optimizer)
 
     def _second_model(self) -> SecondModel | None:
         found, inventory = self._config.loss.frozen_model(), self._recordings.subject().second

@@ -285,12 +285,11 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
     """
     maxima = {}
     for point in (point for point in shorter.maxima if point in longer.maxima):
-        pairs = [shorter.maxima[point], longer.maxima[point]]
-        if len(pairs[0]) != len(pairs[1]):
+        if len(shorter.maxima[point]) != len(longer.maxima[point]):
             return None
-        along = [_along(a, b, factor) for a, b in zip(*pairs, strict=True)]
-        groups = ([peak for peak in along if peak.in_product is product] for product in (True, False))
-        maxima[point] = [_highest(group) for group in groups if group]
+        pairs = list(zip(shorter.maxima[point], longer.maxima[point], strict=True))
+        groups = ([pair for pair in pairs if pair[0].in_product is product] for product in (True, False))
+        maxima[point] = [_highest_along(group, factor) for group in groups if group]
     return Footprint(maxima, host_bytes=round(_line(shorter.host_bytes, longer.host_bytes, factor)))
 
 
@@ -329,12 +328,16 @@ def _highest(maxima: Sequence[Peak]) -> Peak:
     return max(maxima, key=lambda maximum: maximum.total)._replace(by_stream=tuple(map(max, streams)))
 
 
-def _along(a: Peak, b: Peak, factor: float) -> Peak:
+def _highest_along(pairs: Sequence[tuple[Peak, Peak]], factor: float) -> Peak:
+    """Return the highest of a point's extrapolated maxima, with the peak of each stream over all of them."""
+    shorter, longer = max(pairs, key=lambda pair: _line(pair[0].total, pair[1].total, factor))
+    own = zip(shorter.by_category, longer.by_category, strict=True)
+    streams = zip(*(zip(a.by_stream, b.by_stream, strict=True) for a, b in pairs), strict=True)
     return Peak(
-        _line(a.total, b.total, factor),
-        tuple([x + factor * (y - x) for x, y in zip(a.by_category, b.by_category, strict=True)]),
-        tuple([x + factor * (y - x) for x, y in zip(a.by_stream, b.by_stream, strict=True)]),
-        a.in_product,
+        _line(shorter.total, longer.total, factor),
+        tuple([_line(x, y, factor) for x, y in own]),
+        tuple([max([x + factor * (y - x) for x, y in stream]) for stream in streams]),
+        shorter.in_product,
     )
 
 

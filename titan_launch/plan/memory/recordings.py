@@ -315,9 +315,10 @@ def _key(what: str, job: JobConfig, kernels: Kernels | None) -> str:
         versions,
         _package_digest(),
     ]
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return _digest(json.dumps(parts, sort_keys=True).encode())
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -330,7 +331,7 @@ def _package_digest() -> str:
     """Return a digest of the states of this package's files: a recording of other code is not used."""
     root = Path(__file__).parent.parent.parent
     states = sorted((str(path.relative_to(root)), file_state(path)) for path in root.rglob("*.py"))
-    return hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
+    return _digest(json.dumps(states).encode())
 
 
 def _files_named_in(value: Any) -> list[Any]:
@@ -350,17 +351,19 @@ def _files_named_in(value: Any) -> list[Any]:
 
 
 def _entry(key: str) -> Path:
+    """Return the file of an entry: a line with the digest of the value and the states of files, and the value."""
     return cache_folder() / "plans" / f"{key}.json"
 
 
 def _load(key: str) -> dict[str, Any] | None:
     """Return an entry of the cache; None if there is none, or if it is damaged or older than a file of its model."""
     try:
-        entry = json.loads(_entry(key).read_text(encoding="utf-8"))
-        if all(file_state(Path(path)) == state for path, state in entry["files"]):
-            value: dict[str, Any] = entry["value"]
-            return value if entry["digest"] == _digest(value) else None
-    except (OSError, ValueError, TypeError, KeyError):
+        head, text = _entry(key).read_bytes().split(b"\n", 1)
+        digest, files = json.loads(head)
+        if digest == _digest(text) and all(file_state(Path(path)) == state for path, state in files):
+            value: dict[str, Any] = json.loads(text)
+            return value
+    except (OSError, ValueError, TypeError):
         pass
     return None
 
@@ -370,8 +373,8 @@ def _store(key: str, value: dict[str, Any], files: list[str]) -> None:
     with suppress(OSError):
         path = _entry(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        states = [[file, file_state(Path(file))] for file in files]
-        replace_text(path, json.dumps({"digest": _digest(value), "files": states, "value": value}))
+        states, text = [[file, file_state(Path(file))] for file in files], json.dumps(value)
+        replace_text(path, f"{json.dumps([_digest(text.encode()), states])}\n{text}")
         for old in _oldest(path.parent):
             old.unlink()
 
@@ -386,8 +389,8 @@ def _oldest(folder: Path) -> Iterator[Path]:
         yield from sorted(entries, key=lambda path: path.stat().st_mtime_ns)[: len(entries) - _MOST_ENTRIES]
 
 
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def _subject_to_json(subject: Subject) -> dict[str, Any]:

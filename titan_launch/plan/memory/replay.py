@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from titan_launch.config.job import JobConfig
@@ -139,6 +140,9 @@ _WITH_NUMBER = {
 }
 """The steps that take a number."""
 
+_OF_CONTEXT = frozenset(dir(Context))
+"""The steps of a root's context, and not of a unit."""
+
 
 def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[ExchangedUnit]:
     """Return the exchanged units of a rank, with the parts of a unit that several stages have as one: they have one
@@ -154,43 +158,60 @@ def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[Excha
     return list(found.values())
 
 
+@dataclass(frozen=True)
+class RankModel:
+    """The parts of a model that a rank replays, and their tape: the same for all modes of gradient accumulation."""
+
+    whole: ModelPlan
+    """The plan of the model with all blocks and stages."""
+
+    plans: tuple[ModelPlan, ...]
+    """The plan of the model with the blocks on the tape, or of each pipeline stage of the rank."""
+
+    tape: Tape
+    first: Tape | None
+    """The tape of the first microbatch, if it differs from `tape`."""
+
+    layout: Layout
+    optimizer: OptimizerConfig
+
+    @cached_property
+    def local_plans(self) -> list[ModelPlan]:
+        """The plans with what tensor parallelism leaves to this rank."""
+        return [local_plan(plan, self.tape.shapes) for plan in self.plans]
+
+    @cached_property
+    def groups(self) -> list[GroupSizes]:
+        """The shards of the trained parameters by optimizer group."""
+        return group_sizes(zip(self.plans, self.local_plans, strict=True), self.optimizer, self.layout)
+
+    @cached_property
+    def exchanged(self) -> dict[Unit, ExchangedUnit]:
+        """The units whose gradients and parameters the replicas exchange."""
+        return {unit: size for plan in self.local_plans for unit, size in exchanged_units(plan, self.layout).items()}
+
+
 class Replay:
     """The parts of a model on a rank with their FSDP2 units, for one step."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        plans: Sequence[ModelPlan],
-        whole: ModelPlan,
-        layout: Layout,
-        kernels: Kernels,
-        tape: Tape,
-        second: SecondModel | None = None,
-        first: Tape | None = None,
-    ):
-        """`plans`: plan of the model with the blocks on the tape, or of each pipeline stage of the rank. `whole`: plan
-        of the model with all blocks and stages. `second`: the second model of the loss. `first`: the tape of the first
-        microbatch, if it differs from `tape`."""
-        self._whole = whole
-        locals_ = [local_plan(plan, tape.shapes) for plan in plans]
+    def __init__(self, config: JobConfig, model: RankModel, kernels: Kernels, second: SecondModel | None = None):
+        """`second`: the second model of the loss."""
         self._config = config
-        self._layout = layout
-        self._tape, self._first = tape, first
+        self._model = model
+        self._layout = layout = model.layout
         self._ledger = Ledger(on_host(config.training, kernels))
-        self._groups = group_sizes(zip(plans, locals_, strict=True), config.optimizer, layout)
-        self._exchanged = {unit: sizes for plan in locals_ for unit, sizes in exchanged_units(plan, layout).items()}
         self._contexts: dict[str, Context] = {}
         """FSDP2's state of each root, by the path of the root on the tape."""
         self._units: dict[str, ShardedUnit] = {}
         """The unit of each module that FSDP2 wraps, by its path on the tape."""
         self._places: dict[str, tuple[ShardedUnit, int]] = {}
         """The unit of each parameter that FSDP2 manages, and its index there, by full name."""
-        for index, plan in enumerate(locals_):
+        for index, plan in enumerate(model.local_plans):
             self._add(root_path(index if layout.pipeline > 1 else None), config, plan)
         if second is not None:
-            own = {name.removeprefix(SECOND): s for name, s in tape.shapes.items() if name.startswith(SECOND)}
+            own = {name.removeprefix(SECOND): s for name, s in model.tape.shapes.items() if name.startswith(SECOND)}
             self._add(SECOND, second.config, local_plan(second.plan, own))
-        for name, elements in tape.reduced.items():
+        for name, elements in model.tape.reduced.items():
             unit, index = self._places[name]
             unit.parameters[index].sent_elements = elements
 
@@ -202,7 +223,7 @@ class Replay:
             self._ledger,
             self._layout,
             self._config.gradient_accumulation,
-            self._exchanged if leave_early else {},
+            self._model.exchanged if leave_early else {},
             splits_backward and self._layout.pipeline > 1,
         )
         prefix, by_path = SECOND if root == SECOND else "", dict[str, ShardedUnit]()
@@ -243,8 +264,8 @@ class Replay:
         self._ledger.enter(StepPoint(count - 1, "optimizer", ""))
         for context in self._contexts.values():
             context.finish_exchange()
-        temporaries = temporary_bytes(config.optimizer, self._groups, layout.optimizer_shards)
-        units = _joined(self._exchanged, self._whole)
+        temporaries = temporary_bytes(config.optimizer, self._model.groups, layout.optimizer_shards)
+        units = _joined(self._model.exchanged, self._model.whole)
         book_update(self._ledger, temporaries, units, layout, gradients_leave_early(config.training))
         return ReplayedStep(self._ledger.footprint(), traffic + traffic_of_replicas(units, layout.optimizer_replicas))
 
@@ -265,12 +286,12 @@ class Replay:
         for context in self._contexts.values():
             for unit in context.units:
                 self._ledger.allocate(unit.shard_bytes, Category.PARAMETERS)
-        self._ledger.allocate(state_bytes(self._config.optimizer, self._groups), Category.OPTIMIZER)
-        self._ledger.allocate(ema_bytes(self._config.ema, self._groups), Category.EMA)
-        self._ledger.allocate(sum(self._tape.buffers.values()), Category.BUFFERS)
+        self._ledger.allocate(state_bytes(self._config.optimizer, self._model.groups), Category.OPTIMIZER)
+        self._ledger.allocate(ema_bytes(self._config.ema, self._model.groups), Category.EMA)
+        self._ledger.allocate(sum(self._model.tape.buffers.values()), Category.BUFFERS)
 
     def _play(self, first_microbatch: int) -> None:
-        tape = self._first if self._first is not None and first_microbatch == 0 else self._tape
+        tape = (first_microbatch == 0 and self._model.first) or self._model.tape
         ledger = self._ledger
         for segment in tape.segments:
             ledger.enter(StepPoint(first_microbatch + segment.microbatch, segment.phase, segment.module))
@@ -290,8 +311,7 @@ class Replay:
         match event:
             case Step():
                 unit = self._units[event.path]
-                what = unit.context if hasattr(Context, event.name) else unit
-                call = getattr(what, event.name)
+                call = getattr(unit.context if event.name in _OF_CONTEXT else unit, event.name)
                 call(event.number) if event.name in _WITH_NUMBER else call()
             case Gradient():
                 unit, index = self._places[event.parameter]

@@ -209,14 +209,10 @@ def _states(run: Sequence[Bytes]) -> Iterator[Bytes]:
     before: Counter[Category] = Counter()
     for index in sorted(marks):
         now = states[index][2]
-        changes = _frees_first((c, n) for c in Category if (n := now[c] - before[c]))
+        changes = [(category, n) for category in Category if (n := now[category] - before[category])]
         if changes or marks[index]:
-            yield Bytes(changes, marks[index])
+            yield Bytes(tuple(sorted(changes, key=lambda change: change[1] > 0)), marks[index])
         before = now
-
-
-def _frees_first(changes: Iterable[tuple[Category, int]]) -> tuple[tuple[Category, int], ...]:
-    return tuple(sorted(changes, key=lambda change: change[1] > 0))
 
 
 def is_uniform(tape: Tape) -> bool:
@@ -307,16 +303,17 @@ def to_json(tape: Tape) -> dict[str, Any]:
 
 def from_json(value: Mapping[str, Any]) -> Tape:
     """Return the tape that `to_json` has written. Raises KeyError, TypeError or ValueError for another value."""
+    categories = {int(category): category for category in Category}
 
-    def changed(changes: Any, in_product: bool = False) -> Bytes:
-        return Bytes(_frees_first((Category(c), int(n)) for c, n in changes), in_product)
+    def changed(changes: Any, in_product: bool) -> Bytes:
+        return Bytes(tuple([(categories[category], num_bytes) for category, num_bytes in changes]), in_product)
 
     def event(kind: int, *fields: Any) -> Event:
         if kind == 0:
             return changed(*fields)
         if kind == 2:
             name, num_bytes, dtype, category = fields
-            return Gradient(name, num_bytes, dtype, Category(category))
+            return Gradient(name, num_bytes, dtype, categories[category])
         return _KINDS[kind](*fields)
 
     parts = (Blocks(tuple(paths), repeat and Repeat(**repeat)) for paths, repeat in value["parts"])

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.communication import LinkTraffic, Traffic, link_traffic_of_step
 from titan_launch.plan.hardware import GIB, Hardware
-from titan_launch.plan.job import Choice, is_configured_choice, plan_units, possible_choices
+from titan_launch.plan.job import Choice, is_configured_choice, possible_choices
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.plan.step_time import Flops, FlopsOf, StepTime, bubble_share, estimate_step_time
@@ -81,7 +81,6 @@ def compare(
     `only_own`: only combinations that the job sets or `auto` may choose. Raises ConfigError if the model does not
     support the job's precision rules, compilation or activation checkpointing.
     """
-    plan_units(config, inventory, False)  # raises for wrong precision rules
     choices, notes = possible_choices(config, layout, inventory, only_own)
     bubble = bubble_share(config.parallelism, layout)
     if layout.model_parallel > 1:

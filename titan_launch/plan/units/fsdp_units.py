@@ -175,7 +175,7 @@ class _UnitPlanner:
         for (index, _), phase in self._kept_phases(drafts, [*drafts, *self._in_place_units()]).items():
             around[index].add(phase)
         found: dict[str, str] = {}
-        for (reason, policy), (assignment, paths) in self._rule_groups().items():
+        for (reason, policy), (assignment, paths) in self._rule_groups.items():
             if reason in self._own_because or reason in found:
                 continue
             why = self._why_own_unit(assignment.rule)
@@ -270,7 +270,7 @@ class _UnitPlanner:
                 self._ruled_unit(reason if len(paths) > 1 else paths[0], paths, assignment, policy),
                 reshard_after_forward=None,
             )
-            for (reason, policy), (assignment, paths) in self._rule_groups().items()
+            for (reason, policy), (assignment, paths) in self._rule_groups.items()
             if reason not in self._own_because
         ]
 
@@ -439,11 +439,12 @@ class _UnitPlanner:
         """
         return [
             self._ruled_unit(reason if len(part) > 1 else part[0], part, assignment, policy)
-            for (reason, policy), (assignment, paths) in self._rule_groups().items()
+            for (reason, policy), (assignment, paths) in self._rule_groups.items()
             if reason in self._own_because
             for part in self._parts(paths, assignment.rule.unit_per if share else "module")
         ]
 
+    @cached_property
     def _rule_groups(self) -> dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]]:
         """Return the modules with parameters that rules match, except blocks, by rule and policy."""
         groups: dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]] = {}
@@ -558,9 +559,13 @@ class _UnitPlanner:
     def _reshard_near(self, modules: Sequence[str]) -> bool:
         """Return True if a unit with modules of one block reshards. The last block has the setting `Resharding.late`,
         because the backward of the last block follows soon after its forward."""
-        late = (*self.inventory.head, *outermost(self.inventory.blocks)[-1:])
-        is_late = any(is_within(path, last) for path in modules for last in late)
+        is_late = any(is_within(path, last) for path in modules for last in self._last)
         return self.resharding.late if is_late else self.resharding.blocks
+
+    @cached_property
+    def _last(self) -> tuple[str, ...]:
+        """The modules that run last: the last block, and the head."""
+        return (*self.inventory.head, *outermost(self.inventory.blocks)[-1:])
 
     def _policy(self, path: str, assignment: RuleAssignment) -> Policy:
         rule = assignment.rule
