@@ -7,17 +7,14 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, Stopped, UserError
 from titan_launch.core.signals import stop_with_parent
 from titan_launch.core.terminal import as_message, printable, say_escaped, shortened
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,52 +34,61 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_MOST_PROCESSES = 4
+"""Processes that share work. A fork takes some milliseconds, and as much memory as the work of one item."""
+
+
 def in_forks(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return the results of a function, in the order of `items`. On Linux, one process per core takes one item after
-    another: this process, which takes the first item, and forks of it, which return their results pickled.
+    """Return the results of a function, in the order of `items`. On Linux, up to four processes, one per core, take one
+    item after another: this process, which takes the first item, and forks of it, which return their results pickled.
 
     A fork ends at its first error. What the forks leave is computed in this process, which raises its errors.
     """
-    count = min(usable_cores(), len(items))
+    count = min(usable_cores(), len(items), _MOST_PROCESSES)
     if count < 2 or sys.platform != "linux":  # elsewhere, a fork may not be safe
         return list(map(function, items))
-    import multiprocessing  # most processes do not need it
+    import pickle  # most processes do not need it
 
-    context = multiprocessing.get_context("fork")
-    last_taken = context.Value("i", 0)
+    waiting, end = os.pipe()  # the indices of the items that no process has taken; a pipe takes 16,384 of them
+    os.write(end, b"".join(index.to_bytes(4, "little") for index in range(1, len(items))))
+    os.close(end)
 
-    def take() -> int:
-        with last_taken.get_lock():
-            last_taken.value += 1
-            return int(last_taken.value)
+    def taken() -> Iterator[tuple[int, R]]:
+        while index := int.from_bytes(os.read(waiting, 4), "little"):
+            yield index, function(items[index])
 
-    def help_parent(pipe: Connection) -> None:
+    def help_parent(pipe: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and thereby this process
         stop_with_parent(signal.SIGKILL)
         results: dict[int, R] = {}
         with suppress(Exception):
-            while (index := take()) < len(items):
-                results[index] = function(items[index])
-        pipe.send(results)
+            results.update(taken())
+        with open(pipe, "wb") as file:
+            pickle.dump(results, file)
 
-    forks: list[tuple[Connection, Any]] = []
-    for _ in range(count - 1):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=help_parent, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        forks.append((ours, process))
+    forks: dict[int, int] = {}
+    """The pipe of each fork, by the number of its process."""
     try:
-        found, index = dict[int, R](), 0
-        while index < len(items):
-            found[index] = function(items[index])
-            index = take()
-        for pipe, _ in forks:
-            with suppress(EOFError):  # it was killed
-                found |= pipe.recv()
+        for _ in range(count - 1):
+            ours, theirs = os.pipe()
+            if (process := os.fork()) == 0:
+                try:
+                    help_parent(theirs)
+                finally:
+                    os._exit(OK)  # whatever happens, this process must not go on as if it were its parent
+            os.close(theirs)
+            forks[process] = ours
+        found = {0: function(items[0])}
+        found |= taken()
+        for pipe in forks.values():
+            with suppress(EOFError, pickle.UnpicklingError), open(pipe, "rb", closefd=False) as file:
+                found |= pickle.load(file)  # nothing, or not all of it, if the fork was killed
     finally:
-        for _, process in forks:
-            process.kill()
+        os.close(waiting)
+        for process, pipe in forks.items():
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            os.close(pipe)
     return [found[index] if index in found else function(item) for index, item in enumerate(items)]
 
 

@@ -296,7 +296,8 @@ def _without(inventory: Inventory, foreign: Collection[str]) -> tuple[Inventory,
             continue
         first[module.path] = module.same_as or module.path
         owner = now_first.setdefault(first[module.path], module.path)
-        modules.append(replace(module, same_as=None if owner == module.path else owner))
+        same_as = None if owner == module.path else owner
+        modules.append(module if same_as == module.same_as else replace(module, same_as=same_as))
     left = Inventory(
         modules=tuple(modules),
         blocks=_own(inventory.blocks, foreign),

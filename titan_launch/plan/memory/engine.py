@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -90,12 +89,8 @@ class ReplayEngine:
         return max(ranks, key=lambda predicted: predicted[0].peak_bytes)
 
     def predict_ahead(self, choices: Sequence[Choice]) -> None:
-        """Predict several choices, in one process per core if it takes long, so that a later call is a look-up."""
-        began = time.perf_counter()
-        self._step(choices[0])
-        others = [choice for choice in choices if choice not in self._steps]
-        if (time.perf_counter() - began) * len(others) > _LONG:
-            self._steps |= zip(others, in_forks(self._predicted, others), strict=True)
+        """Predict several choices, in one process per core, so that a later call is a look-up."""
+        self._steps |= zip(choices, in_forks(self._predicted, choices), strict=True)
 
     def record_ahead(self, choices: Iterable[Choice]) -> None:
         """Record what the predictions of several choices need (`Recordings.record_ahead`)."""
@@ -157,10 +152,6 @@ class ReplayEngine:
             return None
         own = frozen_job(self._config, found)
         return SecondModel(own, plan_untrained(own, inventory))
-
-
-_LONG = 0.2
-"""Seconds of predictions from which on several processes share them."""
 
 
 def _is_tied(plan: ModelPlan) -> bool:

@@ -292,32 +292,28 @@ class Replay:
 
     def _play(self, first_microbatch: int) -> None:
         tape = (first_microbatch == 0 and self._model.first) or self._model.tape
-        ledger = self._ledger
+        ledger, allocate, free = self._ledger, self._ledger.allocate, self._ledger.free
         for segment in tape.segments:
             ledger.enter(StepPoint(first_microbatch + segment.microbatch, segment.phase, segment.module))
             for event in segment.events:
                 if isinstance(event, Bytes):  # most events
                     for category, num_bytes in event.changes:
                         if num_bytes < 0:
-                            ledger.free(-num_bytes, category)
+                            free(-num_bytes, category)
                         else:
-                            ledger.allocate(num_bytes, category)
+                            allocate(num_bytes, category)
                     if event.in_product:
                         ledger.product()
-                else:
+                elif not isinstance(event, Sent):
                     self._do(event)
+        next(iter(self._contexts.values())).traffic.update(tape.sent)
 
-    def _do(self, event: Step | Gradient | Sent) -> None:
-        match event:
-            case Step():
-                unit = self._units[event.path]
-                call = getattr(unit.context if event.name in _OF_CONTEXT else unit, event.name)
-                call(event.number) if event.name in _WITH_NUMBER else call()
-            case Gradient():
-                unit, index = self._places[event.parameter]
-                category, dtype = event.category, event.dtype
-                unit.accumulate(index, Storage(self._ledger, event.num_bytes, category, dtype, taken_from=category))
-            case Sent():
-                counts = next(iter(self._contexts.values())).traffic
-                counts[event.axis] += 1
-                counts[f"{event.axis}_bytes"] += event.num_bytes
+    def _do(self, event: Step | Gradient) -> None:
+        if isinstance(event, Step):
+            unit = self._units[event.path]
+            call = getattr(unit.context if event.name in _OF_CONTEXT else unit, event.name)
+            call(event.number) if event.name in _WITH_NUMBER else call()
+        else:
+            unit, index = self._places[event.parameter]
+            category, dtype = event.category, event.dtype
+            unit.accumulate(index, Storage(self._ledger, event.num_bytes, category, dtype, taken_from=category))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
@@ -170,6 +171,15 @@ class Tape:
     reduced: Mapping[str, int] = field(default_factory=dict)
     """The parameters whose gradients are reduced over the ranks of tensor parallelism before FSDP2 reduces them, by
     full name, with the elements that this rank sends."""
+
+    @cached_property
+    def sent(self) -> Counter[str]:
+        """Calls and bytes of the collectives outside of FSDP2, by axis and by `AXIS_bytes`."""
+        found = Counter[str]()
+        for event in (event for segment in self.segments for event in segment.events if isinstance(event, Sent)):
+            found[event.axis] += 1
+            found[f"{event.axis}_bytes"] += event.num_bytes
+        return found
 
 
 def compact(events: Iterable[Event]) -> Iterator[Event]:
