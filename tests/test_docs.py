@@ -61,7 +61,7 @@ NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 """Override of the run folder: `check` must not find runs in the user's `outputs/`."""
 
 
-WHOLE_WAY, FINE_TUNING = "from_text_to_text.md", "fine_tuning.md"
+WHOLE_WAY, FINE_TUNING, YOUR_MODEL = "from_text_to_text.md", "fine_tuning.md", "your_model.md"
 """The pages whose commands are run in order, by tests of their own."""
 
 
@@ -72,7 +72,7 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> list[str]:
-    run_in_order = (WHOLE_WAY, FINE_TUNING)
+    run_in_order = (WHOLE_WAY, FINE_TUNING, YOUR_MODEL)
     in_docs = [
         line
         for name, block in blocks("sh")
@@ -192,6 +192,31 @@ def test_the_way_from_text_to_text(tmp_path: Path) -> None:
     assert len(last) == 1 and float(last[0]) < 5.5, "the loss begins at 6.9"
     status, printed, reported = run_command(generate, tmp_path)
     assert status == 0 and printed.strip() and "model: outputs/writer, step-40: qwen3" in reported
+
+
+def test_the_model_of_the_docs_trains(tmp_path: Path) -> None:
+    """Run the page's commands in order, with its model and its job. The run prints the lines of the page's header."""
+    page = (REPO / "docs/getting_started" / YOUR_MODEL).read_text()
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    (python, code), (toml, job), (shell, lines), (_, printed) = found[:4]
+    assert (python, toml, shell) == ("python", "toml", "sh")
+    (tmp_path / "my_model.py").write_text(code)
+    (tmp_path / "job.toml").write_text(job)
+    plan, train = (shlex.split(line)[1:] for line in lines.splitlines())
+    assert run_command(plan, tmp_path)[0] == 0
+    corpus = f"--data.path={REPO}/titan_launch/config/*/*.py"
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "titan_launch", *train, corpus, "--training.steps=2", "--job.device=cpu"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = ("model:", "blocks:", "ranks:", "global batch:", "precision:", "gradient acc", "folder:")
+    header = [line for line in printed.splitlines() if line.startswith(names)]
+    assert len(header) == len(names) and [line for line in header if line not in done.stdout] == []
+    wrong = subprocess.run(
+        [*command, "--model.args.vocab_size=100"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    (error,) = re.findall("^error: job.toml:5: .*$", page, flags=re.MULTILINE)
+    assert wrong.returncode == 2 and error in wrong.stderr
 
 
 CHAT_TEMPLATE = (
