@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tomli
@@ -38,7 +38,9 @@ from titan_launch.checkpoint.index import read_index
 from titan_launch.cli import COMMANDS, main, parse_arguments
 from titan_launch.commands.parser import check_weights, load
 from titan_launch.config.loading.load import load_job
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.tokenizer import TokenizerConfig
+from titan_launch.config.sections.training import ACCUMULATION_MODES
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, FREES_EARLIER
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer, train_tokenizer
@@ -543,6 +545,17 @@ def test_the_index_names_every_page() -> None:
     index = (REPO / "docs" / "README.md").read_text()
     pages = [str(page.relative_to(REPO / "docs")) for page in PAGES if page.is_relative_to(REPO / "docs")]
     assert [page for page in pages if page != "README.md" and f"({page})" not in index] == []
+
+
+def test_the_glossary_has_every_mode() -> None:
+    page = (REPO / "docs/reference/glossary.md").read_text()
+    sections = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE))
+    modes = {
+        "Gradient accumulation": {*ACCUMULATION_MODES, "auto"},
+        "Activation checkpointing": set(get_args(ActivationCheckpointConfig.model_fields["mode"].annotation)),
+    }
+    named = {title: set(re.findall(r"^- \*\*`(\w+)`", sections[title], flags=re.MULTILINE)) for title in modes}
+    assert named == modes
 
 
 def test_the_table_of_layers_in_the_docs_is_that_of_the_layering_test() -> None:
