@@ -547,6 +547,39 @@ def test_the_index_names_every_page() -> None:
     assert [page for page in pages if page != "README.md" and f"({page})" not in index] == []
 
 
+def title_of(page: Path) -> str:
+    heading = re.search(r"^# (.*)$", page.read_text(), flags=re.MULTILINE)
+    assert heading is not None
+    return heading[1]
+
+
+def test_llms_txt_lists_the_pages_of_the_site() -> None:
+    """docs/llms.txt (https://llmstxt.org) has the sections of mkdocs.yml, and each page with its title and a line about
+    it. Correct the file by hand if this fails."""
+    nav = (REPO / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    index = "  - Start:\n" + nav  # the first page has no section
+    expected = [
+        f"## {line[1]}" if line[1] else f"- [{title_of(REPO / 'docs' / line[2])}]({line[2]}): "
+        for line in re.finditer(r"^  - ([^\n]*):$|^ +- (\S+\.md)$", index, flags=re.MULTILINE)
+    ]
+    text = (REPO / "docs/llms.txt").read_text()
+    assert re.match(r"# titan_launch\n\n> \S[^\n]*\n\n", text)
+    lines = re.findall(r"^(?:## .*|- .*)$", text, flags=re.MULTILINE)
+    assert [re.sub(r"(?<=\): ).+", "", line) for line in lines] == expected
+    assert [line for line in lines if line.startswith("- ") and not line.partition("): ")[2].strip()] == []
+
+
+def test_the_two_pages_for_contributors_are_one_story() -> None:
+    pages = {name: (REPO / name).read_text() for name in ("AGENTS.md", "CONTRIBUTING.md")}
+    assert "(CONTRIBUTING.md)" in pages["AGENTS.md"] and "(AGENTS.md)" in pages["CONTRIBUTING.md"]
+    assert len(pages["AGENTS.md"].splitlines()) <= 200
+    agents, contributing = (
+        {*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^(?:scripts/|python ).*$", text, flags=re.MULTILINE)}
+        for text in pages.values()
+    )
+    assert agents & contributing == set(), "one of the two pages has the fact, and the other links to it"
+
+
 def test_the_glossary_has_every_mode() -> None:
     page = (REPO / "docs/reference/glossary.md").read_text()
     sections = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE))
