@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, huggingface, known_args, resolve_args
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.base import is_import_string
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
@@ -24,8 +25,7 @@ def model_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `model.name` is neither a known model nor a valid import string."""
     name = config.model.name
     if ":" in name:
-        module, _, factory = name.partition(":")
-        if not all(part.isidentifier() for part in [*module.split("."), *factory.split(".")]):
+        if not is_import_string(name):
             yield Problem(_NAME, "must have the form package.module:factory for a model of your own", name)
     elif name not in (*ARCHITECTURES, HUGGINGFACE):
         known = ", ".join(f'"{known}"' for known in (*ARCHITECTURES, HUGGINGFACE))

@@ -337,8 +337,8 @@ def contradictions(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each contradiction (see `CONTRADICTIONS`)."""
     for row in CONTRADICTIONS:
         if row.when(config):
-            reason = _IN_BRACES.sub(lambda key: _shown(config, key[1]), row.reason)
-            others = tuple(_path(key) for key in _IN_BRACES.findall(row.reason))
+            reason = IN_BRACES.sub(lambda key: _shown(config, key[1]), row.reason)
+            others = tuple(_path(key) for key in IN_BRACES.findall(row.reason))
             yield Problem(_path(row.key), reason, attrgetter(row.key)(config), also=others)
 
 
@@ -385,7 +385,8 @@ def changed_keys(config: JobConfig, key: str) -> Iterator[tuple[KeyPath, Any]]:
         yield from ((path, changed) for _, changed in attrgetter(section)(config).changed(name))
 
 
-_IN_BRACES = re.compile(r"\{([\w.]+)\}")
+IN_BRACES = re.compile(r"\{([\w.]+)\}")
+"""A key in the reason of a contradiction."""
 
 
 def _shown(config: JobConfig, key: str) -> str:
