@@ -170,6 +170,12 @@ CONTRADICTIONS = (
         '"auto"',
     ),
     Contradiction(
+        "parallelism.context_parallel_degree",
+        # If `job.device` is "auto", `parallel/context_parallel.py` checks this.
+        lambda job: job.parallelism.context_parallel_degree > 1 and job.job.device == "cpu",
+        "PyTorch's ring attention has no kernels for the CPU, but the job has {job.device}; set 1",
+    ),
+    Contradiction(
         "parallelism.pipeline_parallel_schedule",
         lambda job: job.compile.enable and splits_backward(job.parallelism),
         "computes the gradients of weights later than those of activations, but with {compile.enable} the backward of "
@@ -347,7 +353,6 @@ NEEDS_GPU = {
     "comm.profile_freq": "profiles CUDA kernels",
     "kernels.bf16_reduced_precision_reduction": "is a setting for GPUs",
     "kernels.float32_precision": "is a setting for GPUs",
-    "parallelism.context_parallel_degree": "needs PyTorch's ring attention, which has no kernels for the CPU",
     "profiling.memory": "records allocations of a GPU",
 }
 """Keys that must have their default on a CPU, each with the reason."""
