@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.compile import missing_on_cpu
+from titan_launch.config.rules.tables import missing_on_cpu
 from titan_launch.config.sections.data import DataSource, separates_documents
 from titan_launch.config.sections.precision import KernelsConfig
 from titan_launch.core.errors import ConfigError, config_error
@@ -64,7 +64,7 @@ def use_kernels(
         )
     kernels = config.kernels
     if device.type != "cuda":
-        problems = list(missing_on_cpu(kernels, config.activation_checkpoint))
+        problems = list(missing_on_cpu(config))
         if problems:
             raise ConfigError(problems)
         if kernels.attention != "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from titan_launch.config.sections.base import Section
 from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, toml_string
 from titan_launch.core.terminal import shortened
 
@@ -100,6 +101,8 @@ def report(lines: Sequence[str], subject: str) -> str:
 
 def toml_value(value: Any) -> str:
     """Return a value in TOML, in one line."""
+    if isinstance(value, Section):
+        value = value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -194,26 +194,13 @@ def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
 
 
 def epochs_have_a_length(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for `training.epochs` beside `training.steps`, and for epochs of a stream."""
-    epochs, steps = config.training.epochs, config.training.steps
-    if epochs is None:
-        return
-    key, other = ("training", "epochs"), ("training", "steps")
-    if steps is not None:
-        reason = f"sets the length of the run, and so does training.steps ({steps}); remove one of the two keys"
-        yield Problem(key, reason, epochs, also=(other,))
-    if isinstance(config.data, HuggingFaceData) and config.data.streaming:
-        yield Problem(key, NO_EPOCHS_OF_A_STREAM, epochs, also=(("data", "streaming"),))
+    """Report a problem for epochs of a stream."""
+    epochs = config.training.epochs
+    if epochs is not None and isinstance(config.data, HuggingFaceData) and config.data.streaming:
+        yield Problem(("training", "epochs"), NO_EPOCHS_OF_A_STREAM, epochs, also=(("data", "streaming"),))
 
 
 NO_EPOCHS_OF_A_STREAM = "the data is a stream, whose length is unknown; set training.steps instead"
-
-
-def validation_has_data(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `validation.freq` is above 0 but there is no validation data."""
-    if config.validation.freq and config.validation.data is None:
-        reason = 'requires validation data; add [validation.data], for example with path and split = "validation"'
-        yield Problem(("validation", "freq"), reason, config.validation.freq, also=(("validation", "data"),))
 
 
 def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
@@ -264,7 +251,6 @@ DATA_RULES = (
     token_files_exist,
     streams_are_only_read_in_order,
     epochs_have_a_length,
-    validation_has_data,
     validation_samples_are_held_out,
     validation_sequences_are_new,
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from titan_launch.config.architectures import ARCHITECTURES, known_args, unit_taken, vocabulary_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.data import sources_of
+from titan_launch.config.sections.base import is_import_string
 from titan_launch.config.sections.data import FactoryData, PreferenceData, TokensData
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import ModelConfig
@@ -24,8 +25,7 @@ def loss_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `loss.name` is neither a loss of this package nor a valid import string."""
     name, known = config.loss.name, ("cross_entropy", *_TABLES)
     if ":" in name:
-        module, _, function = name.partition(":")
-        if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+        if not is_import_string(name):
             yield Problem(_NAME, "must have the form package.module:function for a loss of your own", name)
     elif name not in known:
         names = ", ".join(f'"{loss}"' for loss in known)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, huggingface, known_args, resolve_args
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.base import is_import_string
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
@@ -24,8 +25,7 @@ def model_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `model.name` is neither a known model nor a valid import string."""
     name = config.model.name
     if ":" in name:
-        module, _, factory = name.partition(":")
-        if not all(part.isidentifier() for part in [*module.split("."), *factory.split(".")]):
+        if not is_import_string(name):
             yield Problem(_NAME, "must have the form package.module:factory for a model of your own", name)
     elif name not in (*ARCHITECTURES, HUGGINGFACE):
         known = ", ".join(f'"{known}"' for known in (*ARCHITECTURES, HUGGINGFACE))
@@ -151,17 +151,8 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
     """Yield a folder of weights of another model, and each argument that differs from the folder's. (A missing folder
     is found when it is read: a run that resumes does not need it.)"""
     model, key = config.model, ("model", "weights")
-    if model.weights is None:
-        if model.exclude_from_weights:
-            reason = "applies only to model.weights, which is unset; remove this key"
-            yield Problem(("model", "exclude_from_weights"), reason, list(model.exclude_from_weights), also=(key,))
-        return
-    if config.checkpoint.initial_load_path is not None:
-        other: KeyPath = ("checkpoint", "initial_load_path")
-        reason = "a run starts with one set of weights, and checkpoint.initial_load_path names another; remove one"
-        yield Problem(key, reason, model.weights, also=(other,))
     args = known_args(model)
-    if args is None or not os.path.exists(model.weights):
+    if model.weights is None or args is None or not os.path.exists(model.weights):
         return
     from titan_launch.config.huggingface.config_json import differences, read_folder_config
     from titan_launch.config.huggingface.features import WeightsError
@@ -198,57 +189,22 @@ def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
         yield Problem(key, str(error), lora.adapter)
 
 
-def adapters_have_targets(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each key of `[lora]` that is set without `targets`. (Default values are accepted, because
-    the `config.json` of a run contains every key.) With targets, report `training.frozen`, and rules without effect."""
-    targets: KeyPath = ("lora", "targets")
-    if config.lora.targets:
-        reason = "has no effect with lora.targets: every parameter that training.trainable does not name is frozen; "
-        for _, globs in config.training.changed("frozen"):
-            yield Problem(("training", "frozen"), f"{reason}remove this key", globs, also=(targets,))
-        for index, rule in enumerate(config.lora.rules):
-            if rule.rank is None and rule.alpha is None:
-                yield Problem(("lora", "rules", index), "has no effect without rank or alpha; set one of them")
-        return
-    reason = 'has no effect without lora.targets; set targets = ["layers.*.attention.w*"], or remove this key'
-    values = config.lora.model_dump(mode="json", exclude_none=True)
-    for name, _ in config.lora.changed():
-        yield Problem(("lora", name), reason, values[name], also=(targets,))
+def adapter_rules_have_an_effect(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each rule of `[lora]` that sets nothing."""
+    for index, rule in enumerate(config.lora.rules if config.lora.targets else ()):
+        if rule.rank is None and rule.alpha is None:
+            yield Problem(("lora", "rules", index), "has no effect without rank or alpha; set one of them")
 
 
-def frozen_parameters_are_clear(config: JobConfig) -> Iterator[Problem]:
-    """Report problems of `[training]` with frozen parameters: two lists that contradict each other, and parameters that
-    would be unfrozen only after the run."""
+def parameters_are_unfrozen_in_the_run(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for parameters that would be unfrozen only after the run."""
     training = config.training
-    if training.trainable is not None and training.frozen:
-        reason = "says which parameters are frozen, and so does training.trainable; remove one of the two keys"
-        yield Problem(("training", "frozen"), reason, list(training.frozen), also=(("training", "trainable"),))
     for index, row in enumerate(training.unfreeze):
         if training.steps is not None and row.after_step >= training.steps:
             key: KeyPath = ("training", "unfreeze", index, "after_step")
             last = f"the last step, {training.steps} ({format_key(training.length_key)})"
             reason = f"is not before {last}; set less, or freeze for good"
             yield Problem(key, reason, row.after_step, also=(training.length_key,))
-
-
-def auto_divides_a_known_batch(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for `local_batch_size = "auto"` without a global batch."""
-    if config.training.local_batch_size == "auto" and config.training.global_batch_size is None:
-        key: KeyPath = ("training", "global_batch_size")
-        reason = "divides the global batch into microbatches, so it requires training.global_batch_size; set that key"
-        yield Problem(("training", "local_batch_size"), reason, "auto", also=(key,))
-
-
-def stages_unfreeze_nothing(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for `training.unfreeze` with pipeline parallelism."""
-    degree = config.parallelism.pipeline_parallel_degree
-    if config.training.unfreeze and degree > 1:
-        key = ("parallelism", "pipeline_parallel_degree")
-        reason = (
-            f"does not support {format_key(key)} = {degree}: PyTorch's stages agree in the first step on the gradients "
-            "that they exchange; train from the start, or set the degree to 1"
-        )
-        yield Problem(("training", "unfreeze"), reason, also=(key,))
 
 
 def settings_of_frozen_parameters_have_an_effect(config: JobConfig) -> Iterator[Problem]:
@@ -278,11 +234,9 @@ MODEL_RULES = (
     factory_args_can_be_recorded,
     own_loss_is_whole,
     weights_are_of_the_model,
-    adapters_have_targets,
+    adapter_rules_have_an_effect,
     adapter_is_of_the_job,
-    frozen_parameters_are_clear,
-    stages_unfreeze_nothing,
-    auto_divides_a_known_batch,
+    parameters_are_unfrozen_in_the_run,
     settings_of_frozen_parameters_have_an_effect,
 )
 """The rules of this file."""

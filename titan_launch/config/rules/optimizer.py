@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import ALGORITHMS
-from titan_launch.config.sections.base import Section
+from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.errors import KeyPath, Problem, format_key
 
@@ -31,16 +30,9 @@ def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
             f'optimizer.name = "{algorithm}", or set algorithm = "{algorithm}" in a parameter group'
         )
         for setting in row.settings:
-            for key, value in _changed(config.optimizer, setting) if setting not in read else ():
-                yield Problem(("optimizer", *key), reason, value, also=(_NAME, _GROUPS))
+            for key, value in changed_keys(config, f"optimizer.{setting}") if setting not in read else ():
+                yield Problem(key, reason, value, also=(_NAME, _GROUPS))
         read |= {*row.settings}
-
-
-def nesterov_has_momentum(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `nesterov` is true but `momentum` is 0 (SGD)."""
-    if config.optimizer.sgd.nesterov and not config.optimizer.sgd.momentum:
-        reason = f"requires momentum, but {format_key(_MOMENTUM)} is 0; set momentum above 0, or nesterov = false"
-        yield Problem(("optimizer", "sgd", "nesterov"), reason, True, also=(_MOMENTUM,))
 
 
 def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
@@ -51,17 +43,6 @@ def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
             f"is the dtype of the momentum, but {format_key(_MOMENTUM)} is 0; remove this key, or set momentum above 0"
         )
         yield Problem(_STATE_DTYPE, reason, optimizer.state_dtype, also=(_MOMENTUM, _NAME, _GROUPS))
-
-
-def eight_bit_state_has_whole_rows(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the state is in 8 bits with tensor parallelism, which divides rows, and so blocks."""
-    degree = config.parallelism.tensor_parallel_degree
-    if config.optimizer.state_dtype == "int8" and degree > 1:
-        reason = (
-            f"is not supported with parallelism.tensor_parallel_degree = {degree}: tensor parallelism divides the rows "
-            'of some matrices, whose elements share scales; set "bfloat16", or tensor_parallel_degree = 1'
-        )
-        yield Problem(_STATE_DTYPE, reason, "int8", also=(("parallelism", "tensor_parallel_degree"),))
 
 
 def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
@@ -105,19 +86,12 @@ def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
         yield Problem(("optimizer", "implementation"), reason, optimizer.implementation, also=(("optimizer", chosen),))
 
 
-def ema_settings_have_an_effect(config: JobConfig) -> Iterator[Problem]:
-    """Report settings of `[ema]` without `ema.decay`, weights to validate without a validation, and an average that the
-    run ends without. (Defaults are accepted: the `config.json` of a run contains them.)"""
-    ema, decay, training = config.ema, ("ema", "decay"), config.training
-    if ema.decay is None:
-        for name, value in ema.changed():
-            reason = "has no effect without ema.decay; set a decay such as 0.999, or remove this key"
-            yield Problem(("ema", name), reason, value, also=(decay,))
+def average_is_updated_in_the_run(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the run ends before the first update of the moving average."""
+    ema, training = config.ema, config.training
+    if ema.decay is None or training.steps is None:
         return
-    if not config.validation.freq and ema.validate_with != "both":
-        reason = "has no effect with validation.freq = 0; set validation.freq, or remove this key"
-        yield Problem(("ema", "validate_with"), reason, ema.validate_with, also=(("validation", "freq"),))
-    if training.steps is not None and ema.start_step + ema.every_steps > training.steps:
+    if ema.start_step + ema.every_steps > training.steps:
         name = "every_steps" if ema.every_steps > training.steps else "start_step"
         length = f"{training.steps} steps ({format_key(training.length_key)})"
         reason = f"leaves no update of the average in {length}; set less"
@@ -126,13 +100,11 @@ def ema_settings_have_an_effect(config: JobConfig) -> Iterator[Problem]:
 
 OPTIMIZER_RULES = (
     settings_are_of_a_used_algorithm,
-    nesterov_has_momentum,
     state_dtype_has_a_state,
-    eight_bit_state_has_whole_rows,
     masters_are_of_bfloat16,
     stochastic_rounding_is_of_bfloat16,
     implementation_is_pytorchs,
-    ema_settings_have_an_effect,
+    average_is_updated_in_the_run,
 )
 """The rules of this file."""
 
@@ -142,16 +114,6 @@ def _algorithms(optimizer: OptimizerConfig) -> set[str]:
     named = {optimizer.name, *(group.algorithm for group in optimizer.param_groups if group.algorithm)}
     for_others = ALGORITHMS[optimizer.name].for_others
     return named if for_others is None else named | {for_others}
-
-
-def _changed(optimizer: OptimizerConfig, setting: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (key, value) for each key whose value differs from its default. `setting`: a key or a table of
-    `[optimizer]`."""
-    section = getattr(optimizer, setting)
-    if isinstance(section, Section):
-        yield from (((setting, name), value) for name, value in section.changed())
-    else:
-        yield from (((name,), value) for name, value in optimizer.changed(setting))
 
 
 def _stores_bfloat16(config: JobConfig) -> bool:

@@ -8,10 +8,10 @@ from math import gcd
 
 from titan_launch.config.architectures import ARCHITECTURES, known_args
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.data import keys_of_packed_documents
+from titan_launch.config.rules.compile import beyond_causal_attention
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.core.errors import KeyPath, Problem, format_key, nearest_multiples
+from titan_launch.core.errors import KeyPath, Problem, nearest_multiples
 from titan_launch.core.torch_release import SPLITS_BACKWARD_OF_EXPERTS
 
 _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
@@ -22,25 +22,6 @@ _SHARD: KeyPath = ("parallelism", "data_parallel_shard_degree")
 _BALANCE: KeyPath = ("parallelism", "context_parallel_load_balance")
 _SEQ_LEN: KeyPath = ("training", "seq_len")
 _MODEL: tuple[KeyPath, ...] = (("model", "name"), ("model", "flavor"), ("model", "args"))
-
-_OPTIONS = {
-    "shard_optimizer_over_replicas": "data_parallel_replicate_degree",
-    "sequence_parallel": "tensor_parallel_degree",
-    "loss_parallel": "tensor_parallel_degree",
-    "context_parallel_load_balance": "context_parallel_degree",
-    "context_parallel_rotate_method": "context_parallel_degree",
-}
-"""For each option of `[parallelism]`, the degree that must be above 1 for the option to have an effect."""
-
-
-def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each option of `[parallelism]` that has no effect, because its degree is 1 (see `_OPTIONS`).
-    (Default values are accepted, because the `config.json` of a run contains every key.)"""
-    for name, value in config.parallelism.changed(*_OPTIONS):
-        degree = _OPTIONS[name]
-        if getattr(config.parallelism, degree) == 1:
-            reason = f"has no effect with parallelism.{degree} = 1; set a degree above 1, or remove this key"
-            yield Problem(("parallelism", name), reason, value, also=(("parallelism", degree),))
 
 
 def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
@@ -77,16 +58,10 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if context parallelism meets a sliding window, a soft cap, sinks or documents, which ring
     attention lacks."""
-    args, degree = known_args(config.model), config.parallelism.context_parallel_degree
-    if degree == 1:
-        return
-    option = args.beyond_causal_attention(config.training.seq_len) if args is not None else None
-    if option is not None:
-        reason = f"is not supported with model.args.{option}: ring attention is plain causal attention; set 1"
-        yield Problem(_CONTEXT, reason, degree, also=(*_MODEL, _SEQ_LEN))
-    for key in keys_of_packed_documents(config):
-        reason = f'is not supported with {format_key(key)} = "documents": ring attention has no document masks; set 1'
-        yield Problem(_CONTEXT, reason, degree, also=(key,))
+    degree = config.parallelism.context_parallel_degree
+    for what, also in beyond_causal_attention(config) if degree > 1 else ():
+        reason = f"is not supported with {what}: ring attention is plain causal attention; set 1"
+        yield Problem(_CONTEXT, reason, degree, also)
 
 
 def only_sequences_are_divided(config: JobConfig) -> Iterator[Problem]:
@@ -149,15 +124,6 @@ def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_CONTEXT, reason, parallelism.context_parallel_degree, also=(key, *_MODEL))
 
 
-def ring_attention_is_on_gpus(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if a job on CPUs has context parallelism, because PyTorch's ring attention has no CPU
-    kernels."""
-    degree = config.parallelism.context_parallel_degree
-    if degree > 1 and config.job.device == "cpu":
-        reason = 'PyTorch\'s ring attention has no kernels for the CPU, and job.device is "cpu"; set 1'
-        yield Problem(_CONTEXT, reason, degree, also=(("job", "device"),))
-
-
 def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the expert-parallel degree meets a model without experts, or does not divide the number of
     experts, or the number of ranks that share parameters. (With `data_parallel_shard_degree = -1`, `plan_layout` checks
@@ -175,13 +141,6 @@ def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
         reason = misfit_of_expert_ranks(degree, shard, parallelism.context_parallel_degree)
         if reason is not None:
             yield Problem(_EXPERT, reason, degree, also=(_SHARD, _CONTEXT))
-
-
-def load_of_experts_has_a_degree(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `planner.expert_load` has no effect."""
-    for name, value in config.planner.changed("expert_load") if config.parallelism.expert_parallel_degree == 1 else ():
-        reason = "has no effect with parallelism.expert_parallel_degree = 1; set a degree above 1, or remove this key"
-        yield Problem(("planner", name), reason, value, also=(_EXPERT,))
 
 
 NO_EXPERTS = "divides experts over ranks, but the model has no experts; set 1"
@@ -206,16 +165,13 @@ def misfit_of_expert_ranks(degree: int, shard: int, context: int) -> str | None:
 
 
 PARALLELISM_RULES = (
-    options_have_a_degree,
     matrices_can_be_divided,
     models_can_be_divided,
     ring_attention_is_causal,
     only_sequences_are_divided,
     sequences_can_be_divided,
     batch_norm_sees_whole_sequences,
-    ring_attention_is_on_gpus,
     experts_can_be_divided,
-    load_of_experts_has_a_degree,
 )
 """Rules for tensor, context and expert parallelism."""
 
@@ -244,6 +200,12 @@ ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
 SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that split backward: a rank computes the gradients of activations first, and those of weights later, when
 it would otherwise wait."""
+
+
+def splits_backward(parallelism: ParallelismConfig) -> bool:
+    """Return True if the schedule of the pipeline splits backward."""
+    is_pipeline = parallelism.pipeline_parallel_degree > 1
+    return is_pipeline and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
 
 
 def stages_per_rank(parallelism: ParallelismConfig) -> int:
@@ -298,16 +260,6 @@ pipeline has ranks."""
 
 def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
     return num_microbatches % max(1, num_microbatches // ranks) == 0
-
-
-def pipeline_options_have_a_pipeline(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each option of pipelines that is set while `pipeline_parallel_degree` is 1. (Default values
-    are accepted, because the `config.json` of a run contains every key.)"""
-    if config.parallelism.pipeline_parallel_degree > 1:
-        return
-    reason = "has no effect with parallelism.pipeline_parallel_degree = 1; set a degree above 1, or remove this key"
-    for name, value in config.parallelism.changed(*(str(key[-1]) for key in (_SCHEDULE, _PER_RANK, _SPLIT))):
-        yield Problem(("parallelism", name), reason, value, also=(_PIPELINE,))
 
 
 def stages_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
@@ -381,7 +333,7 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
     is split, the gradients of weights are not yet complete at that point.
     """
     accumulation, schedule = config.gradient_accumulation, config.parallelism.pipeline_parallel_schedule
-    if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
+    if not splits_backward(config.parallelism):
         return
     why = f"{schedule} computes the gradients of weights later than those of activations"
     if accumulation.mode != "auto" and accumulation.row.reduce_scatters_each:
@@ -402,7 +354,7 @@ def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Prob
     A schedule that splits backward reads each saved result twice, but `op` keeps a result for one read.
     """
     checkpointing, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
-    if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
+    if not splits_backward(config.parallelism):
         return
     mode: KeyPath = ("activation_checkpoint", "mode")
     why = f"keeps each saved result for one read, but {schedule} reads it twice"
@@ -416,28 +368,13 @@ def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Prob
         yield Problem(mode, reason, "auto", also=(_SCHEDULE,))
 
 
-def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule splits backward but the model is compiled. The backward of a compiled graph is
-    one operation, which cannot be split."""
-    parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree == 1 or not config.compile.enable:
-        return
-    if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
-        reason = (
-            "computes the gradients of weights later than those of activations, but the backward of a compiled block "
-            'is one graph; set "Interleaved1F1B" or "1F1B", or compile.enable = false'
-        )
-        yield Problem(_SCHEDULE, reason, parallelism.pipeline_parallel_schedule, also=(("compile", "enable"),))
-
-
 def split_backward_supports_experts(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the schedule splits backward, the model has experts, and the installed PyTorch cannot split
     their backward."""
-    parallelism, args = config.parallelism, known_args(config.model)
-    schedule = parallelism.pipeline_parallel_schedule
-    if SPLITS_BACKWARD_OF_EXPERTS or parallelism.pipeline_parallel_degree == 1 or args is None:
+    args, schedule = known_args(config.model), config.parallelism.pipeline_parallel_schedule
+    if SPLITS_BACKWARD_OF_EXPERTS or not splits_backward(config.parallelism) or args is None:
         return
-    if schedule in SPLIT_BACKWARD_SCHEDULES and args.num_experts() is not None:
+    if args.num_experts() is not None:
         reason = 'splits the backward of experts, which needs torch 2.13 or later; set "Interleaved1F1B" or "1F1B"'
         yield Problem(_SCHEDULE, reason, schedule, also=_MODEL)
 
@@ -446,12 +383,10 @@ SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_checkpoin
 """Rules for gradient accumulation and activation checkpointing with schedules that split backward."""
 
 PIPELINE_RULES = (
-    pipeline_options_have_a_pipeline,
     stages_suit_the_schedule,
     split_points_make_the_stages,
     layers_suffice_for_the_stages,
     microbatches_suit_the_schedule,
-    split_backward_is_not_compiled,
     split_backward_supports_experts,
 )
 """Other rules for pipelines."""

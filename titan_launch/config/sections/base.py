@@ -49,6 +49,12 @@ class OneOf:
         return core_schema.literal_schema(list(self._table))
 
 
+def is_import_string(text: str) -> bool:
+    """Return True if a text has the form `package.module:object`."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+
+
 FloatDtype = Literal["float32", "bfloat16"]
 
 DTYPE_BYTES = {

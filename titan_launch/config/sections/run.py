@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from titan_launch.config.sections.base import Array, Section
+from titan_launch.config.sections.base import Array, Section, is_import_string
 from titan_launch.core.errors import did_you_mean
 
 
@@ -46,9 +46,7 @@ SINKS_WITH_PACKAGE = ("wandb", "mlflow")
 
 def _sinks(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
-        module, _, factory = name.partition(":")
-        is_factory = all(part.isidentifier() for part in [*module.split("."), *factory.split(".")])
-        if name not in SINKS_WITH_PACKAGE and not is_factory:
+        if name not in SINKS_WITH_PACKAGE and not is_import_string(name):
             known = ", ".join(f'"{known}"' for known in SINKS_WITH_PACKAGE)
             raise ValueError(
                 f'"{name}" must be {known}, or package.module:factory{did_you_mean(name, SINKS_WITH_PACKAGE)}'

@@ -1,0 +1,408 @@
+"""The rules that are rows of tables: `NO_EFFECT`, `CONTRADICTIONS` and `NEEDS_GPU`.
+
+To add such a rule, add a row. A rule with a loop, or with a condition for several problems, is a function in the file
+of its topic. Keys are written with dots.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.rules.checkpoint import LOAD_KEYWORDS
+from titan_launch.config.rules.parallelism import splits_backward
+from titan_launch.config.sections.base import Section
+from titan_launch.core.errors import KeyPath, Problem
+
+
+class NoEffect(NamedTuple):
+    """Keys that have no effect, because another key has a certain value. Each of them that is not at its default is a
+    problem. (Default values are accepted, because the `config.json` of a run contains every key.)"""
+
+    keys: tuple[str, ...]
+    """The keys. The name of a section, such as `ema`, stands for all keys of the section."""
+
+    other: str
+    """The key on which they depend."""
+
+    values: tuple[object, ...]
+    """Values of `other` with which the keys have no effect."""
+
+    remedy: str
+    """The message is "has no effect with OTHER = VALUE; REMEDY, or remove this key"."""
+
+
+NO_EFFECT = (
+    NoEffect(("model.exclude_from_weights",), "model.weights", (None,), "set weights to a folder"),
+    NoEffect(("lora",), "lora.targets", ((),), 'set targets = ["layers.*.attention.w*"]'),
+    NoEffect(
+        ("activation_checkpoint.selective_ac_option",),
+        "activation_checkpoint.mode",
+        ("none", "full", "memory_budget", "auto"),
+        'set mode = "selective"',
+    ),
+    NoEffect(
+        ("activation_checkpoint.memory_budget",),
+        "activation_checkpoint.mode",
+        ("none", "full", "selective", "auto"),
+        'set mode = "memory_budget"',
+    ),
+    NoEffect(
+        ("activation_checkpoint.modules",),
+        "activation_checkpoint.mode",
+        ("none", "memory_budget"),
+        'set mode = "full", "selective" or "auto"',
+    ),
+    NoEffect(
+        ("compile.backend", "compile.components", "compile.cache_folder"),
+        "compile.enable",
+        (False,),
+        "set compile.enable = true",
+    ),
+    NoEffect(
+        ("float8.recipe", "float8.modules", "float8.all_gather", "float8.emulate"),
+        "float8.enable",
+        (False,),
+        "set float8.enable = true",
+    ),
+    NoEffect(
+        ("parallelism.shard_optimizer_over_replicas",),
+        "parallelism.data_parallel_replicate_degree",
+        (1,),
+        "set a degree above 1",
+    ),
+    NoEffect(
+        ("parallelism.sequence_parallel", "parallelism.loss_parallel"),
+        "parallelism.tensor_parallel_degree",
+        (1,),
+        "set a degree above 1",
+    ),
+    NoEffect(
+        ("parallelism.context_parallel_load_balance", "parallelism.context_parallel_rotate_method"),
+        "parallelism.context_parallel_degree",
+        (1,),
+        "set a degree above 1",
+    ),
+    NoEffect(
+        (
+            "parallelism.pipeline_parallel_schedule",
+            "parallelism.pipeline_parallel_stages_per_rank",
+            "parallelism.pipeline_parallel_split_points",
+        ),
+        "parallelism.pipeline_parallel_degree",
+        (1,),
+        "set a degree above 1",
+    ),
+    NoEffect(("planner.expert_load",), "parallelism.expert_parallel_degree", (1,), "set a degree above 1"),
+    NoEffect(("ema",), "ema.decay", (None,), "set a decay such as 0.999"),
+    NoEffect(
+        ("validation.min_improvement",), "validation.patience", (None,), "set patience to a number of validations"
+    ),
+)
+
+
+def keys_without_effect(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each key without effect (see `NO_EFFECT`)."""
+    for row in NO_EFFECT:
+        other = attrgetter(row.other)(config)
+        changed = (pair for key in row.keys for pair in changed_keys(config, key))
+        for path, value in changed if other in row.values else ():
+            cause = f"without {row.other}" if other in (None, ()) else f"with {_shown(config, row.other)}"
+            reason = f"has no effect {cause}; {row.remedy}, or remove this key"
+            yield Problem(path, reason, value, also=(_path(row.other),))
+
+
+class Contradiction(NamedTuple):
+    """A key that contradicts other keys."""
+
+    key: str
+    """The key of the problem."""
+
+    when: Callable[[JobConfig], bool]
+    """Returns True if the keys contradict each other."""
+
+    reason: str
+    """Why the value of `key` is wrong, and what to write instead. It names the other keys in braces. In the message
+    `{compile.enable}` becomes `compile.enable = false`."""
+
+
+CONTRADICTIONS = (
+    Contradiction(
+        "model.weights",
+        lambda job: job.model.weights is not None and job.checkpoint.initial_load_path is not None,
+        "a run starts with one set of weights, but {checkpoint.initial_load_path} names another; remove one",
+    ),
+    Contradiction(
+        "training.local_batch_size",
+        lambda job: job.training.local_batch_size == "auto" and job.training.global_batch_size is None,
+        "divides the global batch into microbatches, so it requires {training.global_batch_size}; set that key",
+    ),
+    Contradiction(
+        "training.epochs",
+        lambda job: job.training.epochs is not None and job.training.steps is not None,
+        "sets the length of the run, and so does {training.steps}; remove one of the two keys",
+    ),
+    Contradiction(
+        "training.frozen",
+        lambda job: bool(job.training.frozen) and job.training.trainable is not None,
+        "says which parameters are frozen, and so does {training.trainable}; remove one of the two keys",
+    ),
+    Contradiction(
+        "training.frozen",
+        lambda job: bool(job.training.frozen and job.lora.targets),
+        "has no effect with {lora.targets}: every parameter that training.trainable does not name is frozen; remove "
+        "this key",
+    ),
+    Contradiction(
+        "training.unfreeze",
+        lambda job: bool(job.training.unfreeze) and job.parallelism.pipeline_parallel_degree > 1,
+        "does not support {parallelism.pipeline_parallel_degree}: PyTorch's stages agree in the first step on the "
+        "gradients that they exchange; train from the start, or set the degree to 1",
+    ),
+    Contradiction(
+        "kernels.attention",
+        lambda job: job.kernels.attention == "math" and job.parallelism.context_parallel_degree > 1,
+        "is not supported with {parallelism.context_parallel_degree}: ring attention requires a fused kernel; set "
+        '"auto"',
+    ),
+    Contradiction(
+        "parallelism.context_parallel_degree",
+        # If `job.device` is "auto", `parallel/context_parallel.py` checks this.
+        lambda job: job.parallelism.context_parallel_degree > 1 and job.job.device == "cpu",
+        "PyTorch's ring attention has no kernels for the CPU, but the job has {job.device}; set 1",
+    ),
+    Contradiction(
+        "parallelism.pipeline_parallel_schedule",
+        lambda job: job.compile.enable and splits_backward(job.parallelism),
+        "computes the gradients of weights later than those of activations, but with {compile.enable} the backward of "
+        'a block is one graph; set "Interleaved1F1B" or "1F1B", or compile.enable = false',
+    ),
+    Contradiction(
+        "compile.components",
+        lambda job: job.compile.enable and not job.compile.components,
+        'must not be empty with {compile.enable}; name "model", "loss" or both, or set compile.enable = false',
+    ),
+    Contradiction(
+        "compile.cache_folder",
+        lambda job: job.compile.enable and bool(job.compile.cache_folder) and job.compile.backend != "inductor",
+        'stores compiled kernels, but {compile.backend} compiles none; set compile.backend = "inductor", or remove '
+        "this key",
+    ),
+    Contradiction(
+        "activation_checkpoint.mode",
+        lambda job: job.activation_checkpoint.mode == "memory_budget" and not _compiles_blocks(job),
+        "requires compiled blocks, but the job has {compile.enable} and {compile.components}; set compile.enable = "
+        'true with "model" in compile.components, or set mode = "selective"',
+    ),
+    Contradiction(
+        "activation_checkpoint.mode",
+        lambda job: (
+            job.activation_checkpoint.mode == "memory_budget"
+            and _compiles_blocks(job)
+            and job.compile.backend == "eager"
+        ),
+        "requires a compiled backward, but {compile.backend} does not compile backward; set compile.backend = "
+        '"inductor", or set mode = "selective"',
+    ),
+    Contradiction(
+        "activation_checkpoint.mode",
+        lambda job: job.activation_checkpoint.mode == "memory_budget" and job.parallelism.tensor_parallel_degree > 1,
+        "is not supported with {parallelism.tensor_parallel_degree}: PyTorch's partitioner cannot determine the size "
+        'of a DeviceMesh in the graph; set "full" or "selective", or parallelism.tensor_parallel_degree = 1',
+    ),
+    Contradiction(
+        "float8.enable",
+        lambda job: job.float8.enable and job.parallelism.tensor_parallel_degree > 1,
+        "is not supported with {parallelism.tensor_parallel_degree}: each rank would compute the scale of a matrix "
+        "from its own shard only; set tensor_parallel_degree = 1 and a larger data_parallel_shard_degree, or set "
+        "float8.enable = false",
+    ),
+    Contradiction(
+        "float8.enable",
+        lambda job: job.float8.enable and job.precision.param_dtype != "bfloat16",
+        'is not supported with {precision.param_dtype}; set param_dtype = "bfloat16", or set float8.enable = false',
+    ),
+    Contradiction(
+        "float8.all_gather",
+        lambda job: job.float8.enable and job.float8.all_gather and job.float8.recipe != "tensorwise",
+        "requires one scale per tensor, which {float8.recipe} does not have; set float8.recipe = "
+        '"tensorwise", or set float8.all_gather = false',
+    ),
+    Contradiction(
+        "float8.all_gather",
+        lambda job: job.float8.enable and job.float8.all_gather and job.training.enable_cpu_offload,
+        "is not supported with {training.enable_cpu_offload}: the copy of a weight to the device does not have the "
+        "scale that is computed after each step; set one of the two keys to false",
+    ),
+    Contradiction(
+        "optimizer.sgd.nesterov",
+        lambda job: job.optimizer.sgd.nesterov and not job.optimizer.sgd.momentum,
+        "requires momentum, but the job has {optimizer.sgd.momentum}; set momentum above 0, or nesterov = false",
+    ),
+    Contradiction(
+        "optimizer.state_dtype",
+        lambda job: job.optimizer.state_dtype == "int8" and job.parallelism.tensor_parallel_degree > 1,
+        "is not supported with {parallelism.tensor_parallel_degree}: tensor parallelism divides the rows of some "
+        'matrices, whose elements share scales; set "bfloat16", or tensor_parallel_degree = 1',
+    ),
+    Contradiction(
+        "ema.validate_with",
+        lambda job: job.ema.decay is not None and job.ema.validate_with != "both" and not job.validation.freq,
+        "has no effect with {validation.freq}; set validation.freq, or remove this key",
+    ),
+    Contradiction(
+        "checkpoint.save_last",
+        lambda job: job.checkpoint.enable and not job.checkpoint.save_last,
+        "the last step is always saved with {checkpoint.enable}; set true, or checkpoint.enable = false",
+    ),
+    Contradiction(
+        "checkpoint.keep_best",
+        lambda job: job.checkpoint.enable and job.checkpoint.keep_best > 0 and not job.validation.freq,
+        "requires the validation loss, but the job has {validation.freq}; set freq above 0, or set keep_best = 0",
+    ),
+    Contradiction(
+        "checkpoint.keep_best",
+        lambda job: (
+            job.checkpoint.enable
+            and job.checkpoint.keep_best > 0
+            and job.validation.patience is None  # with patience, each best step so far is saved
+            and job.validation.freq > 0
+            and job.validation.freq % job.checkpoint.interval > 0
+            and job.checkpoint.interval % job.validation.freq > 0
+        ),
+        "counts only steps that are both saved ({checkpoint.interval}) and validated ({validation.freq}), which are "
+        "few; make one number a multiple of the other",
+    ),
+    Contradiction(
+        "checkpoint.load",
+        lambda job: isinstance(job.checkpoint.load, int) and not job.checkpoint.enable,
+        "resumes from a checkpoint of this run, but the job has {checkpoint.enable}; set checkpoint.enable = true",
+    ),
+    Contradiction(
+        "checkpoint.initial_load_path",
+        lambda job: job.checkpoint.initial_load_path is not None and job.checkpoint.load not in LOAD_KEYWORDS,
+        "names a checkpoint to start from, and so does {checkpoint.load}; remove one of the two keys",
+    ),
+    Contradiction(
+        "checkpoint.exclude_from_loading",
+        lambda job: (
+            bool(job.checkpoint.exclude_from_loading)
+            and job.checkpoint.initial_load_path is None
+            and job.checkpoint.load in LOAD_KEYWORDS
+        ),
+        "requires a named checkpoint, but the job has {checkpoint.load}; set checkpoint.load to a step or a path, or "
+        "set {checkpoint.initial_load_path}, or remove this key",
+    ),
+    Contradiction(
+        "checkpoint.exclude_from_loading",
+        # The run would write lower steps than the loaded one, which the next resume would then take as the newest.
+        lambda job: "step" in job.checkpoint.exclude_from_loading and isinstance(job.checkpoint.load, int),
+        'contains "step", so the run would start at step 0, but {checkpoint.load} is a later step in its folder; set a '
+        'different job.name, and checkpoint.load = ".../checkpoints/step-N"',
+    ),
+    Contradiction(
+        "validation.freq",
+        lambda job: job.validation.freq > 0 and job.validation.data is None,
+        'requires {validation.data}; add [validation.data], for example with path and split = "validation"',
+    ),
+    Contradiction(
+        "comm.init_timeout_seconds",
+        lambda job: job.comm.init_timeout_seconds < job.comm.timeout_seconds,
+        "must not be below {comm.timeout_seconds}, because the first step takes the longest",
+    ),
+    Contradiction(
+        "comm.hang_seconds",
+        lambda job: job.comm.hang_seconds is not None and job.comm.hang_seconds >= job.comm.timeout_seconds,
+        "must be below {comm.timeout_seconds}, which would end the run before the hang is detected; remove this key to "
+        "use half of comm.timeout_seconds",
+    ),
+    Contradiction(
+        "debug.on_repeated_skips",
+        lambda job: job.debug.on_repeated_skips == "rollback" and not job.checkpoint.enable,
+        "requires checkpoints, but the job has {checkpoint.enable}; set checkpoint.enable = true, or set "
+        'on_repeated_skips = "stop"',
+    ),
+    Contradiction(
+        "debug.on_repeated_skips",
+        lambda job: (
+            job.debug.on_repeated_skips == "rollback"
+            and job.debug.on_nonfinite == "stop"
+            and job.debug.spike_sigma is None
+        ),
+        "has no effect, because {debug.on_nonfinite} ends the run at the first skipped step; set debug.on_nonfinite = "
+        '"skip", or set {debug.spike_sigma}',
+    ),
+)
+
+
+def contradictions(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each contradiction (see `CONTRADICTIONS`)."""
+    for row in CONTRADICTIONS:
+        if row.when(config):
+            reason = IN_BRACES.sub(lambda key: _shown(config, key[1]), row.reason)
+            others = tuple(_path(key) for key in IN_BRACES.findall(row.reason))
+            yield Problem(_path(row.key), reason, attrgetter(row.key)(config), also=others)
+
+
+NEEDS_GPU = {
+    "activation_checkpoint.offload": "copies activations from a GPU to host memory",
+    "comm.profile_freq": "profiles CUDA kernels",
+    "kernels.bf16_reduced_precision_reduction": "is a setting for GPUs",
+    "kernels.float32_precision": "is a setting for GPUs",
+    "profiling.memory": "records allocations of a GPU",
+}
+"""Keys that must have their default on a CPU, each with the reason."""
+
+
+def settings_exist_on_the_device(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each setting that a CPU does not support, if the device is "cpu". (If `job.device` is
+    "auto", the run checks this at its start.)"""
+    if config.job.device == "cpu":
+        yield from missing_on_cpu(config)
+
+
+def missing_on_cpu(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each setting that a CPU does not support, whatever `job.device` is."""
+    device: KeyPath = ("job", "device")
+    for key, why in NEEDS_GPU.items():
+        reason = f'{why}, but the device is "cpu"; remove this key, or train on GPUs'
+        yield from (Problem(path, reason, value, also=(device,)) for path, value in changed_keys(config, key))
+    if config.kernels.attention in ("cudnn", "efficient"):
+        reason = 'is a kernel for GPUs, but the device is "cpu"; set "auto", "flash" or "math", or train on GPUs'
+        yield Problem(("kernels", "attention"), reason, config.kernels.attention, also=(device,))
+    if config.float8.enable and not config.float8.emulate:
+        remedy = "set float8.emulate = true, or set float8.enable = false"
+        reason = f'requires a GPU with FP8 tensor cores, but the device is "cpu"; {remedy}'
+        yield Problem(("float8", "enable"), reason, True, also=(device, ("float8", "emulate")))
+
+
+def changed_keys(config: JobConfig, key: str) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield (path, value) for a key that is not at its default; for a section, for each of its keys."""
+    path, value = _path(key), attrgetter(key)(config)
+    if isinstance(value, Section):
+        yield from (((*path, name), changed) for name, changed in value.changed())
+    else:
+        section, _, name = key.rpartition(".")
+        yield from ((path, changed) for _, changed in attrgetter(section)(config).changed(name))
+
+
+IN_BRACES = re.compile(r"\{([\w.]+)\}")
+"""A key in the reason of a contradiction."""
+
+
+def _shown(config: JobConfig, key: str) -> str:
+    """Return `key = value`, or only the key if it is not set."""
+    value = attrgetter(key)(config)
+    return key if value in (None, ()) else f"{key} = {toml_value(value)}"
+
+
+def _path(key: str) -> KeyPath:
+    return tuple(key.split("."))
+
+
+def _compiles_blocks(job: JobConfig) -> bool:
+    return job.compile.enable and "model" in job.compile.components
