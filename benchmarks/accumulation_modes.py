@@ -29,11 +29,11 @@ from titan_launch.core.process import exit_process
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, process_group
+from titan_launch.loss.cross_entropy import Loss
 from titan_launch.metrics.memory import track
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.models.loss import Loss
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.job import configured_choice

@@ -30,7 +30,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.process import exit_process
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.distributed.random_state import seed_everything
-from titan_launch.models.loss import Loss
+from titan_launch.loss.cross_entropy import Loss
 from titan_launch.plan.communication import Collectives, collectives_of_microbatch
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import pool_statistics, train_one_step, validation_scalars

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.config.sections.training import LossConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.loss.cross_entropy import Loss, count_valid
 from titan_launch.models.layers import CappedLinear
-from titan_launch.models.loss import Loss, count_valid
 from titan_launch.models.mixture_of_experts import z_losses
 
 REGULARIZED: dict[str, Any] = {"z_loss": 0.02, "label_smoothing": 0.1}

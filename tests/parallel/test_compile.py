@@ -17,12 +17,12 @@ from tests.sampling import sampled
 from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, planned_and_sharded
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.config.sections.parallelism import CompileConfig
-from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
+from titan_launch.loss.cross_entropy import Loss
 from titan_launch.models import layers as rope
-from titan_launch.models.loss import Loss
 from titan_launch.parallel.compile import compile_loss, compile_time, describe_pieces, eager
 
 COMPILE = {"enable": True, "backend": "aot_eager"}

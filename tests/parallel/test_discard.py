@@ -19,14 +19,14 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.config.sections.run import DebugConfig
-from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.patches import replaced
 from titan_launch.core.torch_release import torch_release
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.torch_private import parameter_group
-from titan_launch.models.loss import Loss
+from titan_launch.loss.cross_entropy import Loss
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.fsdp import discard_pending, fsdp_modules, without_backward

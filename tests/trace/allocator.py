@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.mesh import build_mesh
+from titan_launch.loss.cross_entropy import Loss
 from titan_launch.models.init import initialize
-from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import build_optimizer

@@ -22,7 +22,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
 from titan_launch.core.signals import RESTART_SIGNAL
 from titan_launch.data.sources import build_source
-from titan_launch.models.loss import Loss
+from titan_launch.loss.cross_entropy import Loss
 from titan_launch.train import batches
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import (

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from titan_launch.core.errors import UserError
 from titan_launch.inference.language_model import LanguageModel
+from titan_launch.loss.cross_entropy import Loss
 from titan_launch.models.attention import KeyValueCache
 from titan_launch.models.decoder import Decoder
 from titan_launch.models.layers import Attention, LatentAttention, LearnedPositions, RotaryEmbedding
-from titan_launch.models.loss import Loss
 from titan_launch.train.forward import find_logits
 
 

@@ -21,10 +21,10 @@ from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import build_mesh
+from titan_launch.loss.cross_entropy import Loss
 from titan_launch.metrics.memory import LiveMemory, track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.models.build import BuiltModel
-from titan_launch.models.loss import Loss
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.replica_shards import ReplicaShards, trained_by_unit
 from titan_launch.parallel.accumulation import Accumulation

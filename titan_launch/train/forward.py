@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from titan_launch.config.sections.data import IGNORED_TARGET, SampleUnit
-from titan_launch.config.sections.training import LossConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.import_string import is_user_file
 from titan_launch.distributed.torch_private import roots
+from titan_launch.loss.cross_entropy import LogitsCheck, Loss, count_valid
 from titan_launch.models.blocks import has_forward
 from titan_launch.models.documents import document_arguments
 from titan_launch.models.lora import class_without_adapter
-from titan_launch.models.loss import LogitsCheck, Loss, count_valid
 from titan_launch.parallel.fsdp import without_backward
 
 FORWARD = "the model's forward "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
-from titan_launch.config.sections.training import FrozenModelConfig
+from titan_launch.config.sections.loss import FrozenModelConfig
 from titan_launch.core.errors import ConfigError, KeyPath
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.distributed.collectives import on_all_ranks

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.config.sections.training import DistillationConfig, DPOConfig, LossConfig
+from titan_launch.config.sections.loss import DistillationConfig, DPOConfig, LossConfig
 from titan_launch.core.errors import ConfigError, KeyPath, config_error
 from titan_launch.core.import_string import import_factory, user_traceback
+from titan_launch.loss.cross_entropy import LogitsCheck, Loss, count_valid
 from titan_launch.models.lora import adapters_disabled
-from titan_launch.models.loss import LogitsCheck, Loss, count_valid
 from titan_launch.train.forward import in_evaluation_mode, logits_of
 
 _NAME = ("loss", "name")

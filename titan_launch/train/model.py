@@ -17,11 +17,11 @@ from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.loss.cross_entropy import Loss
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues, attributes_digest, describe_tensors, digest_of
 from titan_launch.models.init import allocate, initialize
-from titan_launch.models.loss import Loss
 from titan_launch.models.stages import PassThrough
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.compile import compile_loss

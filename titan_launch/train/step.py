@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
+from titan_launch.loss.cross_entropy import Z_LOSS, Loss, means_of_step
 from titan_launch.metrics.timeline import UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
-from titan_launch.models.loss import Z_LOSS, Loss, means_of_step
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import replicas_of, step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy

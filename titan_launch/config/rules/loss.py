@@ -9,10 +9,11 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.data import sources_of
 from titan_launch.config.sections.data import FactoryData, PreferenceData, TokensData
 from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.sections.loss import BASE, FrozenModelConfig, LossConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
-from titan_launch.config.sections.training import BASE, FrozenModelConfig, GradientAccumulationConfig, LossConfig
+from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
 
 _NAME: KeyPath = ("loss", "name")

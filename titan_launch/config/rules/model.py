@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, huggingface, known_args, resolve_args
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
 
 _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args")

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.config.sections.training import LossConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.core.errors import config_error
-from titan_launch.models.chunked_loss import Adjust, ChunkedLoss, Classes, Kernels, Method
+from titan_launch.loss.chunked import Adjust, ChunkedLoss, Classes, Kernels, Method
 
 
 class LogitsCheck(Protocol):
