@@ -1,7 +1,9 @@
-"""`[loss]`: the training loss."""
+"""`[loss]`: the training loss, and the table of the losses."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
@@ -94,6 +96,11 @@ class LossConfig(Section):
         """False for a function of the user."""
         return ":" not in self.name
 
+    @property
+    def kind(self) -> LossKind:
+        """The row of the loss. A name that does not exist has the row of a function."""
+        return LOSSES.get(self.name, FUNCTION_LOSS)
+
     def frozen_model(self) -> FrozenModelConfig | None:
         """Return the second model of the loss; None if there is none."""
         if self.name == "dpo" and self.dpo is not None and self.dpo.reference != BASE:
@@ -113,3 +120,61 @@ class FrozenModelConfig(NamedTuple):
     folder: str
     dtype: FloatDtype | None
     """Dtype of the parameters and of the computation; None: that of the trained model's computation."""
+
+
+@dataclass(frozen=True)
+class LossKind:
+    """What a loss reads, and the keys with which it cannot be used."""
+
+    second_model: str | None = None
+    """The key in the table of the loss, such as `[loss.dpo]`, that names the second model. None: there is no table."""
+
+    reads_pairs: bool = False
+    """True for a loss of pairs of answers. False: a loss of single documents."""
+
+    unsupported: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """The keys that cannot be used with the loss, each with the reason. `{}` stands for the name of the loss; in the
+    reasons of `MODEL_LOSS`, for the key."""
+
+
+_OPTION = 'is an option of the cross-entropy, and loss.name is "{}"; remove this key'
+_WHOLE = 'is not supported with loss.name = "{}", which reads the logits of all classes and of whole sequences; set '
+_SECOND = 'is not supported with loss.name = "{}", which runs a second model, which is not divided; set 1'
+
+_OF_WHOLE_LOGITS: Mapping[tuple[str, str], str] = {
+    ("loss", "chunks"): _OPTION,
+    ("loss", "z_loss"): _OPTION,
+    ("loss", "label_smoothing"): _OPTION,
+    ("parallelism", "loss_parallel"): f"{_WHOLE}false",
+    ("parallelism", "context_parallel_degree"): f"{_WHOLE}1",
+}
+_WITH_SECOND_MODEL: Mapping[tuple[str, str], str] = {
+    **_OF_WHOLE_LOGITS,
+    ("parallelism", "pipeline_parallel_degree"): _SECOND,
+    ("parallelism", "expert_parallel_degree"): _SECOND,
+}
+
+LOSSES: Mapping[str, LossKind] = {
+    "cross_entropy": LossKind(),
+    "dpo": LossKind("reference", reads_pairs=True, unsupported=_WITH_SECOND_MODEL),
+    "distillation": LossKind("teacher", unsupported=_WITH_SECOND_MODEL),
+}
+"""The losses of this package by name. `loss.build` makes the objects that compute them. Rules and the data of a run ask
+this table, and a test compares docs/how_to/losses.md with it."""
+
+FUNCTION_LOSS = LossKind(unsupported=_OF_WHOLE_LOGITS)
+"""The row of a function of the user."""
+
+MODEL_LOSS = LossKind(
+    unsupported=dict.fromkeys(
+        (
+            ("parallelism", "tensor_parallel_degree"),
+            ("parallelism", "pipeline_parallel_degree"),
+            ("parallelism", "context_parallel_degree"),
+            *(("loss", name) for name in LossConfig.model_fields),
+            ("compile", "components"),
+        ),
+        "cannot be used with {}, for which the launcher computes the loss; remove either",
+    )
+)
+"""The row of a loss that a model computes itself (`model.loss`)."""
