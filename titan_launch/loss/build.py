@@ -14,7 +14,7 @@ from titan_launch.loss.interface import Loss
 from titan_launch.loss.model_loss import ModelLoss
 from titan_launch.loss.outputs import logits_check
 from titan_launch.loss.preferences import DPOLoss
-from titan_launch.loss.second_model import Base, SecondModel
+from titan_launch.loss.second_model import Base, FrozenModel
 from titan_launch.loss.user_function import FunctionLoss, import_loss
 from titan_launch.models.stages import PassThrough
 from titan_launch.parallel.compile import compile_loss
@@ -31,7 +31,7 @@ def build_loss(
     config: JobConfig,
     num_classes: int,
     has_values: bool = True,
-    frozen: SecondModel | None = None,
+    frozen: FrozenModel | None = None,
 ) -> Loss:
     """Return the loss of a job: the model's own (`model.loss`), or the one that `loss.name` names.
 

@@ -12,7 +12,7 @@ from titan_launch.core.errors import config_error
 from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.loss.interface import Compile
 from titan_launch.loss.outputs import LogitsCheck
-from titan_launch.loss.second_model import SecondModel
+from titan_launch.loss.second_model import FrozenModel
 
 
 class DistillationLoss(CrossEntropy):
@@ -29,7 +29,7 @@ class DistillationLoss(CrossEntropy):
         check: LogitsCheck,
         compiled: Compile,
         settings: DistillationConfig,
-        teacher: SecondModel,
+        teacher: FrozenModel,
     ):
         super().__init__(check=check)
         self.frozen = teacher.module

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from titan_launch.config.sections.data import SampleUnit
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.models.documents import document_arguments
+
+LogitsCheck = Callable[[Sequence[int], Tensor], None]
+"""A function of the shape of logits and of the targets. It raises an error if they do not fit."""
 
 FORWARD = "the model's forward "
 """The first words of every error of a forward. The errors concern the key `model.name`."""
@@ -75,13 +78,6 @@ def _without_logits(outputs: Any) -> str:
 def logits_of(model: nn.Module, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
     """Return the logits of a microbatch. Raises ConfigError if the model returns none."""
     return select_logits(model(inputs, **document_arguments(model, documents)), targets)
-
-
-class LogitsCheck(Protocol):
-    """A check of logits before the loss is computed."""
-
-    def __call__(self, shape: Sequence[int], targets: Tensor, /) -> None:
-        """Raise an error if logits of this shape do not fit the targets."""
 
 
 def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:

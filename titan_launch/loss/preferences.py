@@ -10,7 +10,7 @@ from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.config.sections.loss import DPOConfig
 from titan_launch.loss.interface import Compile, Loss, count_valid
 from titan_launch.loss.outputs import LogitsCheck
-from titan_launch.loss.second_model import SecondModel
+from titan_launch.loss.second_model import Base, FrozenModel
 
 
 class DPOLoss(Loss):
@@ -24,7 +24,7 @@ class DPOLoss(Loss):
     accuracy_of_items = True
     tags = ("dpo/reward_chosen", "dpo/reward_rejected", "dpo/accuracy", "dpo/reward_margin")
 
-    def __init__(self, check: LogitsCheck, compiled: Compile, settings: DPOConfig, reference: SecondModel):
+    def __init__(self, check: LogitsCheck, compiled: Compile, settings: DPOConfig, reference: FrozenModel | Base):
         super().__init__(check)
         self.frozen = reference.module
         self._settings, self._reference = settings, reference

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,26 +23,11 @@ from titan_launch.parallel.fsdp import in_evaluation_mode, without_backward
 from titan_launch.plan.types import ModelPlan
 
 
-class SecondModel(Protocol):
-    """A second model, whose outputs a loss reads."""
-
-    @property
-    def key(self) -> KeyPath:
-        """Key of the job that names the model."""
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The wrapped module; None for a part of the trained model."""
-
-    def __call__(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, /) -> Tensor:
-        """Return the logits of a microbatch, without a graph. Collective."""
-
-
 class Base:
     """The trained model without its adapters."""
 
-    key: KeyPath = ("loss", "dpo", "reference")
     module = None
+    """It has no module of its own."""
 
     def __init__(self, model: nn.Module):
         self._model = model
