@@ -29,11 +29,11 @@ from titan_launch.core.process import exit_process
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, process_group
+from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.metrics.memory import track
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.models.loss import Loss
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.job import configured_choice
@@ -147,7 +147,7 @@ def run_step(
     valid = torch.tensor(targets_of_all / share, device=batches[0].inputs.device)
     for index, microbatch in enumerate(batches):
         strategy.begin_microbatch(model, is_last=index == len(batches) - 1)
-        forward_backward(model, microbatch, valid.device, lambda: valid, Loss())
+        forward_backward(model, microbatch, valid.device, lambda: valid, CrossEntropy())
         if index == 0 and after_first is not None:
             after_first()
 

@@ -30,7 +30,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.process import exit_process
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.distributed.random_state import seed_everything
-from titan_launch.models.loss import Loss
+from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.plan.communication import Collectives, collectives_of_microbatch
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import pool_statistics, train_one_step, validation_scalars
@@ -135,7 +135,7 @@ def gradient(run: Run, tokens: Tensor) -> dict[str, Tensor]:
     """Return the unsharded gradient of one microbatch of random tokens. The state of the run does not change."""
     statistics = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     tokens = tokens.to(run.ranks.device)
-    (Loss().sums(run.model(tokens[:, :-1]), tokens[:, 1:])[0] / tokens[:, 1:].numel()).backward()
+    (CrossEntropy().sums(run.model(tokens[:, :-1]), tokens[:, 1:])[0] / tokens[:, 1:].numel()).backward()
     found = {name: full_tensor(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
     run.model.zero_grad()
     for name, buffer in run.model.named_buffers():

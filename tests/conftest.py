@@ -18,7 +18,7 @@ LONGEST_FILES = (
     "tests/test_cli.py",
     "tests/trace/test_recorder.py",
     "tests/test_docs.py",
-    "tests/train/test_losses.py",
+    "tests/loss/test_losses.py",
     "tests/train/test_loop.py",
     "tests/train/test_sharded_optimizer.py",
     "tests/train/test_measure.py",

@@ -39,6 +39,7 @@ from titan_launch.cli import COMMANDS, main, parse_arguments
 from titan_launch.commands.parser import check_weights, load
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.config.sections.loss import FUNCTION_LOSS, LOSSES, MODEL_LOSS
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.config.sections.training import ACCUMULATION_MODES
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, FREES_EARLIER
@@ -601,6 +602,17 @@ def messages() -> list[str]:
     """Return the strings in the program's code, with `…` in place of inserted values."""
     texts = (text for path in (REPO / "titan_launch").rglob("*.py") for text in strings(path.read_text()))
     return [re.sub(r"%[.\d]*[dfs]", "…", text) for text in texts]
+
+
+def test_the_table_of_refused_keys_is_that_of_the_losses() -> None:
+    page = (REPO / "docs/how_to/losses.md").read_text()
+    refused: dict[str, set[tuple[str, str]]] = {}
+    for names, cell in re.findall(r"^\| (.+?) \| (`\w+\.\w+`.*?) \|", page, flags=re.MULTILINE):
+        for name in re.findall(r"[\w.]+", names):
+            refused.setdefault(name, set()).update(re.findall(r"`(\w+)\.(\w+)`", cell))
+    losses = {"cross_entropy": set[tuple[str, str]](), **refused}
+    kinds = {**LOSSES, "function": FUNCTION_LOSS, "model.loss": MODEL_LOSS}
+    assert losses == {name: set(kind.unsupported) for name, kind in kinds.items()}
 
 
 def test_troubleshooting_quotes_messages_of_the_program() -> None:

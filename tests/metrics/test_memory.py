@@ -14,8 +14,8 @@ from tests.distributed import run_ranks
 from tests.train.jobs import sharded_model, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import Batch
+from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.metrics.memory import track
-from titan_launch.models.loss import Loss
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.train.step import forward_backward
@@ -73,7 +73,7 @@ def train(mode: str) -> list[dict[str, int]]:
     for _ in range(2):
         ledger = a_ledger()
         with track(model, ledger, optimizer):
-            forward_backward(model, Batch(tokens, tokens), torch.device("cpu"), lambda: valid, Loss())
+            forward_backward(model, Batch(tokens, tokens), torch.device("cpu"), lambda: valid, CrossEntropy())
             seen.append(named(ledger))
             optimizer.step()
             seen.append(named(ledger))

@@ -16,8 +16,8 @@ from tests.train.jobs import planned_and_sharded, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.torch_private import parameter_group
+from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.metrics.traffic import Kernel, count_collectives, exposed_seconds
-from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.fsdp import fsdp_modules
@@ -49,7 +49,7 @@ def count(config: JobConfig) -> tuple[Traffic, Traffic, bool]:
         dist.all_reduce(valid)
         for index in range(layout.num_microbatches):
             strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
-            forward_backward(model, Batch(tokens, tokens), torch.device("cpu"), lambda: valid, Loss())
+            forward_backward(model, Batch(tokens, tokens), torch.device("cpu"), lambda: valid, CrossEntropy())
         clip_grad_norm(model.parameters(), 1.0)
 
     with count_collectives(model) as counted:

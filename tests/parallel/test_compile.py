@@ -17,12 +17,12 @@ from tests.sampling import sampled
 from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, planned_and_sharded
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.config.sections.parallelism import CompileConfig
-from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
+from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.models import layers as rope
-from titan_launch.models.loss import Loss
 from titan_launch.parallel.compile import compile_loss, compile_time, describe_pieces, eager
 
 COMPILE = {"enable": True, "backend": "aot_eager"}
@@ -115,7 +115,7 @@ def train(sections: dict[str, Any], packed: bool = False) -> tuple[dict[str, Ten
         tokens = torch.randint(0, 61, (2, 16), generator=generator)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             documents = (torch.arange(16) > 5 + index).int().expand(2, 16) if packed else None
-            loss = Loss().sums(model(tokens, *([documents] if packed else [])), tokens)[0]
+            loss = CrossEntropy().sums(model(tokens, *([documents] if packed else [])), tokens)[0]
         loss.backward()
         found[f"loss {index}"] = loss.detach()
     found |= {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
@@ -215,7 +215,7 @@ def _check_loss() -> None:
         torch._dynamo.utils.counters.clear()
         results = []
         for compiled in (partial(compile_loss, config=config), lambda function: function):
-            loss = Loss(LossConfig(chunks=chunks, z_loss=0.1, label_smoothing=0.1), compiled=compiled)
+            loss = CrossEntropy(LossConfig(chunks=chunks, z_loss=0.1, label_smoothing=0.1), compiled=compiled)
             logits = torch.randn(3, 13, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
             sums = loss.sums(logits, targets)
             sums[0].backward()

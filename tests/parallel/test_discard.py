@@ -19,18 +19,17 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.config.sections.run import DebugConfig
-from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.patches import replaced
 from titan_launch.core.torch_release import torch_release
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.torch_private import parameter_group
-from titan_launch.models.loss import Loss
+from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import Accumulation
-from titan_launch.parallel.fsdp import discard_pending, fsdp_modules, without_backward
-from titan_launch.train.forward import in_evaluation_mode
+from titan_launch.parallel.fsdp import discard_pending, fsdp_modules, in_evaluation_mode, without_backward
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.step import TrainStep
 
@@ -108,7 +107,7 @@ class Trained:
             1.0,
             this_mesh(),
             device,
-            Loss(LossConfig(chunks=3)),
+            CrossEntropy(LossConfig(chunks=3)),
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -202,7 +201,7 @@ def test_an_abandoned_step_changes_no_bit_of_the_next(ranks: int, replicate: int
     run_ranks(abandon_in_all_modes, ranks, replicate, by_hand, every)
 
 
-class LossWithForward(Loss):
+class LossWithForward(CrossEntropy):
     """A loss with a forward without a backward before each forward of training, as with a reference model."""
 
     def __init__(self, model: nn.Module):

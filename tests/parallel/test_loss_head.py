@@ -16,6 +16,7 @@ from tests.tensors import full_state
 from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import Batch
+from titan_launch.loss.build import build_loss
 from titan_launch.models.build import build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import initialize
@@ -23,7 +24,6 @@ from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.forward import find_output_layer
 from titan_launch.train.loop import due_now, report, train_one_step
-from titan_launch.train.model import build_loss
 from titan_launch.train.step import forward_backward
 
 OWN = "tests.parallel.divided_model:Model"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.loss.test_losses import write_model
 from tests.phantom_gpu.conftest import Phantom
-from tests.train.test_losses import write_model
 
 TEACHER = ("--loss.name=distillation", "--loss.distillation.teacher={teacher}")
 JOBS = {

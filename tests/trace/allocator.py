@@ -12,8 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.mesh import build_mesh
+from titan_launch.loss.build import build_loss
+from titan_launch.loss.interface import Loss
 from titan_launch.models.init import initialize
-from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import build_optimizer
@@ -24,7 +25,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.trace.fake_group import fake_process_group
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.batches import make_microbatch, sample_format
-from titan_launch.train.model import build_job_model, build_loss, shard_model
+from titan_launch.train.model import build_job_model, shard_model
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_command
+from tests.loss.test_losses import write_model
 from tests.sampling import rest_is_slow
 from tests.trace.planned_jobs import PLANNED, planned_job
 from tests.trace.test_engine import DEEP
 from tests.trace.traces import FP32_NORMS, a_job
-from tests.train.test_losses import write_model
 from titan_launch.config.job import JobConfig
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.process import usable_cores

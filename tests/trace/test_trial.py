@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.loss.test_losses import dpo_job, job_of, write_model
 from tests.train.jobs import TINY_ARGS
-from tests.train.test_losses import dpo_job, job_of, write_model
 from titan_launch.config.job import JobConfig
+from titan_launch.loss.second_model import FrozenModel
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.plan.layout import plan_layout
 from titan_launch.trace.trial import run_trial
-from titan_launch.train.frozen_model import FrozenModel
 
 
 def ema_job(folder: Path) -> dict[str, Any]:

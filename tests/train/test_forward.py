@@ -13,8 +13,9 @@ from torch import nn
 
 from tests.distributed import run_command
 from titan_launch.core.errors import ConfigError
-from titan_launch.models.loss import Loss
-from titan_launch.train.forward import check_embeddings, check_signature, forward_explained, logits_check
+from titan_launch.loss.interface import Loss
+from titan_launch.loss.outputs import logits_check
+from titan_launch.train.forward import check_embeddings, check_signature, forward_explained
 
 MODEL = """
 import torch

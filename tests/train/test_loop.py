@@ -22,7 +22,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
 from titan_launch.core.signals import RESTART_SIGNAL
 from titan_launch.data.sources import build_source
-from titan_launch.models.loss import Loss
+from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.train import batches
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import (
@@ -100,10 +100,10 @@ def callers_of_forward(folder: Path) -> list[list[str]]:
         return run.model.callers
 
 
-def test_the_loop_calls_the_model_through_four_functions(tmp_path: Path) -> None:
+def test_the_loop_calls_the_model_through_five_functions(tmp_path: Path) -> None:
     """The first step, which is audited, has the same calls as the others."""
     (callers,) = run_ranks(callers_of_forward, 1, tmp_path)
-    assert callers == [["fit", "train_one_step", "__call__", "forward_backward"]] * 8
+    assert callers == [["fit", "train_one_step", "__call__", "forward_backward", "run_model"]] * 8
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -268,7 +268,7 @@ def validate_again(job: dict[str, Any]) -> tuple[list[float], dict[str, float], 
 def validate_a_frozen_norm() -> bool:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     model[0].eval()
-    validate(model, [], torch.device("cpu"), Loss())
+    validate(model, [], torch.device("cpu"), CrossEntropy())
     return model.training and model[1].training and not model[0].training
 
 

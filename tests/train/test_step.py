@@ -17,13 +17,13 @@ from tests.train.jobs import TINY_ARGS, planned_and_sharded, this_mesh, this_ran
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
 from titan_launch.data.sources import Batch
+from titan_launch.loss.build import build_loss
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.health.step_guard import StepGuard
-from titan_launch.train.model import build_loss
 from titan_launch.train.step import TrainStep
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 2, 8, 8

@@ -8,6 +8,7 @@ from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.config.sections.data import DataSource, TextData, ValidationConfig
 from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config, KernelsConfig, PrecisionConfig
@@ -23,7 +24,6 @@ from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.config.sections.training import (
     EMAConfig,
     GradientAccumulationConfig,
-    LossConfig,
     OptimizerConfig,
     SchedulerConfig,
     TrainingConfig,

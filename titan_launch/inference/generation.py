@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from titan_launch.core.errors import UserError
 from titan_launch.inference.language_model import LanguageModel
+from titan_launch.loss.outputs import find_logits
 from titan_launch.models.attention import KeyValueCache
 from titan_launch.models.decoder import Decoder
 from titan_launch.models.layers import Attention, LatentAttention, LearnedPositions, RotaryEmbedding
-from titan_launch.models.loss import Loss
-from titan_launch.train.forward import find_logits
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def _parameters(module: nn.Module) -> set[str]:
 
 def logits_of(module: nn.Module, tokens: Tensor) -> Tensor:
     """Return the logits (batch, tokens, vocabulary) of whole sequences. Raises UserError if the model returns none."""
-    logits = find_logits(module(tokens), tokens, Loss())
+    logits = find_logits(module(tokens), tokens)
     if logits is None:
         raise UserError(f"error: the forward of {type(module).__name__} returns no logits (batch, tokens, vocabulary)")
     return logits

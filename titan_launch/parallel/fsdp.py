@@ -241,3 +241,20 @@ def without_backward(model: nn.Module) -> Iterator[None]:
         raise
     for root in roots(model):
         end_forward(root)
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a wrapped model into evaluation mode during the block, for forwards without a backward. Gradients of a step
+    that has begun do not change."""
+    was_training = {  # a frozen BatchNorm stays frozen
+        module: module.training for root in roots(model) for module in root.modules()
+    }
+    for root in roots(model):
+        root.eval()
+    try:
+        with without_backward(model):
+            yield
+    finally:
+        for module, flag in was_training.items():
+            module.training = flag

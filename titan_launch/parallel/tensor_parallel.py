@@ -37,7 +37,7 @@ def apply_tensor_parallel(
     """Shard a model on the meta device over the ranks of `mesh`, in place. Nothing is allocated or communicated.
 
     `styles`: the model's declaration (`ModelSpec.tensor_parallel`), checked by `check_tensor_plan`. Tied parameters
-    stay tied. With `loss_parallel` the model returns a DTensor, which `titan_launch.models.loss` accepts.
+    stay tied. With `loss_parallel` the model returns a DTensor, which `titan_launch.loss.cross_entropy` accepts.
     `has_loss_head`: the output layer returns the sums of the loss, the same on all ranks, in place of logits.
     """
     ties = _ties(model)

@@ -41,7 +41,7 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     check_stacks(built.module, config.optimizer, built.head, layout)
     plan = plan_precision(config, built)
     with ExitStack() as stack:
-        model, _, _ = assemble_without_values(config, built, plan, layout, hardware.kernels, rank, stack)
+        model, _ = assemble_without_values(config, built, plan, layout, hardware.kernels, rank, stack)
         optimizer = build_model_optimizer(config, model)
         _update(model, optimizer)
         held = list(_describe_rank(model, optimizer))

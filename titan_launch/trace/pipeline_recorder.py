@@ -24,8 +24,8 @@ from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.loss.interface import Loss
 from titan_launch.metrics.memory import LiveMemory
-from titan_launch.models.loss import Loss
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import Pipeline

@@ -27,6 +27,8 @@ from titan_launch.distributed.torch_private import (
     unsharded_gradients,
     unsharded_parameter,
 )
+from titan_launch.loss.build import build_loss
+from titan_launch.loss.second_model import build_frozen_model, errors_on
 from titan_launch.metrics.memory import is_in_backward
 from titan_launch.metrics.traffic import TrafficCount
 from titan_launch.models.blocks import remove_blocks
@@ -74,9 +76,8 @@ from titan_launch.trace.pipeline_recorder import Mark, Note, PipelineRecorder
 from titan_launch.trace.step import assemble_without_values, watched_memory, watched_parts
 from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.flops import flops_of_job, unknown_if_it_fails
-from titan_launch.train.frozen_model import inspect_frozen_model
 from titan_launch.train.measure import hold_frozen
-from titan_launch.train.model import build_job_model, build_loss
+from titan_launch.train.model import build_job_model
 from titan_launch.train.step import forward_backward
 
 
@@ -152,9 +153,11 @@ class TorchRecorder:
     def subject(self, job: JobConfig) -> Subject:
         """Build the model of a job on the meta device. Raises ConfigError as a run does."""
         built = build_job_model(job)
-        second = job.loss.frozen_model()
-        inventory = None if second is None else inspect_frozen_model(job, second)
-        return Subject(inspect_model(job, built), built.flops_per_sample, inventory)
+        second, frozen = None, build_frozen_model(job)
+        if frozen is not None:
+            with errors_on(frozen.key):
+                second = inspect_model(frozen.config, frozen.built)
+        return Subject(inspect_model(job, built), built.flops_per_sample, second)
 
     def flops(self, job: JobConfig) -> Flops | None:
         """Count the FLOPs of a sample. Return None if the model does not run on the meta device."""
@@ -245,8 +248,8 @@ def _record(
     with ExitStack() as stack:
         stack.enter_context(hooks_watched(on_hook))
         stack.enter_context(replaced(fsdp, "end_forward", noted_end_forward))
-        assembled, frozen, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
-        model, mesh = assembled.module, assembled.mesh
+        assembled, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
+        model, frozen, mesh = assembled.module, assembled.frozen, assembled.mesh
         path_of |= {module: path for path, module in model.named_modules()}
         if frozen is not None:
             path_of |= {module: SECOND + path for path, module in frozen.module.named_modules()}

@@ -21,10 +21,11 @@ from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import build_mesh
+from titan_launch.loss.build import build_loss
+from titan_launch.loss.interface import Loss
 from titan_launch.metrics.memory import LiveMemory, track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.models.build import BuiltModel
-from titan_launch.models.loss import Loss
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.replica_shards import ReplicaShards, trained_by_unit
 from titan_launch.parallel.accumulation import Accumulation
@@ -58,10 +59,9 @@ from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
 from titan_launch.train.batches import make_microbatch, sample_format
 from titan_launch.train.build import build_replica_shards
-from titan_launch.train.frozen_model import FrozenModel, assemble_frozen_model
 from titan_launch.train.kernel_choice import use_planned_kernels
 from titan_launch.train.measure import hold_frozen
-from titan_launch.train.model import AssembledModel, allocate_model, assemble_model, build_loss
+from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward
 
@@ -109,11 +109,11 @@ def trace_step(
     and backward are raised unchanged.
     """
     with ExitStack() as stack:
-        model, frozen, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
+        model, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
         held_on_host = on_host(config.training, kernels)
         if layout.pipeline == 1:
             num_microbatches = min(layout.num_microbatches, MICROBATCHES)
-            return _trace_microbatches(config, model, batches, Ledger(held_on_host), num_microbatches, frozen)
+            return _trace_microbatches(config, model, batches, Ledger(held_on_host), num_microbatches)
         counts, traced = counts_to_run(config.parallelism, layout), list[TracedStep]()
         for count in counts:
             discard_pending(model.module)
@@ -130,9 +130,9 @@ def assemble_without_values(
     kernels: Kernels,
     rank: int,
     stack: ExitStack,
-) -> tuple[AssembledModel, FrozenModel | None, Batches]:
-    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Return it, the second
-    model of the job's loss, and the microbatches.
+) -> tuple[AssembledModel, Batches]:
+    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Return it and the
+    microbatches.
 
     Until `stack` is closed, this process acts as that rank, tensors are fake, and operations save the same tensors for
     backward as `kernels`. No layer is converted to float8, because the memory that torchao needs is not known.
@@ -145,16 +145,13 @@ def assemble_without_values(
         use_planned_kernels(config, built, plan, layout, device.capability)
     batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
     model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
-    frozen = assemble_frozen_model(config, mesh, batches)
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load))
     if Category.PARAMETERS in on_host(config.training, kernels):
         stack.enter_context(copies_from_host())
     attention_device = torch.device("meta" if kernels == "cuda" else "cpu")  # PyTorch has no ring attention for CPUs
     allocate_model(model, config, torch.device("cpu"), stack, initial_values=False, attention_device=attention_device)
-    if frozen is not None:
-        frozen.allocate(torch.device("cpu"), stack, initial_values=False)
-    return model, frozen, batches
+    return model, batches
 
 
 def _trace_microbatches(
@@ -163,13 +160,12 @@ def _trace_microbatches(
     batches: Batches,
     ledger: Ledger,
     num_microbatches: int,
-    frozen: FrozenModel | None = None,
 ) -> TracedStep:
     """Trace forward and backward of `num_microbatches`, and add the memory of the optimizer's update by a formula.
 
-    `assembled`: on the CPU, with real tensors or fake ones, without gradients. `frozen`: the second model of the loss.
+    `assembled`: on the CPU, with real tensors or fake ones, without gradients.
     """
-    model, plan, mesh = assembled.module, assembled.plan, assembled.mesh
+    model, frozen, plan, mesh = assembled.module, assembled.frozen, assembled.plan, assembled.mesh
     ledger.enter(StepPoint(0, "forward", ""))
     step_points = StepPoints(ledger)
     with ExitStack() as stack:

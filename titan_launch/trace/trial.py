@@ -21,6 +21,7 @@ from titan_launch.core.errors import RunError
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import build_mesh
+from titan_launch.loss.build import build_loss
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import replicas_of
@@ -35,10 +36,9 @@ from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.step import Batches
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_model_optimizer, speed_up_on_cpu
-from titan_launch.train.frozen_model import assemble_frozen_model
 from titan_launch.train.health.out_of_memory import is_out_of_memory
 from titan_launch.train.kernel_choice import use_kernels
-from titan_launch.train.model import allocate_model, assemble_model, build_job_model, build_loss
+from titan_launch.train.model import allocate_model, assemble_model, build_job_model
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward
 from titan_launch.train.trace_subprocess import OUT_OF_MEMORY
@@ -87,14 +87,10 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         plan = plan_precision(config, built)
         use_kernels(config, built, plan, layout, device, stack)
         model = assemble_model(config, built, plan, mesh, batches)
-        frozen = assemble_frozen_model(config, mesh, batches)
         if device.type == "cpu":  # its allocator keeps freed memory
             speed_up_on_cpu(config, model, stack)
-        modules = [model.module]
         allocate_model(model, config, device, stack, initial_values=False)
-        if frozen is not None:
-            modules.append(frozen.module)
-            frozen.allocate(device, stack, initial_values=False)
+        modules = [model.module, *([] if model.frozen is None else [model.frozen.module])]
         with torch.no_grad():
             for module in modules:
                 for tensor in (*module.parameters(), *module.buffers()):
@@ -102,7 +98,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         optimizer = build_model_optimizer(config, model)
         ema = build_ema(config.ema, model.module, optimizer)
         replicas = replicas_of(optimizer)
-        loss = build_loss(model.module, plan, config, batches.num_classes, frozen=frozen)
+        loss = build_loss(model.module, plan, config, batches.num_classes, frozen=model.frozen)
         strategy, valid = Accumulation(config.gradient_accumulation, replicas), torch.ones((), device=device)
         pipeline = pipeline_of(model.module)
         count = layout.num_microbatches if pipeline else min(layout.num_microbatches, MICROBATCHES)

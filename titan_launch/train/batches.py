@@ -203,7 +203,7 @@ def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_
 def _check_pairs(config: JobConfig, data: RunData) -> None:
     """Raise ConfigError for token files without pairs of answers with `dpo`, and for files with pairs with another
     loss."""
-    wanted = config.loss.name == "dpo"
+    wanted = config.loss.kind.reads_pairs
     for section, source in data.sources.items():
         if getattr(source, "has_pairs", wanted) != wanted:
             key = tuple(int(part) if part.isdigit() else part for part in section.split("."))

@@ -17,6 +17,7 @@ from titan_launch.data.order import Order
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
+from titan_launch.loss.build import build_loss
 from titan_launch.metrics.learned import Learned
 from titan_launch.metrics.sinks import ConsoleSink, import_sinks
 from titan_launch.metrics.timeline import Timeline
@@ -40,7 +41,6 @@ from titan_launch.train.base_weights import RunBase
 from titan_launch.train.batches import build_data, build_stream_batches, build_train_batches, build_validation_batches
 from titan_launch.train.early_stopping import build_early_stopping
 from titan_launch.train.flops import flops_of_run
-from titan_launch.train.frozen_model import FrozenModel, assemble_frozen_model
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import create_nccl_folder
 from titan_launch.train.health.step_guard import StepGuard
@@ -51,7 +51,6 @@ from titan_launch.train.model import (
     AssembledModel,
     allocate_model,
     assemble_model,
-    build_loss,
 )
 from titan_launch.train.profiling import StepProfiler
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job, resolve_steps
@@ -109,13 +108,10 @@ def build_run(
     config = job.config
     flops = flops_of_run(config, job.built, job.plan, data) if ranks.is_rank_0 else None  # which reports them
     model = assemble_model(config, job.built, job.plan, mesh, data)
-    frozen = assemble_frozen_model(config, mesh, data)
     if ranks.device.type == "cpu":
         speed_up_on_cpu(config, model, stack)
     set_timeouts(config.comm.init_timeout_seconds)
     allocate_model(model, config, ranks.device, stack)
-    if frozen is not None:
-        frozen.allocate(ranks.device, stack)
     optimizer = build_model_optimizer(config, model)
     unfreezing = Unfreezing(model.module, job.plan)
     ema = build_ema(config.ema, model.module, optimizer)
@@ -124,7 +120,7 @@ def build_run(
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     timeline = Timeline(ranks.device)
     stack.enter_context(communication_counted(model.module, timeline))
-    step = build_step(config, model, optimizer, guard, ranks, data.num_classes, timeline, frozen)
+    step = build_step(config, model, optimizer, guard, ranks, data.num_classes, timeline)
     stream = build_stream_batches(config, data, job.layout, ranks, stack)
     base = RunBase(model.module, config, job.plan.inventory)
     early_stopping = build_early_stopping(config.validation, checkpoint_folder(folder.path), progress)
@@ -132,7 +128,7 @@ def build_run(
     state = training_state(
         config, model.module, optimizer, progress, data.order, others, step.statistics, mesh, ranks, base
     )
-    second: Sources = {} if frozen is None else {format_key(frozen.key): frozen.load()}
+    second: Sources = {} if model.frozen is None else {format_key(model.frozen.key): model.frozen.load()}
     sources: Sources = {**data.sources, **second}
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, sources, ranks, stack)
     load_or_begin(job, folder.path, state, progress, sources, data.order, base, adapters, ema)
@@ -272,10 +268,9 @@ def build_step(
     ranks: Ranks,
     num_classes: int,
     timeline: Timeline,
-    frozen: FrozenModel | None = None,
 ) -> TrainStep:
     """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size.
-    `timeline` counts the parts of the step's time. `frozen`: the second model of the loss."""
+    `timeline` counts the parts of the step's time."""
     accumulation = Accumulation(config.gradient_accumulation, replicas_of(optimizer))
     pipeline, pipelined = pipeline_of(model.module), None
     if pipeline is not None:
@@ -290,7 +285,7 @@ def build_step(
         config.training.max_norm,
         model.mesh,
         ranks.device,
-        build_loss(model.module, model.plan, config, num_classes, frozen=frozen),
+        build_loss(model.module, model.plan, config, num_classes, frozen=model.frozen),
         timeline,
         pipelined=pipelined,
         after_update=scale_update(model.module, config.float8),

@@ -17,7 +17,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,14 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.loss import frozen_job
 from titan_launch.config.sections.parallelism import CompileConfig
-from titan_launch.core.errors import KeyPath
 from titan_launch.core.patches import generators_seeded, loggers_silenced, replaced
 from titan_launch.distributed.torch_private import grouped_products_have_shapes
+from titan_launch.loss.build import build_loss
+from titan_launch.loss.second_model import build_frozen_model
 from titan_launch.models import attention, layers, mixture_of_experts
 from titan_launch.models.blocks import blocks_removed
-from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.build import BuiltModel
 from titan_launch.models.host_values import attributes_digest
 from titan_launch.models.mixture_of_experts import ExpertProduct
 from titan_launch.parallel.activation_checkpoint import checkpoint_activations
@@ -43,9 +43,7 @@ from titan_launch.plan.step_time import Flops
 from titan_launch.plan.types import ModelPlan, outermost
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.batches import RunData, known_input_shape, make_microbatch, sample_format
-from titan_launch.train.forward import logits_of
-from titan_launch.train.losses import Outputs
-from titan_launch.train.model import build_job_model, build_loss
+from titan_launch.train.model import build_job_model
 from titan_launch.train.step import forward_backward
 
 _log = logging.getLogger(__name__)
@@ -107,7 +105,10 @@ def count_flops(
     kinds = [kind for kind in _blocks_by_kind(model, plan) if len(kind) > 2] if config.model.is_of_package else []
     with _counted_kernels():
         checkpoint_activations(model, plan.checkpointed, config.activation_checkpoint)
-        loss = build_loss(model, plan, config, num_classes, has_values=False, frozen=_second_model(config))
+        frozen = build_frozen_model(config)
+        if frozen is not None:
+            frozen.module.requires_grad_(False).eval()
+        loss = build_loss(model, plan, config, num_classes, has_values=False, frozen=frozen)
         with meta:
             microbatch, num_items = make_microbatch(config, input_shape, _SAMPLES), torch.ones(())
 
@@ -140,31 +141,11 @@ def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
     yield from kinds.values()
 
 
-def _second_model(config: JobConfig) -> Outputs | None:
-    second = config.loss.frozen_model()
-    if second is None:
-        return None
-    module = build_model(frozen_job(config, second).model, config.training.seq_len).module
-    return _Unsharded(second.key, module.requires_grad_(False).eval())
-
-
-@dataclass
-class _Unsharded:
-    """The second model of a loss (`train.frozen_model.FrozenModel`), without FSDP2."""
-
-    key: KeyPath
-    module: nn.Module
-
-    @torch.no_grad()
-    def __call__(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
-        return logits_of(self.module, inputs, targets, documents)
-
-
 @contextmanager
 def _counted_kernels() -> Iterator[None]:
     """Let attention and experts run as single operations until the end of the block, as on a GPU."""
     with ExitStack() as stack:
-        stack.enter_context(loggers_silenced("titan_launch.train.model"))
+        stack.enter_context(loggers_silenced("titan_launch.loss.build"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(generators_seeded(0))  # what a forward draws does not change the run

@@ -16,9 +16,9 @@ from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import RunError, UserError, config_error
 from titan_launch.core.torch_release import is_tested_release
 from titan_launch.data.sources import Batch
+from titan_launch.loss.interface import Loss
 from titan_launch.metrics.memory import LiveMemory, track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives, profile_exposed_time
-from titan_launch.models.loss import Loss
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import replicas_of
 from titan_launch.parallel.compile import compile_time

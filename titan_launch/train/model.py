@@ -17,24 +17,21 @@ from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.loss.second_model import FrozenModel, build_frozen_model, errors_on
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues, attributes_digest, describe_tensors, digest_of
 from titan_launch.models.init import allocate, initialize
-from titan_launch.models.loss import Loss
-from titan_launch.models.stages import PassThrough
 from titan_launch.parallel.apply import parallelize
-from titan_launch.parallel.compile import compile_loss
 from titan_launch.parallel.context_parallel import SequencePart, divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.freezing import Freezing
 from titan_launch.plan.hardware import GIB, format_bytes, free_memory_gib
-from titan_launch.plan.module_selection import describe_loss
+from titan_launch.plan.job import plan_untrained
 from titan_launch.plan.types import ModelPlan
-from titan_launch.precision.policy import torch_dtype
-from titan_launch.train.forward import OwnLoss, check_embeddings, logits_check
-from titan_launch.train.losses import Outputs, other_loss
+from titan_launch.train.auto_mode import inspect_model
+from titan_launch.train.forward import check_embeddings
 
 _log = logging.getLogger(__name__)
 
@@ -208,6 +205,9 @@ class AssembledModel:
     sequence_part: SequencePart | None
     """This rank's part of every sequence; None without context parallelism."""
 
+    frozen: FrozenModel | None = None
+    """The second model of the loss, wrapped as this one."""
+
     @property
     def module(self) -> nn.Module:
         """The wrapped model; with pipeline parallelism, only this rank's stages."""
@@ -217,12 +217,13 @@ class AssembledModel:
 def assemble_model(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh, samples: SampleFormat
 ) -> AssembledModel:
-    """Wrap a model on the meta device in place, as `plan` says, and check that it fits the data. Collective.
+    """Wrap a model on the meta device in place, as `plan` says, and check that it fits the data. Also build and wrap
+    the second model of the job's loss. Collective.
 
     A run, a trace and a dry run all assemble their models here. Nothing is allocated: see `allocate_model`.
 
-    Raises ConfigError for a model whose pipeline stages do not run one after another. The first forward of
-    the model raises ConfigError if an embedding of token ids has too few rows.
+    Raises ConfigError for a model whose pipeline stages do not run one after another, and for a second model that
+    cannot be built. The first forward of a model raises ConfigError if an embedding of token ids has too few rows.
     """
     module = shard_model(config, built, plan, mesh)
     pipeline = pipeline_of(module)
@@ -230,7 +231,14 @@ def assemble_model(
         pipeline.boundaries.of(samples.meta_inputs())
     if config.data.unit == "tokens":
         check_embeddings(module, samples.num_classes)
-    return AssembledModel(built, plan, mesh, samples.sequence_part)
+    frozen = build_frozen_model(config)
+    if frozen is not None:
+        with errors_on(frozen.key):
+            second_plan = plan_untrained(frozen.config, inspect_model(frozen.config, frozen.built))
+            frozen.module.requires_grad_(False).eval()
+            assemble_model(frozen.config, frozen.built, second_plan, mesh, samples)
+        frozen = replace(frozen, wrapping=second_plan)
+    return AssembledModel(built, plan, mesh, samples.sequence_part, frozen)
 
 
 def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh) -> nn.Module:
@@ -270,7 +278,8 @@ def allocate_model(
     initial_values: bool = True,
     attention_device: torch.device | None = None,
 ) -> None:
-    """Allocate this rank's shards on `device`, and fill them unless `initial_values` is False.
+    """Allocate this rank's shards of the model and of its second model on `device`, and fill them unless
+    `initial_values` is False.
 
     With context parallelism, also reduce the buffers along the sequence to this rank's rows, and enter ring attention
     into `stack`. `attention_device`: the device whose ring attention is used, by default `device`. Raises ConfigError
@@ -278,39 +287,10 @@ def allocate_model(
     """
     if model.mesh.context is not None:
         stack.enter_context(ring_attention(model.mesh.context, config.parallelism, attention_device or device))
-    allocate(model.module, device, config.training.enable_cpu_offload)
-    if initial_values:
-        initialize(model.module, model.built.initializer, config.training.seed, device)
+    for built in (model.built, *([] if model.frozen is None else [model.frozen.built])):
+        allocate(built.module, device, config.training.enable_cpu_offload)
+        if initial_values:
+            initialize(built.module, built.initializer, config.training.seed, device)
     if model.sequence_part is not None:
         axes = model.built.context_parallel or {}
         divide_buffers(model.module, axes, model.sequence_part, config.training.seq_len)
-
-
-def build_loss(
-    model: nn.Module,
-    plan: ModelPlan,
-    config: JobConfig,
-    num_classes: int,
-    has_values: bool = True,
-    frozen: Outputs | None = None,
-) -> Loss:
-    """Return the loss of a job: the model's own (`model.loss`), the cross-entropy of logits, or another loss of logits.
-
-    If the plan has a loss head, that module of `model` then computes the loss, in place. `num_classes`: number of
-    classes of the data. `has_values`: False for a trace. `frozen`: the second model of the loss.
-    """
-    if config.model.loss is not None:
-        return OwnLoss(config.model.loss, config.data.unit, has_values)
-    description = describe_loss(config, plan)
-    if description is not None:
-        _log.info("loss: %s", description)
-    check, compiled = logits_check(config.data.unit, num_classes), partial(compile_loss, config=config.compile)
-    if config.loss.name != "cross_entropy":
-        return other_loss(config.loss, model, check, compiled, frozen, has_values)
-    loss = Loss(config.loss, check, compiled)
-    if plan.loss_head is not None:
-        head = model.get_submodule(plan.loss_head)
-        dtypes = [torch_dtype(dtype) for dtype in plan.logits_dtypes]
-        if not isinstance(head, PassThrough):  # else another pipeline rank has the head
-            loss.compute_in(head, dtypes)
-    return loss

@@ -24,9 +24,9 @@ from titan_launch.distributed.torch_private import (
     pop_forward_order,
     restore_forward_order,
 )
+from titan_launch.loss.interface import Loss, means_of_step
 from titan_launch.metrics.timeline import UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
-from titan_launch.models.loss import Loss, means_of_step
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
 

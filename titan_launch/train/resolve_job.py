@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from titan_launch.checkpoint.state import Progress
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.loss.user_function import import_loss
 from titan_launch.models.build import BuiltModel
 from titan_launch.optim.groups import check_param_groups, check_stacks
 from titan_launch.plan.hardware import Hardware
@@ -16,7 +17,6 @@ from titan_launch.plan.module_selection import check_shards
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.auto_mode import hardware_of_run, plan_precision, resolve_auto_modes, resolve_batch_size
 from titan_launch.train.batches import RunData, with_steps
-from titan_launch.train.losses import import_loss
 from titan_launch.train.measure import check_profiling
 from titan_launch.train.model import build_on_all_ranks
 from titan_launch.train.run_folder.attempt import Attempt

@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
+from titan_launch.loss.interface import Z_LOSS, Loss, means_of_step
 from titan_launch.metrics.timeline import UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
-from titan_launch.models.loss import Z_LOSS, Loss, means_of_step
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import replicas_of, step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.expert_balance import ExpertBalance
-from titan_launch.parallel.fsdp import discard_pending
+from titan_launch.parallel.fsdp import discard_pending, in_evaluation_mode
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
-from titan_launch.train.forward import forward_explained, in_evaluation_mode, label_arguments, select_outputs
+from titan_launch.train.forward import run_model
 from titan_launch.train.health.step_guard import StepGuard
 
 if TYPE_CHECKING:
@@ -229,20 +229,12 @@ def forward_backward(
     """
     microbatch = microbatch.to(device)
     with timeline.part("forward"):
-        loss.prepare(*microbatch)
-        with loss.given(microbatch.targets), forward_explained(model, microbatch.inputs, loss):
-            outputs = model(microbatch.inputs, **_arguments(model, microbatch, loss))
-            outputs = select_outputs(outputs, microbatch.targets, loss)
+        outputs = run_model(model, microbatch, loss)
         means = means_of_step(loss.sums(outputs, microbatch.targets), num_items())
         del outputs  # the autograd graph keeps the tensors that backward needs
     with timeline.part("backward"):
         means[0].backward()
     return means.detach()
-
-
-def _arguments(model: nn.Module, batch: Batch, loss: Loss) -> dict[str, Any]:
-    """Return the keyword arguments of a forward."""
-    return document_arguments(model, batch.documents) | label_arguments(model, batch.targets, loss)
 
 
 @torch.no_grad()
@@ -263,13 +255,10 @@ def validate(
         for source, batch in batches:
             batch = batch.to(device)
             total = totals.setdefault(source, torch.zeros(4, dtype=torch.float64, device=device))
-            loss.prepare(*batch)
-            with loss.given(batch.targets):
-                if pipeline is None:
-                    with forward_explained(model, batch.inputs, loss):
-                        outputs = model(batch.inputs, **_arguments(model, batch, loss))
-                        outputs = select_outputs(outputs, batch.targets, loss)
-                else:
+            if pipeline is None:
+                outputs = run_model(model, batch, loss)
+            else:
+                with loss.given(batch.targets):
                     outputs = run_forward(pipeline, batch.inputs, device, document_arguments(model, batch.documents))
             if outputs is not None:  # else another rank holds the last stage
                 total[:2] += loss.sums(outputs, batch.targets)

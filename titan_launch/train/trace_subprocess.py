@@ -19,8 +19,8 @@ from titan_launch.config.loading.load import dump_job
 from titan_launch.core.errors import RunError, UserError, config_error
 from titan_launch.core.process import BAD_INPUT, rank_folder
 from titan_launch.core.signals import AGENT_PID, signal_name
+from titan_launch.loss.outputs import FORWARD
 from titan_launch.plan.hardware import Hardware, find_device
-from titan_launch.train.forward import FORWARD
 
 OUT_OF_MEMORY = "out of memory"
 """The first words of the error of a trial whose memory does not suffice."""

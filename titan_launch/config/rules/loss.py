@@ -10,20 +10,19 @@ from titan_launch.config.rules.data import sources_of
 from titan_launch.config.sections.base import is_import_string
 from titan_launch.config.sections.data import FactoryData, PreferenceData, TokensData
 from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.sections.loss import BASE, LOSSES, MODEL_LOSS, FrozenModelConfig, LossConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
-from titan_launch.config.sections.training import BASE, FrozenModelConfig, GradientAccumulationConfig, LossConfig
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
+from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, format_key
 
 _NAME: KeyPath = ("loss", "name")
-_TABLES = {"dpo": "reference", "distillation": "teacher"}
-"""The losses with a table of their own, each with the key that the table must have."""
 
 
 def loss_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `loss.name` is neither a loss of this package nor a valid import string."""
-    name, known = config.loss.name, ("cross_entropy", *_TABLES)
+    name, known = config.loss.name, tuple(LOSSES)
     if ":" in name:
         if not is_import_string(name):
             yield Problem(_NAME, "must have the form package.module:function for a loss of your own", name)
@@ -35,7 +34,7 @@ def loss_exists(config: JobConfig) -> Iterator[Problem]:
 
 def loss_has_its_table(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for a loss without the table that it needs, and for the table of another loss."""
-    for name, key in _TABLES.items():
+    for name, key in ((name, kind.second_model) for name, kind in LOSSES.items() if kind.second_model):
         has_table, table = getattr(config.loss, name) is not None, f"[loss.{name}]"
         if config.loss.name == name and not has_table:
             yield Problem(_NAME, f"needs the table {table} with the key {key}", name, also=(("loss", name),))
@@ -44,34 +43,34 @@ def loss_has_its_table(config: JobConfig) -> Iterator[Problem]:
             yield Problem(("loss", name), reason, also=(_NAME,))
 
 
-def only_the_cross_entropy_has_its_options(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each option of the cross-entropy that is set with another loss."""
-    if config.loss.name != "cross_entropy":
-        for name, value in config.loss.changed("chunks", "z_loss", "label_smoothing"):
-            reason = f'is an option of the cross-entropy, and loss.name is "{config.loss.name}"; remove this key'
-            yield Problem(("loss", name), reason, value, also=(_NAME,))
+def loss_is_supported(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each key in use that the loss of the job does not support, by the rows of `LOSSES`."""
+    for key, reason in config.loss.kind.unsupported.items():
+        if _is_used(config, key):
+            value = getattr(getattr(config, key[0]), key[1])
+            yield Problem(key, reason.format(config.loss.name), value, also=(_NAME,))
 
 
-def losses_of_logits_have_whole_logits(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each kind of parallelism that divides the logits or the model, and that a loss other than
-    the cross-entropy does not support."""
-    loss, parallelism = config.loss, config.parallelism
-    if loss.name == "cross_entropy":
+def model_loss_is_supported(config: JobConfig) -> Iterator[Problem]:
+    """Report `model.loss` with a model of this package, and with each key in use that it does not support."""
+    loss, key = config.model.loss, ("model", "loss")
+    if loss is None:
         return
-    divides_logits = parallelism.tensor_parallel_degree > 1 and parallelism.loss_parallel
-    needs = "reads the logits of all classes and of whole sequences"
-    obstacles = [
-        ("loss_parallel", divides_logits, needs, "set false"),
-        ("context_parallel_degree", parallelism.context_parallel_degree > 1, needs, "set 1"),
-    ]
-    if loss.is_of_package:
-        degrees = ("pipeline_parallel_degree", "expert_parallel_degree")
-        what = "runs a second model, which is not divided"
-        obstacles += [(name, getattr(parallelism, name) > 1, what, "set 1") for name in degrees]
-    for name, is_set, what, remedy in obstacles:
-        if is_set:
-            reason = f'is not supported with loss.name = "{loss.name}", which {what}; {remedy}'
-            yield Problem(("parallelism", name), reason, getattr(parallelism, name), also=(_NAME,))
+    if config.model.name in ARCHITECTURES:
+        reason = f"{config.model.name} returns logits and computes no loss; remove this key"
+        yield Problem(key, reason, loss, also=(("model", "name"),))
+    for other, reason in MODEL_LOSS.unsupported.items():
+        if _is_used(config, other):
+            yield Problem(key, reason.format(format_key(other)), loss, also=(other,))
+
+
+def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
+    """Return True if a key has an effect in this job."""
+    if key == ("parallelism", "loss_parallel"):
+        return config.parallelism.loss_parallel and config.parallelism.tensor_parallel_degree > 1
+    if key == ("compile", "components"):
+        return config.compile.enable and "loss" in config.compile.components
+    return any(getattr(config, key[0]).changed(key[1]))
 
 
 def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
@@ -79,7 +78,7 @@ def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
     token files, which may have pairs, the run checks this.)"""
     for source, data in sources_of(config):
         has_pairs, also = isinstance(data, PreferenceData), (_NAME,)
-        if config.loss.name == "dpo":
+        if config.loss.kind.reads_pairs:
             if isinstance(data, TokensData):
                 continue
             if not has_pairs and not (isinstance(data, FactoryData) and data.samples == "documents"):
@@ -184,8 +183,8 @@ def frozen_job(config: JobConfig, second: FrozenModelConfig) -> JobConfig:
 LOSS_RULES = (
     loss_exists,
     loss_has_its_table,
-    only_the_cross_entropy_has_its_options,
-    losses_of_logits_have_whole_logits,
+    loss_is_supported,
+    model_loss_is_supported,
     pairs_are_for_preferences,
     base_is_frozen,
     second_model_fits,

@@ -15,7 +15,6 @@ from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, huggin
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.base import is_import_string
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
 
 _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args")
@@ -125,28 +124,6 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
             )
 
 
-def own_loss_is_whole(config: JobConfig) -> Iterator[Problem]:
-    """Report `model.loss` with a model of this package, and with options that divide or replace the loss."""
-    loss, key = config.model.loss, ("model", "loss")
-    if loss is None:
-        return
-    if config.model.name in ARCHITECTURES:
-        reason = f"{config.model.name} returns logits and computes no loss; remove this key"
-        yield Problem(key, reason, loss, also=(_NAME,))
-    parallelism = config.parallelism
-    obstacles: tuple[tuple[KeyPath, bool], ...] = (
-        (("parallelism", "tensor_parallel_degree"), parallelism.tensor_parallel_degree > 1),
-        (("parallelism", "pipeline_parallel_degree"), parallelism.pipeline_parallel_degree > 1),
-        (("parallelism", "context_parallel_degree"), parallelism.context_parallel_degree > 1),
-        *((("loss", name), value != getattr(LossConfig(), name)) for name, value in config.loss),
-        (("compile", "components"), config.compile.enable and "loss" in config.compile.components),
-    )
-    for other, is_set in obstacles:
-        if is_set:
-            reason = f"cannot be used with {format_key(other)}, for which the launcher computes the loss; remove either"
-            yield Problem(key, reason, loss, also=(other,))
-
-
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
     """Yield a folder of weights of another model, and each argument that differs from the folder's. (A missing folder
     is found when it is read: a run that resumes does not need it.)"""
@@ -232,7 +209,6 @@ MODEL_RULES = (
     model_args_have_an_effect,
     sequences_have_positions,
     factory_args_can_be_recorded,
-    own_loss_is_whole,
     weights_are_of_the_model,
     adapter_rules_have_an_effect,
     adapter_is_of_the_job,

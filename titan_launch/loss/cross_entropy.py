@@ -1,9 +1,7 @@
-"""The loss of a job as sums over items. The training step divides them by its global number of items.
-
-The items of the cross-entropy are the valid targets. `train.losses` has losses with other items.
+"""The cross-entropy of logits, with label smoothing and z-loss.
 
 Without chunks a model returns logits, and the loss is computed from them. With chunks (`loss.chunks`) the output layer
-of the model computes the loss itself (`models.chunked_loss`), and logits exist for one chunk of classes at a time.
+of the model computes the loss itself (`loss.chunked`), and logits exist for one chunk of classes at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,50 +17,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.config.sections.training import LossConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.core.errors import config_error
-from titan_launch.models.chunked_loss import Adjust, ChunkedLoss, Classes, Kernels, Method
+from titan_launch.loss.chunked import Adjust, ChunkedLoss, Classes, Kernels, Method
+from titan_launch.loss.interface import Z_LOSS, Compile, Loss, count_correct
+from titan_launch.loss.outputs import LogitsCheck, are_logits, select_logits
 
 
-class LogitsCheck(Protocol):
-    """A check of logits before the loss is computed."""
-
-    def __call__(self, shape: Sequence[int], targets: Tensor, /) -> None:
-        """Raise an error if logits of this shape do not fit the targets."""
-
-
-class Loss:
-    """The loss of a job.
-
-    loss.prepare(inputs, targets, documents)
-    with loss.given(targets):
-        outputs = model(inputs)
-    sums = loss.sums(outputs, targets)
-    """
-
-    num_sums = 2
-    """Number of sums with gradients enabled."""
-
-    accuracy_of_items = False
-    """True if validation reports a fraction of the items as accuracy. False: a fraction of the valid targets."""
-
-    tags: tuple[str, ...]
-    """Metrics of the sums after the first one, with gradients enabled. Sums without a tag are not reported."""
-
-    frozen: nn.Module | None = None
-    """A second model, which is not trained, and whose outputs the loss reads. It is wrapped like the trained model."""
+class CrossEntropy(Loss):
+    """The cross-entropy of the valid targets. The items are these targets."""
 
     def __init__(
         self,
         config: LossConfig | None = None,
         check: LogitsCheck = lambda shape, targets: None,
-        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        compiled: Compile = lambda function: function,
     ):
-        """`compiled` compiles a function of tensors."""
+        super().__init__(check)
         self._config = LossConfig() if config is None else config
         self._validation = LossConfig(chunks=self._config.chunks)
-        self.tags = (Z_LOSS,) if self._config.z_loss else ()
-        self._check = check
+        if self._config.z_loss:
+            self.tags = (Z_LOSS,)
         self._plain = compiled(_plain_sums)
         self._kernels = Kernels.compiled(compiled)
         self._has_head = False
@@ -80,14 +55,6 @@ class Loss:
         adjust = _adjustment(getattr(head, "adjust_logits", None), dtypes)
         head.forward = MethodType(_head_forward(self, head.forward, adjust), head)
 
-    def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
-        """Return the number of items, by which sums are divided, and of valid targets: int64 (2), on the device of the
-        targets. `documents`: as in `data.sources.Batch`."""
-        return count_valid(targets).expand(2)
-
-    def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        """Compute what the loss needs besides the outputs of the model, before the model's forward. Collective."""
-
     @contextmanager
     def given(self, targets: Tensor) -> Iterator[None]:
         """Provide the targets of the model's next forward to its output layer during the block."""
@@ -97,11 +64,11 @@ class Loss:
         finally:
             self.targets = None
 
-    def takes(self, tensor: Tensor, targets: Tensor) -> bool:
-        """Return True if a tensor in a model's outputs has the shape of logits, or of `sums` from the output layer."""
-        if self._has_head:
-            return tensor.shape == (2,)
-        return tensor.ndim > 0 and tensor.shape[:-1] == targets.shape
+    def select(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the logits in a model's outputs, or the sums if the output layer computes them. Raise ConfigError if
+        there are none."""
+        fits = (lambda tensor, _: tensor.shape == (2,)) if self._has_head else are_logits
+        return select_logits(outputs, targets, fits)
 
     def sums(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return two sums over the valid targets, in fp32, from what the model has returned.
@@ -127,7 +94,8 @@ class Loss:
             return self._in_chunks(Classes(outputs.shape[-1]), outputs, None, None, targets, None)
         logits, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
         if not torch.is_grad_enabled():
-            return torch.stack([F.cross_entropy(logits.float(), targets, **_SUM), (logits.argmax(-1) == targets).sum()])
+            cross_entropy = F.cross_entropy(logits.float(), targets, **_SUM)
+            return torch.stack([cross_entropy, count_correct(logits, targets)])
         sums: Tensor = self._plain(logits, targets, self._config.z_loss, self._config.label_smoothing)
         return sums
 
@@ -167,7 +135,9 @@ _CHANGED_OUTPUT = (
 )
 
 
-def _head_forward(loss: Loss, compute: Callable[[Tensor], Tensor], adjust: Adjust | None) -> Callable[..., Tensor]:
+def _head_forward(
+    loss: CrossEntropy, compute: Callable[[Tensor], Tensor], adjust: Adjust | None
+) -> Callable[..., Tensor]:
     """Return the forward of an output layer. Its first argument is the module: explanations of errors look for it."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -190,9 +160,6 @@ def _adjustment(adjust: Adjust | None, dtypes: Sequence[torch.dtype]) -> Adjust 
     return adjusted
 
 
-Z_LOSS = "train/z_loss"
-"""Metric of a sum that is part of the loss, but not of `train/loss`."""
-
 _SUM: dict[str, Any] = {"ignore_index": IGNORED_TARGET, "reduction": "sum"}
 
 
@@ -205,14 +172,3 @@ def _plain_sums(logits: Tensor, targets: Tensor, z_loss: float, label_smoothing:
     squares = logits.logsumexp(-1).square().where(targets != IGNORED_TARGET, 0)
     weighted = z_loss * squares.sum()
     return torch.stack([cross_entropy + weighted, weighted.detach()])
-
-
-def means_of_step(sums: Tensor, num_items: Tensor) -> Tensor:
-    """Return a microbatch's part of the step's loss: its sums, divided by the number of the step's items over all
-    ranks."""
-    return sums / num_items.clamp(min=1)
-
-
-def count_valid(targets: Tensor) -> Tensor:
-    """Return how many targets are not ignored: an int64 scalar on their device."""
-    return (targets != IGNORED_TARGET).sum()

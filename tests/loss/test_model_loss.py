@@ -20,14 +20,15 @@ from titan_launch.config.sections.run import DebugConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import build_mesh
+from titan_launch.loss.build import build_loss
+from titan_launch.loss.model_loss import ModelLoss
 from titan_launch.models.init import allocate, initialize
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.forward import OwnLoss, select_outputs
 from titan_launch.train.health.step_guard import StepGuard
-from titan_launch.train.model import build_loss, build_on_all_ranks, shard_model
+from titan_launch.train.model import build_on_all_ranks, shard_model
 from titan_launch.train.step import TrainStep, validate
 
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ def train_with_own_loss() -> dict[tuple[str, str], tuple[dict[str, Tensor], list
             group["lr"] = config.optimizer.lr
         strategy, guard = Accumulation(config.gradient_accumulation), StepGuard(DebugConfig(), CPU)
         loss = build_loss(model, plan, config, 61)
-        assert isinstance(loss, OwnLoss)
+        assert isinstance(loss, ModelLoss)
         step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, mesh, CPU, loss)
         norms: list[float] = []
         microbatches: list[Batch] = []
@@ -162,11 +163,11 @@ def test_a_loss_that_shifts_the_labels_again_is_refused() -> None:
     torch.manual_seed(0)
     inputs, targets = (tensor[0] for tensor in batches())
 
-    def compute(model: nn.Module, loss: OwnLoss) -> Tensor:
-        return loss.sums(select_outputs(model(inputs, targets), targets, loss), targets)
+    def compute(model: nn.Module, loss: ModelLoss) -> Tensor:
+        return loss.sums(loss.select(model(inputs, targets), targets), targets)
 
-    compute(WithLabels("tuple"), OwnLoss("mean", "tokens"))
-    model, loss = WithLabels("shifted"), OwnLoss("mean", "tokens")
+    compute(WithLabels("tuple"), ModelLoss("mean", "tokens"))
+    model, loss = WithLabels("shifted"), ModelLoss("mean", "tokens")
     nn.init.zeros_(model.output.weight)
     nn.init.zeros_(model.output.bias)
     compute(model, loss)  # all logits are equal, so both alignments have the same loss

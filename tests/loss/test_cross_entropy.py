@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.config.sections.training import LossConfig
+from titan_launch.config.sections.loss import LossConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.loss.cross_entropy import CrossEntropy
+from titan_launch.loss.interface import count_valid
 from titan_launch.models.layers import CappedLinear
-from titan_launch.models.loss import Loss, count_valid
 from titan_launch.models.mixture_of_experts import z_losses
 
 REGULARIZED: dict[str, Any] = {"z_loss": 0.02, "label_smoothing": 0.1}
@@ -52,7 +53,7 @@ def measured(layer: nn.Linear, config: LossConfig, in_head: bool, targets: Tenso
     x, all_targets = batch()
     targets = all_targets if targets is None else targets
     x = x.to(layer.weight.dtype).requires_grad_()
-    loss = Loss(config)
+    loss = CrossEntropy(config)
     if in_head:
         loss.compute_in(layer)
     with loss.given(targets):
@@ -92,7 +93,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 def test_the_scales_of_z_losses_are_those_on_the_pages() -> None:
     """Of logits that are 0: docs/how_to/losses.md, and of a router: docs/how_to/mixtures_of_experts.md."""
     targets = torch.tensor([3, 4, IGNORED_TARGET])
-    cross_entropy, reported = Loss(LossConfig(z_loss=1e-4)).sums(torch.zeros(3, 128_256), targets) / 2
+    cross_entropy, reported = CrossEntropy(LossConfig(z_loss=1e-4)).sums(torch.zeros(3, 128_256), targets) / 2
     assert (round(float(reported), 4), round(float(cross_entropy - reported), 2)) == (0.0138, 11.76)
     assert [round(0.001 * loss, 4) for loss in z_losses(torch.zeros(2, 5, 128)).tolist()] == [0.0235] * 2
 
@@ -134,7 +135,7 @@ def test_without_valid_targets_sums_and_gradients_are_zero() -> None:
 
 def test_a_frozen_weight_or_input_takes_no_gradient() -> None:
     layer, (x, targets) = output_layer(nn.Linear, torch.float32, bias=True), batch()
-    loss = Loss(LossConfig(chunks=4))
+    loss = CrossEntropy(LossConfig(chunks=4))
     loss.compute_in(layer)
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
@@ -151,7 +152,7 @@ def test_a_frozen_weight_or_input_takes_no_gradient() -> None:
 def test_the_head_returns_logits_without_targets_and_refuses_a_changed_output() -> None:
     layer, (x, targets) = output_layer(nn.Linear, torch.float32, bias=False), batch()
     expected = layer(x.float())
-    loss = Loss(LossConfig(chunks=4))
+    loss = CrossEntropy(LossConfig(chunks=4))
     loss.compute_in(layer)
     assert torch.equal(layer(x.float()), expected)
     with loss.given(targets):
@@ -164,16 +165,16 @@ def test_logits_are_rounded_as_the_policies_say() -> None:
     """The loss of bf16 logits of an fp32 head, and its gradient, are those of the cast without chunks."""
     x, targets = batch()
     whole, head = (output_layer(nn.Linear, torch.float32, bias=False) for _ in range(2))
-    expected = Loss().sums(whole(x.float()).bfloat16(), targets)
+    expected = CrossEntropy().sums(whole(x.float()).bfloat16(), targets)
     expected[0].backward()
-    loss = Loss(LossConfig(chunks=4))
+    loss = CrossEntropy(LossConfig(chunks=4))
     loss.compute_in(head, [torch.bfloat16])
     with loss.given(targets):
         found = loss.sums(head(x.float()), targets)
     found[0].backward()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(head.weight.grad, whole.weight.grad)
-    assert not torch.equal(expected, Loss().sums(whole(x.float()), targets))
+    assert not torch.equal(expected, CrossEntropy().sums(whole(x.float()), targets))
 
 
 def test_counts_the_targets_with_the_largest_logit() -> None:
@@ -182,8 +183,11 @@ def test_counts_the_targets_with_the_largest_logit() -> None:
     repeated = logits.repeat(1, 8)  # of equal logits, the first is the largest: that of the first chunk
     for chunks in (1, 2):
         with torch.no_grad():
-            assert Loss(LossConfig(chunks=chunks)).sums(logits.view(1, 5, 3).bfloat16(), targets.view(1, 5))[1] == 2
-            assert Loss(LossConfig(chunks=chunks)).sums(repeated, targets)[1] == 2
+            assert (
+                CrossEntropy(LossConfig(chunks=chunks)).sums(logits.view(1, 5, 3).bfloat16(), targets.view(1, 5))[1]
+                == 2
+            )
+            assert CrossEntropy(LossConfig(chunks=chunks)).sums(repeated, targets)[1] == 2
 
 
 def test_large_logits_lose_no_digits() -> None:
@@ -191,7 +195,7 @@ def test_large_logits_lose_no_digits() -> None:
     targets = torch.arange(24)
     exact = F.cross_entropy(logits.double(), targets, reduction="sum")
     for chunks in (1, 3):
-        assert error(Loss(LossConfig(chunks=chunks)).sums(logits, targets)[0], exact) < 1e-6
+        assert error(CrossEntropy(LossConfig(chunks=chunks)).sums(logits, targets)[0], exact) < 1e-6
 
 
 class LargestTensor(TorchDispatchMode):
@@ -212,7 +216,7 @@ class LargestTensor(TorchDispatchMode):
 def test_logits_exist_for_one_chunk_at_a_time() -> None:
     x, targets = torch.randn(64, 8, requires_grad=True), torch.randint(0, 160, (64,))
     for chunks, expected in ((1, 64 * 160), (4, 64 * 40)):
-        head, loss = nn.Linear(8, 160, bias=False), Loss(LossConfig(chunks=chunks))
+        head, loss = nn.Linear(8, 160, bias=False), CrossEntropy(LossConfig(chunks=chunks))
         if chunks > 1:
             loss.compute_in(head)
         with LargestTensor() as largest, loss.given(targets):
@@ -230,18 +234,20 @@ def divided_by_class() -> None:
     logits[1, :4] = logits[1, :4].round().clamp(0, 1)  # equal logits on both ranks
     own = logits.chunk(2, dim=-1)[mesh.get_local_rank()]
     whole = logits.requires_grad_()
-    expected = Loss(LossConfig(**REGULARIZED)).sums(whole, targets)
+    expected = CrossEntropy(LossConfig(**REGULARIZED)).sums(whole, targets)
     (expected / 7)[0].backward()
     for chunks in (1, 2, 100):
         divided = DTensor.from_local(own.detach(), mesh, [Shard(2)], run_check=False).requires_grad_()
-        loss = Loss(LossConfig(chunks=chunks, **REGULARIZED))
+        loss = CrossEntropy(LossConfig(chunks=chunks, **REGULARIZED))
         sums = loss.sums(divided, targets)
         (sums / 7)[0].backward()
         torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0)
         assert divided.grad is not None and divided.grad.placements == (Shard(2),) and whole.grad is not None
         torch.testing.assert_close(divided.grad.full_tensor(), whole.grad, rtol=2e-6, atol=2e-7)
         with torch.no_grad():
-            torch.testing.assert_close(loss.sums(divided, targets), Loss().sums(whole, targets), rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                loss.sums(divided, targets), CrossEntropy().sums(whole, targets), rtol=1e-6, atol=0
+            )
 
 
 def test_logits_divided_by_class_give_the_same_loss() -> None:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.config.sections.training import LossConfig
+from titan_launch.config.sections.loss import LossConfig
 
 Adjust = Callable[[Tensor], Tensor]
 """An elementwise function of logits, such as a soft cap."""

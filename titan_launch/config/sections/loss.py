@@ -1,0 +1,180 @@
+"""`[loss]`: the training loss, and the table of the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from titan_launch.config.sections.base import FloatDtype, Section
+from titan_launch.core.errors import KeyPath
+
+BASE = "base"
+"""Value of `loss.dpo.reference`: the trained model without its adapters."""
+
+
+class DPOConfig(Section):
+    """Direct preference optimization (DPO, arXiv:2305.18290): the model learns to prefer one answer to another. The
+    loss of a pair is -log sigmoid(`beta` x (log-ratio of the chosen answer - log-ratio of the rejected answer)). A
+    log-ratio is the log-probability of an answer in the trained model minus that in the reference model."""
+
+    reference: str
+    """The reference model, which is not trained. With `[lora]`, `base` is the trained model without its adapters, which
+    needs no memory for parameters. Otherwise a folder in the formats of `model.weights`, usually the same folder; its
+    parameters are sharded like those of the trained model."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of the reference model. A small value lets the trained model move further from it."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that the two answers of a pair are swapped by mistake (conservative DPO). Validation does not use
+    it."""
+
+    dtype: FloatDtype | None = None
+    """Dtype of a reference model in a folder: of its parameters and of its computation. Default:
+    `precision.param_dtype`. The rules in `[precision]` apply to a reference model with the arguments of the trained
+    model."""
+
+
+class DistillationConfig(Section):
+    """Distillation (arXiv:1503.02531): the model learns the probabilities that a teacher gives to all classes. The loss
+    of a target is `weight` x `temperature`^2 x KL divergence + (1 - `weight`) x cross-entropy."""
+
+    teacher: str
+    """The teacher, which is not trained: a folder in the formats of `model.weights`, with a model of this package. Its
+    vocabulary must be that of the trained model. Its parameters are sharded over the same ranks."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Number by which the logits of both models are divided before the KL divergence. A higher temperature gives the
+    classes with small probabilities more influence."""
+
+    weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Weight of the KL divergence. With 1, targets have no influence."""
+
+    dtype: FloatDtype | None = None
+    """Dtype of the teacher's parameters and of its computation. Default: `precision.param_dtype`. The rules in
+    `[precision]` apply to a teacher with the arguments of the trained model."""
+
+
+class LossConfig(Section):
+    """The training loss. Its sums are fp32. Validation reports the cross-entropy without label smoothing and z-loss, so
+    that jobs can be compared; with `dpo` or a function of your own, it reports that loss."""
+
+    name: str = "cross_entropy"
+    """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`: direct preference
+    optimization, with `[loss.dpo]` and data of pairs (`data.kind = "preferences"`). `distillation`: the probabilities
+    of a teacher, with `[loss.distillation]`. `package.module:function`: a function of your own, which is called with
+    logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
+
+    dpo: DPOConfig | None = None
+    """Settings of `dpo`."""
+
+    distillation: DistillationConfig | None = None
+    """Settings of `distillation`."""
+
+    chunks: Annotated[int, Field(ge=1)] = 1
+    """Number of chunks of classes in which the model's output layer computes the cross-entropy. With 1 the model
+    returns logits: memory for all tokens of a microbatch and all classes, in the compute dtype and in fp32. With more,
+    logits exist for one chunk at a time, in forward and in backward. The price is a second product of the output layer
+    in backward. Losses and gradients differ only by rounding. The output layer must be an `nn.Linear` whose output the
+    model returns unchanged. For any other model, a log line tells that the model returns logits; only the fp32 copies
+    of these then exist for one chunk at a time. For vocabularies of 100,000 and more, 8 to 32 are good numbers."""
+
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the z-loss (PaLM, arXiv:2204.02311): the square of the logarithm of the sum of exp(logit), averaged
+    over the targets as the cross-entropy. It keeps logits from drifting. 1e-4 is usual. `train/loss` does not contain
+    it; `train/z_loss` reports it."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability that is spread evenly over all classes instead of belonging to the target, as in
+    `torch.nn.CrossEntropyLoss`. `train/loss` contains it."""
+
+    @property
+    def is_of_package(self) -> bool:
+        """False for a function of the user."""
+        return ":" not in self.name
+
+    @property
+    def kind(self) -> LossKind:
+        """The row of the loss. A name that does not exist has the row of a function."""
+        return LOSSES.get(self.name, FUNCTION_LOSS)
+
+    def frozen_model(self) -> FrozenModelConfig | None:
+        """Return the second model of the loss; None if there is none."""
+        if self.name == "dpo" and self.dpo is not None and self.dpo.reference != BASE:
+            return FrozenModelConfig(("loss", "dpo", "reference"), self.dpo.reference, self.dpo.dtype)
+        if self.name == "distillation" and self.distillation is not None:
+            key = ("loss", "distillation", "teacher")
+            return FrozenModelConfig(key, self.distillation.teacher, self.distillation.dtype)
+        return None
+
+
+class FrozenModelConfig(NamedTuple):
+    """A second model, which a loss reads and the run does not train."""
+
+    key: KeyPath
+    """Key that names the folder."""
+
+    folder: str
+    dtype: FloatDtype | None
+    """Dtype of the parameters and of the computation; None: that of the trained model's computation."""
+
+
+@dataclass(frozen=True)
+class LossKind:
+    """What a loss reads, and the keys with which it cannot be used."""
+
+    second_model: str | None = None
+    """The key in the table of the loss, such as `[loss.dpo]`, that names the second model. None: there is no table."""
+
+    reads_pairs: bool = False
+    """True for a loss of pairs of answers. False: a loss of single documents."""
+
+    unsupported: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """The keys that cannot be used with the loss, each with the reason. `{}` stands for the name of the loss; in the
+    reasons of `MODEL_LOSS`, for the key."""
+
+
+_OPTION = 'is an option of the cross-entropy, and loss.name is "{}"; remove this key'
+_WHOLE = 'is not supported with loss.name = "{}", which reads the logits of all classes and of whole sequences; set '
+_SECOND = 'is not supported with loss.name = "{}", which runs a second model, which is not divided; set 1'
+
+_OF_WHOLE_LOGITS: Mapping[tuple[str, str], str] = {
+    ("loss", "chunks"): _OPTION,
+    ("loss", "z_loss"): _OPTION,
+    ("loss", "label_smoothing"): _OPTION,
+    ("parallelism", "loss_parallel"): f"{_WHOLE}false",
+    ("parallelism", "context_parallel_degree"): f"{_WHOLE}1",
+}
+_WITH_SECOND_MODEL: Mapping[tuple[str, str], str] = {
+    **_OF_WHOLE_LOGITS,
+    ("parallelism", "pipeline_parallel_degree"): _SECOND,
+    ("parallelism", "expert_parallel_degree"): _SECOND,
+}
+
+LOSSES: Mapping[str, LossKind] = {
+    "cross_entropy": LossKind(),
+    "dpo": LossKind("reference", reads_pairs=True, unsupported=_WITH_SECOND_MODEL),
+    "distillation": LossKind("teacher", unsupported=_WITH_SECOND_MODEL),
+}
+"""The losses of this package by name. `loss.build` makes the objects that compute them. Rules and the data of a run ask
+this table, and a test compares docs/how_to/losses.md with it."""
+
+FUNCTION_LOSS = LossKind(unsupported=_OF_WHOLE_LOGITS)
+"""The row of a function of the user."""
+
+MODEL_LOSS = LossKind(
+    unsupported=dict.fromkeys(
+        (
+            ("parallelism", "tensor_parallel_degree"),
+            ("parallelism", "pipeline_parallel_degree"),
+            ("parallelism", "context_parallel_degree"),
+            *(("loss", name) for name in LossConfig.model_fields),
+            ("compile", "components"),
+        ),
+        "cannot be used with {}, for which the launcher computes the loss; remove either",
+    )
+)
+"""The row of a loss that a model computes itself (`model.loss`)."""

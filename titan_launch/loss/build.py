@@ -1,0 +1,62 @@
+"""The loss of a job, from its configuration."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from torch import nn
+
+from titan_launch.config.job import JobConfig
+from titan_launch.loss.cross_entropy import CrossEntropy
+from titan_launch.loss.distillation import DistillationLoss
+from titan_launch.loss.interface import Loss
+from titan_launch.loss.model_loss import ModelLoss
+from titan_launch.loss.outputs import logits_check
+from titan_launch.loss.preferences import DPOLoss
+from titan_launch.loss.second_model import Base, FrozenModel
+from titan_launch.loss.user_function import FunctionLoss, import_loss
+from titan_launch.models.stages import PassThrough
+from titan_launch.parallel.compile import compile_loss
+from titan_launch.plan.module_selection import describe_loss
+from titan_launch.plan.types import ModelPlan
+from titan_launch.precision.policy import torch_dtype
+
+_log = logging.getLogger(__name__)
+
+
+def build_loss(
+    model: nn.Module,
+    plan: ModelPlan,
+    config: JobConfig,
+    num_classes: int,
+    has_values: bool = True,
+    frozen: FrozenModel | None = None,
+) -> Loss:
+    """Return the loss of a job: the model's own (`model.loss`), or the one that `loss.name` names.
+
+    If the plan has a loss head, that module of `model` then computes the loss, in place. `num_classes`: number of
+    classes of the data. `has_values`: False for a trace, whose tensors have no values to check. `frozen`: the second
+    model of the loss. Raises ConfigError as `import_loss` does.
+    """
+    if config.model.loss is not None:
+        return ModelLoss(config.model.loss, config.data.unit, has_values)
+    description = describe_loss(config, plan)
+    if description is not None:
+        _log.info("loss: %s", description)
+    check, compiled = logits_check(config.data.unit, num_classes), partial(compile_loss, config=config.compile)
+    function, dpo, distillation = import_loss(config.loss), config.loss.dpo, config.loss.distillation
+    if function is not None:
+        return FunctionLoss(config.loss.name, check, compiled, function, has_values)
+    if dpo is not None:
+        return DPOLoss(check, compiled, dpo, frozen or Base(model))
+    if distillation is not None:
+        assert frozen is not None, "the loss has a teacher"
+        return DistillationLoss(check, compiled, distillation, frozen)
+    loss = CrossEntropy(config.loss, check, compiled)
+    if plan.loss_head is not None:
+        head = model.get_submodule(plan.loss_head)
+        dtypes = [torch_dtype(dtype) for dtype in plan.logits_dtypes]
+        if not isinstance(head, PassThrough):  # else another pipeline rank has the head
+            loss.compute_in(head, dtypes)
+    return loss

@@ -1,0 +1,76 @@
+"""Distillation: the loss is the distance from the probabilities of a teacher, and the cross-entropy."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.config.sections.loss import DistillationConfig
+from titan_launch.core.errors import config_error
+from titan_launch.loss.cross_entropy import CrossEntropy
+from titan_launch.loss.interface import Compile
+from titan_launch.loss.outputs import LogitsCheck
+from titan_launch.loss.second_model import FrozenModel
+
+
+class DistillationLoss(CrossEntropy):
+    """The KL divergence from a teacher's probabilities, and the cross-entropy (Hinton et al., arXiv:1503.02531).
+
+    Validation computes the cross-entropy alone, without the teacher.
+    """
+
+    num_sums = 3
+    tags = ("distillation/kl_divergence", "distillation/cross_entropy")
+
+    def __init__(
+        self,
+        check: LogitsCheck,
+        compiled: Compile,
+        settings: DistillationConfig,
+        teacher: FrozenModel,
+    ):
+        super().__init__(check=check)
+        self.frozen = teacher.module
+        self._settings, self._teacher = settings, teacher
+        self._compute = compiled(distillation_sums)
+        self._logits: Tensor | None = None
+
+    def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
+        """Compute the logits of the teacher, in training only."""
+        if torch.is_grad_enabled():
+            self._logits = self._teacher(inputs, targets, documents)
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sums of the loss, of the KL divergence and of the cross-entropy; without gradients as
+        `CrossEntropy`."""
+        if not torch.is_grad_enabled():
+            return super().sums(outputs, targets)
+        self._check(outputs.shape, targets)
+        of_teacher, self._logits = self._logits, None
+        assert of_teacher is not None, "prepare comes first"
+        if of_teacher.shape != outputs.shape:
+            reason = (
+                f"has {of_teacher.shape[-1]} classes, but the trained model has {outputs.shape[-1]}; name a teacher "
+                "with the same vocabulary"
+            )
+            raise config_error(self._teacher.key, reason, self._settings.teacher)
+        flat = (tensor.flatten(0, -2) for tensor in (outputs, of_teacher))
+        sums: Tensor = self._compute(*flat, targets.flatten(), self._settings.temperature, self._settings.weight)
+        return sums
+
+
+def distillation_sums(logits: Tensor, teacher: Tensor, targets: Tensor, temperature: float, weight: float) -> Tensor:
+    """Return three sums over the valid targets, fp32: the loss, the KL divergence at `temperature`, the cross-entropy.
+
+    `logits`, `teacher`: (n, classes). `targets`: (n). The loss is `weight` x `temperature`^2 x KL divergence +
+    (1 - `weight`) x cross-entropy: the factor keeps the gradients of both terms alike at every temperature.
+    """
+    logits, teacher = logits.float(), teacher.float()
+    cross_entropy = F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum")
+    log_probs, of_teacher = ((each / temperature).log_softmax(-1) for each in (logits, teacher))
+    divergence = F.kl_div(log_probs, of_teacher, reduction="none", log_target=True).sum(-1)
+    divergence = divergence.where(targets != IGNORED_TARGET, 0).sum()
+    loss = weight * temperature**2 * divergence + (1 - weight) * cross_entropy
+    return torch.stack([loss, divergence.detach(), cross_entropy.detach()])

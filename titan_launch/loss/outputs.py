@@ -1,0 +1,103 @@
+"""The logits in the outputs of a model. Each failed check is a ConfigError on `model.name`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from titan_launch.config.sections.data import SampleUnit
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.models.documents import document_arguments
+
+LogitsCheck = Callable[[Sequence[int], Tensor], None]
+"""A function of the shape of logits and of the targets. It raises an error if they do not fit."""
+
+FORWARD = "the model's forward "
+"""The first words of every error of a forward. The errors concern the key `model.name`."""
+
+INPUTS = {"tokens": "token ids (batch, seq_len)", "images": "images (batch, channels, height, width)"}
+_LOGITS = {"tokens": "(batch, seq_len, classes)", "images": "(batch, classes)"}
+DATA = {"tokens": "the vocabulary of the data has {} tokens", "images": "the images of the data have {} classes"}
+
+
+def forward_error(reason: str, contract: str = "") -> ConfigError:
+    """Return the error of a forward. `contract` explains the required arguments and outputs."""
+    return config_error(("model", "name"), FORWARD + reason + contract)
+
+
+def logits_contract(unit: SampleUnit) -> str:
+    """Return the contract of a forward that returns logits."""
+    return (
+        f"; forward(inputs) gets one tensor, {INPUTS[unit]}, and must return the logits, a tensor {_LOGITS[unit]}; "
+        'the launcher computes the loss, or uses that of forward(inputs, labels) with model.loss = "mean" or "sum"'
+    )
+
+
+def are_logits(tensor: Tensor, targets: Tensor) -> bool:
+    """Return True if a tensor in a model's outputs has the shape of logits."""
+    return tensor.ndim > 0 and tensor.shape[:-1] == targets.shape
+
+
+def find_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], bool] = are_logits) -> Tensor | None:
+    """Return the logits in a model's outputs, or None.
+
+    The logits are the outputs themselves, their attribute or entry `logits`, or the first floating-point tensor in a
+    tuple that `fits` the targets, by default one of the shape (*targets.shape, classes).
+    """
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.ndim else None
+    logits = entry(outputs, "logits")
+    if logits is None and isinstance(outputs, (tuple, list)):
+        tensors = (part for part in outputs if isinstance(part, Tensor) and part.is_floating_point())
+        logits = next((tensor for tensor in tensors if fits(tensor, targets)), None)
+    return logits if isinstance(logits, Tensor) else None
+
+
+def entry(outputs: Any, name: str) -> Any:
+    """Return an entry or an attribute of a model's outputs, or None."""
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def select_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], bool] = are_logits) -> Tensor:
+    """Return the logits in a model's outputs (see `find_logits`). Raise ConfigError if there are none."""
+    logits = outputs if isinstance(outputs, Tensor) else find_logits(outputs, targets, fits)
+    if logits is None:
+        contract = logits_contract("tokens" if targets.ndim > 1 else "images")
+        raise forward_error(f"returns a {type(outputs).__name__}{_without_logits(outputs)}", contract)
+    return logits
+
+
+def _without_logits(outputs: Any) -> str:
+    if isinstance(outputs, Mapping):
+        return ' without an entry "logits"'
+    return " without logits" if isinstance(outputs, (tuple, list)) else ""
+
+
+def logits_of(model: nn.Module, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
+    """Return the logits of a microbatch. Raises ConfigError if the model returns none."""
+    return select_logits(model(inputs, **document_arguments(model, documents)), targets)
+
+
+def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
+    """Return a check of the logits' shape, which does not wait for the device.
+
+    `num_classes`: number of classes of the data; for tokens, the size of the vocabulary. The check raises ConfigError
+    if the logits are not (*targets.shape, classes), or have fewer classes than the data. Without the check,
+    a target beyond the classes would abort the process on a GPU.
+    """
+
+    contract = logits_contract(unit)
+
+    def check(shape: Sequence[int], targets: Tensor) -> None:
+        if not shape:
+            raise forward_error("returns a scalar, as if it computed the loss", contract)
+        if tuple(shape[:-1]) != targets.shape:
+            shapes = f"{tuple(shape)} for targets of the shape {tuple(targets.shape)}"
+            raise forward_error(f"returns a tensor of the shape {shapes}", contract)
+        if shape[-1] < num_classes:
+            reason = f"returns logits of {shape[-1]} classes, but {DATA[unit].format(num_classes)}"
+            raise forward_error(f"{reason}; give the model's last layer {num_classes} outputs")
+
+    return check

@@ -1,0 +1,124 @@
+"""The second model of a loss: a teacher or a reference model, which is not trained and shares the ranks of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.loss import frozen_job
+from titan_launch.core.errors import ConfigError, KeyPath
+from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.distributed.collectives import on_all_ranks
+from titan_launch.loss.outputs import logits_of
+from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.init import load_weights
+from titan_launch.models.lora import adapters_disabled
+from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights
+from titan_launch.parallel.fsdp import in_evaluation_mode, without_backward
+from titan_launch.plan.types import ModelPlan
+
+
+class Base:
+    """The trained model without its adapters."""
+
+    module = None
+    """It has no module of its own."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    @torch.no_grad()
+    def __call__(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
+        """Return the logits of a microbatch, in evaluation mode."""
+        with adapters_disabled(self._model), in_evaluation_mode(self._model):
+            return logits_of(self._model, inputs, targets, documents)
+
+
+class WeightsSource:
+    """A folder of weights among the files that a run reads, so that a resume notices other weights."""
+
+    def __init__(self, folder: WeightsFolder):
+        self._folder = folder
+
+    def fingerprint(self, seed: int) -> Fingerprint:
+        """Return the fingerprint of the files, which does not depend on `seed`."""
+        return self._folder.fingerprint()
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._folder.tensors)
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model in a folder, which is never trained. `train.model.assemble_model` wraps it as it wraps the trained model.
+
+    It is in evaluation mode, and its forward records no graph.
+    """
+
+    key: KeyPath
+    """Key of the job that names the folder."""
+
+    config: JobConfig
+    """The job of the model: result of `frozen_job`."""
+
+    built: BuiltModel
+    wrapping: ModelPlan | None = None
+    """The plan by which the module was wrapped; None for a module that is not wrapped."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which `assemble_model` wraps in place."""
+        return self.built.module
+
+    @property
+    def plan(self) -> ModelPlan:
+        """The plan by which the module was wrapped."""
+        assert self.wrapping is not None, "assemble_model comes first"
+        return self.wrapping
+
+    def load(self) -> WeightsSource:
+        """Copy the weights of the folder into the wrapped module, and return the folder. Collective. Raises
+        ConfigError."""
+        found: list[Weights] = []
+
+        def read() -> int:
+            found.append(find_weights(self.config.model, self.plan.inventory))
+            return load_weights(self.module, found[0])
+
+        with errors_on(self.key):
+            on_all_ranks(read)
+        return WeightsSource(found[0].folder)
+
+    @torch.no_grad()
+    def __call__(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
+        """Return the logits of a microbatch. Collective."""
+        with without_backward(self.module):
+            return logits_of(self.module, inputs, targets, documents)
+
+
+def build_frozen_model(config: JobConfig) -> FrozenModel | None:
+    """Return the second model that the job's loss names, on the meta device; None if there is none. Raises ConfigError.
+
+    Its parameters take gradients until it is planned, because the plan decides dtypes as for a trained model.
+    """
+    second = config.loss.frozen_model()
+    if second is None:
+        return None
+    own = frozen_job(config, second)
+    with errors_on(second.key):
+        return FrozenModel(second.key, own, build_model(own.model, own.training.seq_len))
+
+
+@contextmanager
+def errors_on(key: KeyPath) -> Iterator[None]:
+    """Let errors of `[model]` name the key of the second model's folder."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(replace(p, key=key) if p.key[0] == "model" else p for p in error.problems) from error

@@ -1,0 +1,115 @@
+"""A loss that is a function of the user: `loss.name = "package.module:function"`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_launch.config.sections.loss import LossConfig
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.import_string import import_factory, user_traceback
+from titan_launch.loss.interface import Compile, Loss, count_correct, count_valid
+from titan_launch.loss.outputs import LogitsCheck
+
+_NAME = ("loss", "name")
+
+
+def import_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return the function that `loss.name` names; None for a loss of this package.
+
+    Raises ConfigError if the function cannot be imported, or cannot be called with logits and targets.
+    """
+    if config.is_of_package:
+        return None
+    function = import_factory(config.name, _NAME)
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        reason = f"cannot be called with two arguments, logits and targets ({error})"
+        raise config_error(_NAME, reason, config.name) from None
+    except ValueError:  # some callables in C have no signature
+        pass
+    return function
+
+
+class FunctionLoss(Loss):
+    """A function of the user: function(logits, targets) returns the sum of the loss over its items, a scalar.
+
+    `logits`: fp32 (*targets.shape, classes). `targets`: int64, with -100 at ignored positions. The items are the valid
+    targets, unless the function has an attribute `count`: a function of the targets of a microbatch that returns the
+    number of its items.
+    """
+
+    num_sums = 1
+
+    def __init__(
+        self,
+        name: str,
+        check: LogitsCheck,
+        compiled: Compile,
+        function: Callable[[Tensor, Tensor], Tensor],
+        has_values: bool = True,
+    ):
+        """`name`: value of `loss.name`. `has_values`: False for a trace, whose tensors have no values to check."""
+        super().__init__(check)
+        self._name = name
+        self._function, self._compiled = function, compiled(function)
+        self._count: Callable[[Tensor], Any] = getattr(function, "count", count_valid)
+        self._checks_sum = has_values
+
+    def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
+        """Return the number of items, by the function's `count`, and of valid targets."""
+        count = torch.as_tensor(self._count(targets), device=targets.device)
+        if count.numel() != 1 or count.is_floating_point():
+            raise self._error(f"has a count that returns {_described(count)} instead of a whole number")
+        return torch.stack([count.reshape(()).long(), count_valid(targets)])
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the loss. Without gradients, also the number of targets with the largest logit, so that
+        validation reports an accuracy.
+
+        Raises ConfigError if the function fails, returns no scalar, or a scalar without a gradient. In the first step
+        also if it returns a mean instead of a sum.
+        """
+        self._check(outputs.shape, targets)
+        logits = outputs.float()
+        value = self._value(self._compiled, logits, targets)
+        if not torch.is_grad_enabled():
+            return torch.stack([value, count_correct(logits, targets)])
+        if not value.requires_grad:
+            raise self._error("returns a value without a gradient; compute it from the logits, without detach or item")
+        if self._checks_sum and len(targets) > 1:
+            self._check_is_sum(logits, targets, value)
+        return value.unsqueeze(0)
+
+    def _value(self, function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
+        try:
+            value = function(logits, targets)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise self._error(f"failed:\n{user_traceback(error)}") from error
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise self._error(f"returns {_described(value)} instead of one sum, a scalar tensor")
+        return value.float().reshape(())
+
+    @torch.no_grad()
+    def _check_is_sum(self, logits: Tensor, targets: Tensor, value: Tensor) -> None:
+        """Raise ConfigError if the loss of a microbatch is not the sum of the losses of its samples. The host waits for
+        the device, once."""
+        self._checks_sum = False
+        first, rest = (self._value(self._function, logits[part], targets[part]) for part in (slice(1), slice(1, None)))
+        if not (first + rest - value).abs() <= 1e-3 * (first.abs() + rest.abs()):
+            values = f"{value:.6g} for a microbatch, but {first:.6g} for its first sample and {rest:.6g} for the others"
+            raise self._error(f"returns {values}; return a sum over samples, not a mean: the launcher divides it")
+
+    def _error(self, reason: str) -> ConfigError:
+        return config_error(_NAME, reason, self._name)
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
