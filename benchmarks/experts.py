@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from publishing import commit, publish
 from torch import Tensor, nn
 
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.models.decoder import Decoder
+from titan_launch.models.architectures import resolve_args
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.module import Decoder
 
 SEQUENCES, SEQ_LEN, LR = 4, 512, 5e-4
 WITHOUT_FIRST = 2

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.core.patches import replaced
-from titan_launch.models.decoder import Decoder
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.module import Decoder
 
 WAYS = ("in every backward", "in the last backward (`set_is_last_backward`)", "by `GradientReductionHandle`")
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 128, 2, 4096, 4

@@ -22,8 +22,8 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.models.decoder import Decoder
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.module import Decoder
 
 WAYS = ("plain module", "resharded after forward", "unsharded", "`replicate`")
 SEQUENCE, BATCH, VOCABULARY = 128, 1, 320

@@ -52,7 +52,6 @@ import torch.nn.functional as F
 from publishing import publish
 from torch import Tensor
 
-from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.rules import RULES
@@ -62,6 +61,7 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.patches import environment
+from titan_launch.models.decoder.families import FAMILIES
 from titan_launch.plan.hardware import GIB, Kernels
 from titan_launch.plan.job import configured_choice, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout

@@ -38,8 +38,8 @@ from titan_launch.checkpoint.index import read_index
 from titan_launch.cli import COMMANDS, main, parse_arguments
 from titan_launch.commands.parser import check_weights, load
 from titan_launch.config.loading.load import load_job
-from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.loss import FUNCTION_LOSS, LOSSES, MODEL_LOSS
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.config.sections.training import ACCUMULATION_MODES
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, FREES_EARLIER

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.config.architectures import ARCHITECTURES
+from titan_launch.models.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).parent.parent / "titan_launch"
 
 RANKS = {
-    "__version__": 0,
     "core": 0,
     "config": 1,
     "plan": 2,
@@ -43,11 +42,25 @@ IMPORT_TORCH = {ROOT / "launch" / "agent.py", ROOT / "phantom_gpu" / "operators.
 """The only files of these packages that import torch at their top. `launch` imports the first when ranks are started.
 The second is loaded when a process with a phantom GPU has imported torch."""
 
+DESCRIPTIONS = {
+    path
+    for glob in ("args.py", "architectures.py", "*/args.py", "*/*_args.py", "*/families.py", "*/huggingface_*.py")
+    for path in (ROOT / "models").glob(glob)
+} | {ROOT / "models" / "huggingface" / name for name in ("config_json.py", "adapter_config.py")}
+"""The files of `models` that describe models without torch: arguments, sizes, names in the files of Hugging Face. They
+have the layer of the job file, whose table `[model.args]` they define."""
+
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
 def package_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return "config" if path in DESCRIPTIONS else path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def file_of(module: str) -> Path:
+    """Return the file of a module of this package, or the folder of a package."""
+    path = ROOT.joinpath(*module.split(".")[1:])
+    return path if path.is_dir() else path.with_suffix(".py")
 
 
 def imports(tree: ast.AST, top_level_only: bool = False) -> Iterator[str]:
@@ -57,10 +70,12 @@ def imports(tree: ast.AST, top_level_only: bool = False) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            if node.module == "titan_launch":
-                yield from (f"titan_launch.{alias.name}" for alias in node.names)
-            else:
-                yield node.module or ""
+            module, names = node.module or "", [alias.name for alias in node.names]
+            is_own = module.startswith("titan_launch")
+            modules = [f"{module}.{name}" for name in names if is_own and file_of(f"{module}.{name}").exists()]
+            yield from modules
+            if len(modules) < len(names):
+                yield module
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         elif not (top_level_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
@@ -73,7 +88,7 @@ def test_imports_point_down(path: Path) -> None:
     for name in imports(tree):
         if not name.startswith("titan_launch."):
             continue
-        imported = name.split(".")[1]
+        imported = package_of(file_of(name))
         assert imported == package or RANKS[imported] < RANKS[package], f"{package} imports {name}"
 
 

@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import sdpa_kernel
 
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.sections.data import SyntheticData
 from titan_launch.data.sources.synthetic import SyntheticSource
-from titan_launch.models.attention import causal_attention
-from titan_launch.models.decoder import Decoder, llama_values
+from titan_launch.models.architectures import resolve_args
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.attention import causal_attention
+from titan_launch.models.decoder.module import Decoder, llama_values
 from titan_launch.models.init import initialize
 from titan_launch.train.kernel_choice import BACKENDS, choose, refusal
 

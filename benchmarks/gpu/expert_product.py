@@ -13,7 +13,7 @@ import sys
 from titan_launch.cli import main
 from titan_launch.commands.parser import Parser
 from titan_launch.core.process import exit_process
-from titan_launch.models import mixture_of_experts
+from titan_launch.models.decoder import mixture_of_experts
 
 
 def run() -> None:

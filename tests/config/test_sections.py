@@ -1,4 +1,4 @@
-"""Every key of the job file is read outside of config/. Formulas of config/architectures/ and `[lora]` also count."""
+"""Every key of the job file is read outside of config/. Formulas of models/architectures.py and `[lora]` also count."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections import training as lr_scheduler
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import DATA_KINDS
 from titan_launch.config.sections.precision import PrecisionRule
 from titan_launch.config.sections.training import MuonConfig, ParamGroup, SGDConfig
+from titan_launch.models.architectures import ARCHITECTURES
 
 REPO = Path(__file__).parents[2]
 PACKAGE = REPO / "titan_launch"

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tests.hostile.runner import STARTS
 from titan_launch.core.errors import UserError
-from titan_launch.models.huggingface import build
+from titan_launch.models.huggingface.module import build
 
 _NAMES = re.compile("name|path|file|dir|model|backbone|pretrained|kernel|class|checkpoint|url|repo|impl|tokenizer|timm")
 """Keys that may be names of something to load."""

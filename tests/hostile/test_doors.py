@@ -108,7 +108,7 @@ ALLOWED = {
     ("json", "train/health/rank_progress.py"): "the store of this run's process group",
     # Files of the package and of the system.
     ("read", "commands/init.py"): "job files of the package",
-    ("read", "config/architectures/huggingface.py"): "the source of the installed transformers",
+    ("read", "models/huggingface/args.py"): "the source of the installed transformers",
     ("read", "config/reference.py"): "documentation of the package, by its developers",
     ("read", "core/signals.py"): "/proc",
     ("read", "plan/hardware.py"): "/proc and /sys",

@@ -16,7 +16,6 @@ import pytest
 from tests.hostile.runner import Runner
 from tests.sampling import sampled
 from titan_launch.config import paths
-from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.carried import carried_configs
 from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS
@@ -26,6 +25,7 @@ from titan_launch.config.loading.schema_walk import tables
 from titan_launch.config.migration import DEFAULTS, migrate
 from titan_launch.config.paths import LinkError, expand_paths, tar_shards
 from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.models.architectures import ARCHITECTURES
 
 MANY = 5000
 

@@ -6,9 +6,6 @@ import re
 from pathlib import Path
 
 from titan_launch.commands import language_model
-from titan_launch.config.architectures import base
-from titan_launch.config.architectures import huggingface as classes
-from titan_launch.config.huggingface import adapters, config_json
 from titan_launch.config.loading import limits as job
 from titan_launch.config.paths import MOST_SHARDS
 from titan_launch.config.sections import tokenizer
@@ -18,6 +15,10 @@ from titan_launch.data import token_files, tokenizers
 from titan_launch.data.corpora import chat_template, files, jsonl
 from titan_launch.data.images import arrays, encoded, pillow
 from titan_launch.metrics.sinks import jsonl as metrics
+from titan_launch.models.architectures import base
+from titan_launch.models.huggingface import adapter_config as adapters
+from titan_launch.models.huggingface import args as classes
+from titan_launch.models.huggingface import config_json
 from titan_launch.models.weights import folder
 from titan_launch.report import recorded_run
 from titan_launch.train.health import flight_recorder

@@ -36,15 +36,15 @@ from tests.models.parity import VOCABULARY
 from tests.models.published_configs import PUBLISHED_FILES
 from tests.sampling import rest_is_slow, sampled
 from tests.trace.traces import model_inventory
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.huggingface.adapters import matching_limited, read_config
-from titan_launch.config.huggingface.config_json import read_folder_config
-from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import file_inside
+from titan_launch.models.architectures import resolve_args
+from titan_launch.models.decoder.huggingface_features import WeightsError
+from titan_launch.models.huggingface.adapter_config import matching_limited, read_config
+from titan_launch.models.huggingface.config_json import read_folder_config
 from titan_launch.models.weights.adapters import AdapterFolder
 from titan_launch.models.weights.folder import find_weights
 
@@ -347,7 +347,7 @@ def test_keys_and_bytes_of_adapters(seeds: tuple[int, ...], tmp_path: Path) -> N
 
 
 def test_a_pattern_that_never_ends_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_launch.config.huggingface.adapters._MATCHING_SECONDS", 0.2)
+    monkeypatch.setattr("titan_launch.models.huggingface.adapter_config._MATCHING_SECONDS", 0.2)
     config = read_config(write_adapter(tmp_path / "adapter", target_modules="(.+)+\\.x"))
     with pytest.raises(WeightsError, match="take too long to match"), matching_limited():  # limits do not nest
         config.adapts_module("model.layers.0.self_attn.q_proj." + "q" * 30)

@@ -24,13 +24,13 @@ from tests.models.parity import random_model, samples
 from tests.sampling import sampled
 from tests.tensors import full_tensor
 from tests.train.jobs import this_rank
-from titan_launch.config.huggingface.adapters import NEUTRAL, WITHOUT_EFFECT, AdapterConfig
-from titan_launch.config.huggingface.config_json import read_folder_config
-from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import UserError
 from titan_launch.inference.saved_model import open_saved_model
 from titan_launch.models.build import build_model
+from titan_launch.models.decoder.huggingface_features import ADAPTER_CONFIG_FILE, WeightsError
+from titan_launch.models.huggingface.adapter_config import NEUTRAL, WITHOUT_EFFECT, AdapterConfig
+from titan_launch.models.huggingface.config_json import read_folder_config
 from titan_launch.models.lora import adapters_of
 from titan_launch.models.weights.adapters import FILE, AdapterFolder, Target, file_places, targets_of
 from titan_launch.models.weights.folder import WeightsFolder

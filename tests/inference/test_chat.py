@@ -28,16 +28,16 @@ from tests.models.huggingface_folders import needs_transformers
 from tests.models.parity import random_model
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.cli import main
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.huggingface.config_json import read_folder_config
-from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.data.tokenizers import train_tokenizer
 from titan_launch.inference.chat_format import ChatOptions
 from titan_launch.inference.conversation import Conversation
 from titan_launch.inference.generation import Sampling, generate_tokens, token_sequence
 from titan_launch.inference.language_model import LanguageModel, load_language_model
 from titan_launch.inference.saved_model import open_saved_model
+from titan_launch.models.architectures import resolve_args
 from titan_launch.models.build import SPECS
+from titan_launch.models.decoder.huggingface_features import WeightsError
+from titan_launch.models.huggingface.config_json import read_folder_config
 
 pytest.importorskip("jinja2")
 

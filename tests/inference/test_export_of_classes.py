@@ -17,8 +17,8 @@ from tests.tensors import assert_equal
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.inference.export import ExportOptions, export
-from titan_launch.models import huggingface
 from titan_launch.models.build import take_inventory
+from titan_launch.models.huggingface import module as huggingface
 from titan_launch.models.init import load_weights
 from titan_launch.models.weights.folder import Weights, find_weights
 

@@ -19,7 +19,6 @@ from tests.models.parity import random_model
 from tests.train.jobs import run_job
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.cli import main
-from titan_launch.config.architectures import resolve_args
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.inference.generation import (
     Sampling,
@@ -32,6 +31,7 @@ from titan_launch.inference.generation import (
 )
 from titan_launch.inference.language_model import LanguageModel, load_language_model
 from titan_launch.inference.saved_model import open_saved_model
+from titan_launch.models.architectures import resolve_args
 from titan_launch.models.build import SPECS, recorded_model
 
 CPU = torch.device("cpu")

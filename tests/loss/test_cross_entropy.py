@@ -19,8 +19,8 @@ from titan_launch.config.sections.loss import LossConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.loss.interface import count_valid
-from titan_launch.models.layers import CappedLinear
-from titan_launch.models.mixture_of_experts import z_losses
+from titan_launch.models.decoder.layers import CappedLinear
+from titan_launch.models.decoder.mixture_of_experts import z_losses
 
 REGULARIZED: dict[str, Any] = {"z_loss": 0.02, "label_smoothing": 0.1}
 

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from benchmarks.publishing import publish
 from tests.models.parity import CASES, VOCABULARY, read_model, samples
-from titan_launch.config.huggingface.config_json import read_folder_config
-from titan_launch.config.huggingface.families import FAMILIES, WITHOUT_EFFECT
-from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.core.errors import ConfigError
+from titan_launch.models.decoder.huggingface_classes import FAMILIES, WITHOUT_EFFECT
+from titan_launch.models.decoder.huggingface_features import WeightsError
+from titan_launch.models.huggingface.config_json import read_folder_config
 
 DELETED = "deleted"
 TOLERANCE = 1e-5

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from benchmarks.publishing import publish
 from titan_launch.cli import main
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.huggingface.config_json import read_folder_config
 from titan_launch.config.sections.model import ModelConfig
+from titan_launch.models.architectures import resolve_args
 from titan_launch.models.build import SPECS, take_inventory
+from titan_launch.models.huggingface.config_json import read_folder_config
 from titan_launch.models.init import load_weights
 from titan_launch.models.weights.folder import Weights, find_weights
 from titan_launch.models.weights.writing import Entry, in_file_layout

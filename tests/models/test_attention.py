@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_launch.models import attention
-from titan_launch.models.attention import (
+from titan_launch.models.decoder import attention
+from titan_launch.models.decoder.attention import (
     Documents,
     KeyValueCache,
     ScoreOptions,
@@ -18,7 +18,7 @@ from titan_launch.models.attention import (
     causal_attention,
     make_block_mask,
 )
-from titan_launch.models.layers import AttentionSinks
+from titan_launch.models.decoder.layers import AttentionSinks
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2, [7] * 10])
 

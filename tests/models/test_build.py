@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.models.build import build_model, recorded_model
-from titan_launch.models.decoder import Decoder
+from titan_launch.models.decoder.module import Decoder
 from titan_launch.models.initializers import call_reset_parameters
 
 THIS = __name__

@@ -17,10 +17,10 @@ pytest.importorskip("transformers")
 from tests.models.mutations import FULL, LINEAR, LLAMA3, SLIDING, YARN, Case, Judge, bases, count
 from tests.models.parity import CASES, VOCABULARY, random_model, read_model, round_trip, samples, tensors_of
 from tests.models.published_configs import PUBLISHED_FILES
-from titan_launch.config.huggingface.config_json import arguments_of, read_folder_config
-from titan_launch.config.huggingface.families import FAMILIES, NEUTRAL, WITHOUT_EFFECT
-from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.core.errors import ConfigError
+from titan_launch.models.decoder.huggingface_classes import FAMILIES, NEUTRAL, WITHOUT_EFFECT
+from titan_launch.models.decoder.huggingface_features import WeightsError
+from titan_launch.models.huggingface.config_json import arguments_of, read_folder_config
 
 _SAMPLE, _ALL = 199, 1
 

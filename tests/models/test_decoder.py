@@ -12,17 +12,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.models import llama3_reference
 from tests.tensors import cross_entropy_sum
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.decoder import (
-    DecoderArgs,
-    RopeScaling,
-)
-from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
+from titan_launch.models.architectures import resolve_args
 from titan_launch.models.build import build_model
-from titan_launch.models.decoder import SPECS, Decoder, llama_values
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.attention_args import RopeScaling
+from titan_launch.models.decoder.families import FAMILIES
+from titan_launch.models.decoder.layers import BatchNorm
+from titan_launch.models.decoder.module import SPECS, Decoder, llama_values
 from titan_launch.models.init import initialize
-from titan_launch.models.layers import BatchNorm
 from titan_launch.plan.experts import active_parameters
 from titan_launch.train.auto_mode import plan_precision
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.tensors import cross_entropy_sum
-from titan_launch.config.architectures import resolve_args
 from titan_launch.core.errors import ConfigError
+from titan_launch.models.architectures import resolve_args
 from titan_launch.models.build import SPECS
 from titan_launch.models.documents import check_documents, document_arguments, positions_in
 

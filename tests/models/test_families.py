@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.sections.model import ModelConfig
+from titan_launch.models.architectures import resolve_args
 from titan_launch.models.build import SPECS, take_inventory
+from titan_launch.models.decoder.families import FAMILIES
 from titan_launch.models.init import load_weights
 from titan_launch.models.weights.folder import find_weights
 

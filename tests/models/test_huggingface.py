@@ -15,11 +15,11 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job, load_job
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.models import huggingface
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.documents import check_documents, document_arguments
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
+from titan_launch.models.huggingface import module as huggingface
 from titan_launch.models.weights.folder import find_weights
 from titan_launch.train.auto_mode import inspect_model
 

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.core.errors import ConfigError, UserError
-from titan_launch.models.decoder import Decoder, llama_values
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.module import Decoder, llama_values
 from titan_launch.models.init import initialize
 from titan_launch.models.initializers import Initializer, InitTable, call_reset_parameters, check_reset_parameters
 

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.models import llama3_reference
 from tests.models.test_attention import explicit_attention
-from titan_launch.config.architectures.decoder import DecoderArgs, RopeScaling
-from titan_launch.models.layers import (
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.attention_args import RopeScaling
+from titan_launch.models.decoder.layers import (
     Attention,
     BatchNorm,
     FeedForward,

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.models import parity
-from titan_launch.config.huggingface.config_json import arguments_of
-from titan_launch.config.huggingface.families import FAMILIES
-from titan_launch.config.huggingface.tensor_names import pieces_of
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.blocks import choose_blocks
 from titan_launch.models.build import build_model
+from titan_launch.models.decoder.huggingface_classes import FAMILIES
+from titan_launch.models.decoder.huggingface_tensors import pieces_of
+from titan_launch.models.huggingface.config_json import arguments_of
 from titan_launch.models.init import allocate, initialize
 from titan_launch.models.lora import LoRA, adapters_of, add_adapters, merge
 

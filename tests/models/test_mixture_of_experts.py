@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.tensors import Operations
-from titan_launch.config.architectures.experts import ExpertArgs
-from titan_launch.models import mixture_of_experts
-from titan_launch.models.mixture_of_experts import (
+from titan_launch.models.decoder import mixture_of_experts
+from titan_launch.models.decoder.expert_args import ExpertArgs
+from titan_launch.models.decoder.mixture_of_experts import (
     MixtureOfExperts,
     balance_losses,
     choose,

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, cross_entropy_sum, full_state
 from tests.train.jobs import sharded_model
-from titan_launch.config.architectures.resnet import FLAVORS, ResNetArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.models.init import initialize
-from titan_launch.models.resnet import SPEC, ResNet, initial_values
+from titan_launch.models.resnet.args import FLAVORS, ResNetArgs
+from titan_launch.models.resnet.module import SPEC, ResNet, initial_values
 
 CPU = torch.device("cpu")
 BLOCKS = ("basic", "bottleneck")

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, tiny_job
-from titan_launch.config.architectures.vit import FLAVORS, ViTArgs
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.models.build import SPECS
 from titan_launch.models.init import initialize
-from titan_launch.models.vit import ViT, initial_values
+from titan_launch.models.vit.args import FLAVORS, ViTArgs
+from titan_launch.models.vit.module import ViT, initial_values
 from titan_launch.optim.groups import group_parameters
 
 TINY: dict[str, Any] = {

@@ -22,16 +22,16 @@ from tests.models.parity import CASES, VOCABULARY, parity, random_model, read_mo
 from tests.models.published_configs import PUBLISHED_FILES
 from titan_launch.cli import main
 from titan_launch.commands import parser
-from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.architectures.experts import ExpertArgs
-from titan_launch.config.huggingface.config_json import arguments_of, config_of, differences, read_folder_config
-from titan_launch.config.huggingface.families import FAMILIES
-from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
-from titan_launch.models.mixture_of_experts import balance_losses, choose
+from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.expert_args import ExpertArgs
+from titan_launch.models.decoder.huggingface_classes import FAMILIES
+from titan_launch.models.decoder.huggingface_features import WeightsError
+from titan_launch.models.decoder.mixture_of_experts import balance_losses, choose
+from titan_launch.models.huggingface.config_json import arguments_of, config_of, differences, read_folder_config
 from titan_launch.models.weights.folder import INDEX, Weights, WeightsFolder
 
 pytest.importorskip("transformers")

@@ -21,11 +21,11 @@ from tests.distributed import run_ranks
 from tests.sampling import rest_is_slow
 from tests.tensors import Operations, assert_equal, cross_entropy_sum, full_state, full_tensor
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, sharded_model, this_rank, tiny_job
-from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
-from titan_launch.models import attention, mixture_of_experts
-from titan_launch.models.mixture_of_experts import MixtureOfExperts, grouped_product
+from titan_launch.models.decoder import attention, mixture_of_experts
+from titan_launch.models.decoder.expert_args import ExpertArgs
+from titan_launch.models.decoder.mixture_of_experts import MixtureOfExperts, grouped_product
 from titan_launch.parallel.activation_checkpoint import SAVED_OPS, checkpoint_activations
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit

@@ -22,7 +22,7 @@ from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
 from titan_launch.loss.cross_entropy import CrossEntropy
-from titan_launch.models import layers as rope
+from titan_launch.models.decoder import layers as rope
 from titan_launch.parallel.compile import compile_loss, compile_time, describe_pieces, eager
 
 COMPILE = {"enable": True, "backend": "aot_eager"}

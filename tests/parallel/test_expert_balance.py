@@ -17,13 +17,13 @@ from tests.distributed import run_ranks
 from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, run_job, run_job_until, this_rank, tiny_job
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
 from titan_launch.models.build import build_model
-from titan_launch.models.decoder import Decoder
-from titan_launch.models.mixture_of_experts import ContextGroup, balance_losses, choose, z_losses
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.expert_args import ExpertArgs
+from titan_launch.models.decoder.mixture_of_experts import ContextGroup, balance_losses, choose, z_losses
+from titan_launch.models.decoder.module import Decoder
 from titan_launch.parallel.expert_balance import prepare_experts
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.auto_mode import plan_precision

@@ -21,15 +21,15 @@ from tests.tensors import cross_entropy_sum
 from tests.trace.traces import planned
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.checkpoint.index import read_index, read_tensor
-from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.distributed.dtensor import local_tensor, own_box
 from titan_launch.distributed.mesh import EXPERT, build_mesh
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
+from titan_launch.models.decoder.expert_args import ExpertArgs
+from titan_launch.models.decoder.mixture_of_experts import Experts, count_choices
 from titan_launch.models.init import initialize
-from titan_launch.models.mixture_of_experts import Experts, count_choices
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.expert_parallel import Dispatch
 from titan_launch.plan.communication import Traffic

@@ -13,7 +13,7 @@ import pytest
 from tests.models.huggingface_folders import needs_transformers, write_config
 from tests.models.parity import CASES
 from tests.phantom_gpu.conftest import REPO, Phantom
-from titan_launch.config.architectures.families import FAMILIES
+from titan_launch.models.decoder.families import FAMILIES
 
 DEBUG = "--config=configs/llama_debug.toml"
 EXPERTS = "--config=configs/qwen3_moe_debug.toml"

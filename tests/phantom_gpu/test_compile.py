@@ -10,8 +10,8 @@ import pytest
 
 from tests.phantom_gpu.conftest import Phantom
 from tests.phantom_gpu.test_branches import COMPILED, SHORT, of_family
-from titan_launch.config.architectures import ARCHITECTURES
-from titan_launch.config.architectures.families import FAMILIES
+from titan_launch.models.architectures import ARCHITECTURES
+from titan_launch.models.decoder.families import FAMILIES
 
 MODES: dict[str, tuple[str, ...]] = {
     "none": (),

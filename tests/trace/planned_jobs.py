@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import TextData, separates_documents
+from titan_launch.models.decoder.families import FAMILIES
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import Layout, plan_layout

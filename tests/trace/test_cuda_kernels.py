@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titan_launch.models.attention import causal_attention
+from titan_launch.models.decoder.attention import causal_attention
 from titan_launch.trace.cuda_kernels import kernels_replaced
 
 B, T, D, H, K, HEAD = 2, 64, 32, 4, 2, 8

@@ -15,9 +15,9 @@ from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.checkpoint.index import read_index
 from titan_launch.checkpoint.manifest import read_manifest
-from titan_launch.config.architectures import resolve_args
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UNSET, ConfigError
+from titan_launch.models.architectures import resolve_args
 from titan_launch.models.build import SPECS
 from titan_launch.models.weights.folder import WeightsFolder
 from titan_launch.models.weights.writing import Entry, write_json, write_tensors

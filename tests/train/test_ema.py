@@ -19,11 +19,11 @@ from tests.train.jobs import read_metrics, run_and_interrupt, run_job, run_job_u
 from tests.train.run_folder.test_resume import logged
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.checkpoint.manifest import read_manifest
-from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
 from titan_launch.inference.export import ExportOptions, export
 from titan_launch.models.build import build_model
+from titan_launch.models.decoder.huggingface_features import WeightsError
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, train_one_step, validation_scalars
 from titan_launch.train.run import Run

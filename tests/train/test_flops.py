@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.train.jobs import TINY_ARGS
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.models.architectures import resolve_args
 from titan_launch.models.build import build_model
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.families import FAMILIES
 from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.layout import plan_layout

@@ -26,8 +26,8 @@ from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import Batch
 from titan_launch.inference.export import ExportOptions, export
-from titan_launch.models import huggingface
 from titan_launch.models.build import recorded_model
+from titan_launch.models.huggingface import module as huggingface
 from titan_launch.train.build import build_run
 from titan_launch.train.run_folder.records import AUDIT_FILE
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, cross_entropy_sum
 from tests.train.jobs import read_metrics, run_and_interrupt, run_job, tiny_job
-from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import ByteTokenizer
+from titan_launch.models.architectures import images_taken
 from titan_launch.models.build import build_model
 
 RESNET = {

@@ -17,7 +17,7 @@ from tests.train.jobs import run_job, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
-from titan_launch.models.layers import LatentAttention
+from titan_launch.models.decoder.layers import LatentAttention
 from titan_launch.plan.attention_kernels import priority
 from titan_launch.plan.layout import Layout
 from titan_launch.train import kernel_choice as kernels

@@ -22,8 +22,8 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.metrics.tags import STEP_PARTS
-from titan_launch.models import mixture_of_experts
-from titan_launch.models.mixture_of_experts import Choice
+from titan_launch.models.decoder import mixture_of_experts
+from titan_launch.models.decoder.mixture_of_experts import Choice
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import plan_layout
 from titan_launch.report.figures import time_parts

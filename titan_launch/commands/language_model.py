@@ -87,10 +87,10 @@ def load_model(arguments: Namespace) -> LanguageModel:
         import torch
 
         from titan_launch.checkpoint.manifest import DamagedCheckpointError
-        from titan_launch.config.huggingface.features import WeightsError
         from titan_launch.inference.chat_format import ChatOptions
         from titan_launch.inference.language_model import device_of, load_language_model
         from titan_launch.inference.saved_model import open_saved_model
+        from titan_launch.models.decoder.huggingface_features import WeightsError
     gc.enable()  # the start of the program disables garbage collection
     device, source = device_of(arguments.device), Path(arguments.source)
     chat = ChatOptions(arguments.template, dict(arguments.template_arg), arguments.date) if arguments.chat else None

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS, foreign_key
 from titan_launch.config.loading.schema_walk import tables
@@ -20,6 +19,7 @@ from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import KeyPath, config_error, format_key
 from titan_launch.core.json_files import JsonError, read_json
+from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
 
 DEFAULTS: dict[str, Any] = {
     "model.name": "llama3",

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import ChatData, single_sources
 from titan_launch.core.errors import ConfigError, KeyPath
 from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
 from titan_launch.data.tokenizers import Tokenizer
 from titan_launch.inference.saved_model import SavedModel
+from titan_launch.models.decoder.huggingface_features import WeightsError
 
 OPTION: KeyPath = ("--template",)
 """The option that names a template, as errors name it."""

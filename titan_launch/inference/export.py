@@ -12,17 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from titan_launch.config.architectures import ARCHITECTURES, known_args, resolve_args
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.config_json import config_of, read_json
-from titan_launch.config.huggingface.features import (
-    ADAPTER_CONFIG_FILE,
-    CONFIG_FILE,
-    GENERATION_FILE,
-    WeightsError,
-    as_text,
-)
-from titan_launch.config.huggingface.tensor_names import is_selection_bias, tensor_shapes
 from titan_launch.config.sections.data import ChatData, single_sources
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
@@ -32,8 +21,19 @@ from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, fin
 from titan_launch.inference.language_model import tokenizer_of_model
 from titan_launch.inference.model_card import write_card
 from titan_launch.inference.saved_model import SavedModel, adapters_of_saved, merged, open_saved_model
+from titan_launch.models.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.models.build import build_model
-from titan_launch.models.huggingface import in_published_format
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.huggingface_features import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    WeightsError,
+    as_text,
+)
+from titan_launch.models.decoder.huggingface_tensors import is_selection_bias, tensor_shapes
+from titan_launch.models.huggingface.config_json import config_of, read_json
+from titan_launch.models.huggingface.module import in_published_format
 from titan_launch.models.weights.adapters import BASE, Target, file_places, targets_of
 from titan_launch.models.weights.adapters import FILE as ADAPTER_FILE
 from titan_launch.models.weights.adapters import config_of as adapter_config

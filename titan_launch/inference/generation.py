@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from titan_launch.core.errors import UserError
 from titan_launch.inference.language_model import LanguageModel
 from titan_launch.loss.outputs import find_logits
-from titan_launch.models.attention import KeyValueCache
-from titan_launch.models.decoder import Decoder
-from titan_launch.models.layers import Attention, LatentAttention, LearnedPositions, RotaryEmbedding
+from titan_launch.models.decoder.attention import KeyValueCache
+from titan_launch.models.decoder.layers import Attention, LatentAttention, LearnedPositions, RotaryEmbedding
+from titan_launch.models.decoder.module import Decoder
 
 
 @dataclass(frozen=True)

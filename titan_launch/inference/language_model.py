@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_launch.config.architectures import known_args, unit_taken, vocabulary_taken
-from titan_launch.config.huggingface.config_json import longest_sequence, read_json
-from titan_launch.config.huggingface.features import CONFIG_FILE, GENERATION_FILE, WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.model import flavor_exists, model_exists
 from titan_launch.config.sections.model import HUGGINGFACE
@@ -26,12 +23,15 @@ from titan_launch.data.corpora.records import RecordError, utf8
 from titan_launch.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_beside
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template
 from titan_launch.inference.saved_model import SavedModel, merged
+from titan_launch.models.architectures import known_args, unit_taken, vocabulary_taken
 from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.decoder.huggingface_features import CONFIG_FILE, GENERATION_FILE, WeightsError
+from titan_launch.models.decoder.layers import Attention, LatentAttention, RotaryEmbedding
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
+from titan_launch.models.huggingface.config_json import longest_sequence, read_json
 from titan_launch.models.init import initialize
 from titan_launch.models.initializers import own_tensors
-from titan_launch.models.layers import Attention, LatentAttention, RotaryEmbedding
 from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.plan.types import full_name
 

@@ -15,19 +15,19 @@ from torch import Tensor
 from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
 from titan_launch.checkpoint.loading import result_step
 from titan_launch.checkpoint.manifest import Base, Manifest, check, checkpoint_name, complete_steps
-from titan_launch.config.huggingface.config_json import (
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.models.build import build_model, take_inventory
+from titan_launch.models.decoder.huggingface_features import CONFIG_FILE, WeightsError
+from titan_launch.models.decoder.huggingface_tensors import Piece, is_selection_bias
+from titan_launch.models.huggingface.config_json import (
     longest_sequence,
     own_config,
     read_folder_config,
     read_json,
     refuse_adapter,
 )
-from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
-from titan_launch.config.huggingface.tensor_names import Piece, is_selection_bias
-from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.model import ModelConfig
-from titan_launch.core.errors import ConfigError
-from titan_launch.models.build import build_model, take_inventory
 from titan_launch.models.lora import Adapter, adapters_of, delta
 from titan_launch.models.weights.folder import FLOATS, Weights, find_weights, open_weights
 from titan_launch.models.weights.writing import Entry, companions_of

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.huggingface.config_json import read_json
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import import_factory
-from titan_launch.models import decoder, huggingface, resnet, vit
+from titan_launch.models.architectures import resolve_args
 from titan_launch.models.blocks import Blocks, choose_blocks, find_blocks, find_pipeline_order, has_forward
+from titan_launch.models.decoder.mixture_of_experts import Experts
+from titan_launch.models.decoder.module import SPECS as DECODERS
 from titan_launch.models.factory import (
     HostBuild,
     build_buffers_on_host,
@@ -31,11 +31,14 @@ from titan_launch.models.factory import (
     uses_meta_device,
 )
 from titan_launch.models.host_values import HostValues
+from titan_launch.models.huggingface import module as huggingface
+from titan_launch.models.huggingface.config_json import read_json
 from titan_launch.models.init import load_weights
 from titan_launch.models.initializers import Initializer, call_reset_parameters
 from titan_launch.models.lora import StackedLoRA, add_adapters
-from titan_launch.models.mixture_of_experts import Experts
+from titan_launch.models.resnet.module import SPEC as RESNET
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
+from titan_launch.models.vit.module import SPEC as VIT
 from titan_launch.models.weights.folder import find_weights
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
@@ -111,9 +114,9 @@ def _tensors(
 T = TypeVar("T")
 
 SPECS: dict[str, ModelSpec] = {
-    **decoder.SPECS,
-    "resnet": resnet.SPEC,
-    "vit": vit.SPEC,
+    **DECODERS,
+    "resnet": RESNET,
+    "vit": VIT,
 }
 """The models of this package, by `model.name`."""
 

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from titan_launch.config.huggingface.tensor_names import ends_in
 from titan_launch.config.sections.lora import ALL_LINEAR, LoRAConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, listed
 from titan_launch.core.globs import alike, matches
 from titan_launch.models.blocks import has_forward
-from titan_launch.models.mixture_of_experts import ExpertProduct, Experts, MixtureOfExperts
+from titan_launch.models.decoder.huggingface_tensors import ends_in
+from titan_launch.models.decoder.mixture_of_experts import ExpertProduct, Experts, MixtureOfExperts
 from titan_launch.plan.freezing import ADAPTER
 from titan_launch.plan.types import enclosing, full_name, parent
 from titan_launch.plan.units.rule_assignment import nothing_matched, suggestion

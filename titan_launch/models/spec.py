@@ -83,7 +83,7 @@ class AttentionHeads:
 class ModelSpec:
     """The construction of a model, its initial values, and how it can be divided.
 
-    `args` below are the arguments of the model, an object of `titan_launch.config.architectures`. A glob may match
+    `args` below are the arguments of the model, an object of `titan_launch.models.architectures`. A glob may match
     nothing, because a model may lack a module with some arguments.
     """
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.distributed.torch_private import detached
-from titan_launch.models.mixture_of_experts import MixtureOfExperts
+from titan_launch.models.decoder.mixture_of_experts import MixtureOfExperts
 from titan_launch.parallel.activation_offload import saved_for_backward
 from titan_launch.parallel.fsdp import cast_at_boundaries
 from titan_launch.plan.module_selection import selection

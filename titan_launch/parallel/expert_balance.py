@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from titan_launch.core.errors import listed
 from titan_launch.distributed.collectives import warn
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.models.mixture_of_experts import ContextGroup, MixtureOfExperts
+from titan_launch.models.decoder.mixture_of_experts import ContextGroup, MixtureOfExperts
 from titan_launch.parallel.activation_checkpoint import current_forward
 from titan_launch.plan.experts import is_grouped
 from titan_launch.plan.layout import Layout

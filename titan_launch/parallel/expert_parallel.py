@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from titan_launch.distributed.mesh import EXPERT, Mesh
+from titan_launch.models.decoder.mixture_of_experts import Experts, Permuted, inverse_of
 from titan_launch.models.lora import LoRA
-from titan_launch.models.mixture_of_experts import Experts, Permuted, inverse_of
 from titan_launch.parallel.tensor_parallel import divide_adapter, divide_locally
 
 _WIDTH_DIM = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}

@@ -23,8 +23,8 @@ from titan_launch.distributed.torch_private import (
     roots,
     update_trained_parameters,
 )
+from titan_launch.models.decoder.mixture_of_experts import Experts
 from titan_launch.models.lora import StackedLoRA
-from titan_launch.models.mixture_of_experts import Experts
 from titan_launch.plan.types import ModelPlan, Policy, full_name, sharded_dim
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype

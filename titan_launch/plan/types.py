@@ -44,10 +44,10 @@ class TensorInfo:
         return prod(self.shape)
 
 
-MIXTURE_OF_EXPERTS = "titan_launch.models.mixture_of_experts.MixtureOfExperts"
+MIXTURE_OF_EXPERTS = "titan_launch.models.decoder.mixture_of_experts.MixtureOfExperts"
 """Full name of the class of layers with a router and experts."""
 
-EXPERTS = "titan_launch.models.mixture_of_experts.Experts"
+EXPERTS = "titan_launch.models.decoder.mixture_of_experts.Experts"
 """Full name of the class of modules whose parameters are stacked: the first dim counts the experts."""
 
 

@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_launch.config.architectures import named_flavor
 from titan_launch.metrics.sinks.jsonl import json_number
 from titan_launch.metrics.tags import PAUSES, STEP_PARTS
+from titan_launch.models.architectures import named_flavor
 from titan_launch.report.charts import NUM_COLORS, Column, Points, value_at
 from titan_launch.report.recorded_run import RecordedRun
 

@@ -42,8 +42,8 @@ from torch.autograd.function import once_differentiable
 
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import grouped_products_have_shapes, shard_to_send, unit_steps_wrapped
-from titan_launch.models import attention, layers, mixture_of_experts
-from titan_launch.models.mixture_of_experts import ExpertProduct, grouped_product, looped_product
+from titan_launch.models.decoder import attention, layers, mixture_of_experts
+from titan_launch.models.decoder.mixture_of_experts import ExpertProduct, grouped_product, looped_product
 from titan_launch.parallel import expert_parallel
 from titan_launch.plan.attention_kernels import WIDEST_FLASH
 from titan_launch.plan.experts import equal_parts, is_grouped, received_rows

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from titan_launch.checkpoint.state import Progress
-from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import STEP_RULES
 from titan_launch.config.rules.data import NO_EPOCHS_OF_A_STREAM
@@ -29,6 +28,7 @@ from titan_launch.data.sources import Batch, MixtureSource, SampleSource, Stream
 from titan_launch.data.sources.mixture import single_sources
 from titan_launch.data.tokenizers import Tokenizer, build_tokenizer
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.models.architectures import images_taken
 from titan_launch.parallel.context_parallel import SequencePart, part_of
 from titan_launch.plan.layout import Layout
 from titan_launch.train.streams import StreamBatches

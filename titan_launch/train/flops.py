@@ -32,11 +32,11 @@ from titan_launch.core.patches import generators_seeded, loggers_silenced, repla
 from titan_launch.distributed.torch_private import grouped_products_have_shapes
 from titan_launch.loss.build import build_loss
 from titan_launch.loss.second_model import build_frozen_model
-from titan_launch.models import attention, layers, mixture_of_experts
 from titan_launch.models.blocks import blocks_removed
 from titan_launch.models.build import BuiltModel
+from titan_launch.models.decoder import attention, layers, mixture_of_experts
+from titan_launch.models.decoder.mixture_of_experts import ExpertProduct
 from titan_launch.models.host_values import attributes_digest
-from titan_launch.models.mixture_of_experts import ExpertProduct
 from titan_launch.parallel.activation_checkpoint import checkpoint_activations
 from titan_launch.plan.memory.depth import block_signatures
 from titan_launch.plan.step_time import Flops

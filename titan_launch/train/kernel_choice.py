@@ -24,9 +24,9 @@ from titan_launch.config.sections.precision import KernelsConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_location
-from titan_launch.models.attention import takes_equal_heads_only
 from titan_launch.models.build import BuiltModel
-from titan_launch.models.layers import LatentAttention
+from titan_launch.models.decoder.attention import takes_equal_heads_only
+from titan_launch.models.decoder.layers import LatentAttention
 from titan_launch.parallel.float8 import check_tensor_cores
 from titan_launch.plan.attention_kernels import priority, takes
 from titan_launch.plan.layout import Layout

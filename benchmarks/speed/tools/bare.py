@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.tools.tokens import random_sequences
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.models.decoder import Decoder
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.module import Decoder
 
 
 def main(job: Job) -> None:

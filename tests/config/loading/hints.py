@@ -18,12 +18,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from titan_launch.cli import COMMANDS
 from titan_launch.commands.parser import Parser
-from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.schema_walk import alternatives, choices, item_types, tables
 from titan_launch.config.optimizers import ALGORITHMS
 from titan_launch.config.sections.run import SINKS_WITH_PACKAGE
 from titan_launch.core.errors import format_key
+from titan_launch.models.architectures import ARCHITECTURES
 
 FACTORY = "package.module:factory"
 

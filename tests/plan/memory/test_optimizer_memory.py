@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from tests.distributed import run_ranks
 from tests.sampling import sampled
 from titan_launch.config import optimizers
-from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.patches import replaced
 from titan_launch.metrics.memory import track
-from titan_launch.models.mixture_of_experts import Experts
+from titan_launch.models.decoder.expert_args import ExpertArgs
+from titan_launch.models.decoder.mixture_of_experts import Experts
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint, state_bytes, temporary_bytes

@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.foreign_keys import foreign_key
 from titan_launch.config.loading.provenance import MOST_PROBLEMS, toml_value
@@ -19,6 +18,7 @@ from titan_launch.config.loading.schema_walk import TableSchema, kinds_of, locat
 from titan_launch.config.sections.base import Section
 from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, nearest
 from titan_launch.core.terminal import shortened
+from titan_launch.models.architectures import ARCHITECTURES
 
 
 def translate(error: ValidationError, section: type[Section], table: KeyPath = ()) -> list[Problem]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from titan_launch.config.architectures import known_args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.data import keys_of_packed_documents
 from titan_launch.core.errors import KeyPath, Problem, format_key
+from titan_launch.models.architectures import known_args
 
 
 def cache_folder_has_a_name(config: JobConfig) -> Iterator[Problem]:

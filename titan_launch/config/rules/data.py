@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from operator import itemgetter
 
-from titan_launch.config.architectures import unit_taken, vocabulary_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.paths import first_names, names_a_file
 from titan_launch.config.rules.model import args_problem
@@ -32,6 +31,7 @@ from titan_launch.config.sections.data import (
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
 from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key
+from titan_launch.models.architectures import unit_taken, vocabulary_taken
 
 _SMALLEST_SHARE = 1 << 16
 """Largest ratio of the sum of all weights to one weight. The order of a mixture needs a table of as many positions."""

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
-from titan_launch.config.architectures import images_taken, known_args
 from titan_launch.config.image_format import DIGITS, misfits
 from titan_launch.config.job import JobConfig
 from titan_launch.config.paths import SKLEARN_DIGITS, LinkError, class_folders, images_named, tar_shards
@@ -16,6 +15,7 @@ from titan_launch.config.rules.data import as_written, pairs_of, sources_of
 from titan_launch.config.sections.data import ImageData, MixtureData
 from titan_launch.core.errors import Problem, format_key, listed
 from titan_launch.core.terminal import shortened
+from titan_launch.models.architectures import images_taken, known_args
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titan_launch.config.architectures import ARCHITECTURES, known_args, unit_taken, vocabulary_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.data import sources_of
 from titan_launch.config.sections.base import is_import_string
@@ -16,6 +15,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig,
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, format_key
+from titan_launch.models.architectures import ARCHITECTURES, known_args, unit_taken, vocabulary_taken
 
 _NAME: KeyPath = ("loss", "name")
 
@@ -135,8 +135,8 @@ def frozen_job(config: JobConfig, second: FrozenModelConfig) -> JobConfig:
 
     A model with the arguments of the trained model also has its precision rules.
     """
-    from titan_launch.config.huggingface.config_json import differences, read_folder_config
-    from titan_launch.config.huggingface.features import WeightsError
+    from titan_launch.models.decoder.huggingface_features import WeightsError
+    from titan_launch.models.huggingface.config_json import differences, read_folder_config
 
     try:
         folder = read_folder_config(second.folder)

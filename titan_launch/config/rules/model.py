@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, huggingface, known_args, resolve_args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.base import is_import_string
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
+from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
+from titan_launch.models.huggingface import args as huggingface
 
 _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args")
 
@@ -131,9 +132,9 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
     args = known_args(model)
     if model.weights is None or args is None or not os.path.exists(model.weights):
         return
-    from titan_launch.config.huggingface.config_json import differences, read_folder_config
-    from titan_launch.config.huggingface.features import WeightsError
     from titan_launch.config.loading.provenance import toml_value
+    from titan_launch.models.decoder.huggingface_features import WeightsError
+    from titan_launch.models.huggingface.config_json import differences, read_folder_config
 
     try:
         folder = read_folder_config(model.weights)
@@ -156,8 +157,8 @@ def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
     lora, key = config.lora, ("lora", "adapter")
     if lora.adapter is None or not lora.targets or config.job.run_folder.exists():
         return
-    from titan_launch.config.huggingface.adapters import read_config
-    from titan_launch.config.huggingface.features import WeightsError
+    from titan_launch.models.decoder.huggingface_features import WeightsError
+    from titan_launch.models.huggingface.adapter_config import read_config
 
     try:
         for reason in read_config(Path(lora.adapter)).differences(lora):

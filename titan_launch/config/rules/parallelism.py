@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from itertools import count
 from math import gcd
 
-from titan_launch.config.architectures import ARCHITECTURES, known_args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.compile import beyond_causal_attention
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import KeyPath, Problem, nearest_multiples
 from titan_launch.core.torch_release import SPLITS_BACKWARD_OF_EXPERTS
+from titan_launch.models.architectures import ARCHITECTURES, known_args
 
 _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")

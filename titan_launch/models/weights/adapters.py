@@ -14,16 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.adapters import Wanted, matching_limited, read_config
-from titan_launch.config.huggingface.config_json import model_type_of
-from titan_launch.config.huggingface.features import ADAPTER_CONFIG_FILE, WeightsError
-from titan_launch.config.huggingface.tensor_names import Piece, Shape, pieces_of, tensor_shapes
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import listed
 from titan_launch.core.terminal import short_name
+from titan_launch.models.architectures import resolve_args
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.huggingface_features import ADAPTER_CONFIG_FILE, WeightsError
+from titan_launch.models.decoder.huggingface_tensors import Piece, Shape, pieces_of, tensor_shapes
+from titan_launch.models.huggingface.adapter_config import Wanted, matching_limited, read_config
+from titan_launch.models.huggingface.config_json import model_type_of
 from titan_launch.models.weights.folder import (
     FLOATS,
     VOCABULARY,

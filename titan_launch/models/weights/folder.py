@@ -16,16 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
-from titan_launch.config.huggingface.config_json import FolderConfig, read_folder_config, read_json, refuse_adapter
-from titan_launch.config.huggingface.features import WeightsError
-from titan_launch.config.huggingface.tensor_names import (
-    Piece,
-    Shape,
-    is_unused,
-    pieces_of,
-    tensor_shapes,
-)
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
 from titan_launch.core.files import MIB, file_inside, open_regular
@@ -33,6 +23,16 @@ from titan_launch.core.fingerprint import Fingerprint, fingerprint_of_files
 from titan_launch.core.globs import matches
 from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import short_name
+from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
+from titan_launch.models.decoder.huggingface_features import WeightsError
+from titan_launch.models.decoder.huggingface_tensors import (
+    Piece,
+    Shape,
+    is_unused,
+    pieces_of,
+    tensor_shapes,
+)
+from titan_launch.models.huggingface.config_json import FolderConfig, read_folder_config, read_json, refuse_adapter
 from titan_launch.plan.types import Inventory, TensorInfo, full_name
 
 if TYPE_CHECKING:

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from titan_launch.config.architectures import named_flavor
-from titan_launch.config.architectures.huggingface import class_name
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.data import ValidationConfig
@@ -18,6 +16,8 @@ from titan_launch.config.sections.training import GradientAccumulationConfig, Tr
 from titan_launch.core.errors import KeyPath, format_key, listed
 from titan_launch.core.globs import alike
 from titan_launch.core.terminal import one_line
+from titan_launch.models.architectures import named_flavor
+from titan_launch.models.huggingface.args import class_name
 from titan_launch.plan.communication import (
     Collectives,
     collectives_of_step,

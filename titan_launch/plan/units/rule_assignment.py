@@ -6,11 +6,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_launch.config.huggingface.tensor_names import ends_in
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean, listed
 from titan_launch.core.globs import alike, matches
 from titan_launch.core.terminal import short_name
+from titan_launch.models.decoder.huggingface_tensors import ends_in
 from titan_launch.plan.types import MIXTURE_OF_EXPERTS, Inventory, ModuleInfo, parent
 
 BATCH_NORM_DEFAULT = "BatchNorm default"

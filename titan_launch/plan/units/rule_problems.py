@@ -22,7 +22,7 @@ from titan_launch.plan.units.rule_assignment import (
 _MATMULS = {
     "torch.nn.modules.linear.Linear",
     "torch.nn.modules.conv._ConvNd",
-    "titan_launch.models.mixture_of_experts.Experts",
+    "titan_launch.models.decoder.mixture_of_experts.Experts",
 }
 
 

@@ -8,13 +8,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import huggingface, resnet, vit
-from titan_launch.config.architectures.base import ModelArgs
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.models.args import ModelArgs
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.families import FAMILIES
+from titan_launch.models.huggingface.args import image_format, unit_of
+from titan_launch.models.resnet.args import FLAVORS as RESNET_FLAVORS
+from titan_launch.models.resnet.args import ResNetArgs
+from titan_launch.models.vit.args import FLAVORS as VIT_FLAVORS
+from titan_launch.models.vit.args import ViTArgs
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class Architecture:
 
 ARCHITECTURES = {
     **{name: Architecture(DecoderArgs, flavors) for name, flavors in FAMILIES.items()},
-    "resnet": Architecture(resnet.ResNetArgs, resnet.FLAVORS),
-    "vit": Architecture(vit.ViTArgs, vit.FLAVORS),
+    "resnet": Architecture(ResNetArgs, RESNET_FLAVORS),
+    "vit": Architecture(ViTArgs, VIT_FLAVORS),
 }
 """The models of this package, by their name in `[model]`. `titan_launch.models.build.SPECS` has their modules."""
 
@@ -79,7 +83,7 @@ def known_args(model: ModelConfig) -> ModelArgs | None:
 def unit_taken(model: ModelConfig) -> SampleUnit | None:
     """Return the unit of a model's samples; None for an unknown name, and for a user's own model."""
     if model.name == HUGGINGFACE:
-        return huggingface.unit_of(model.args)
+        return unit_of(model.args)
     return ARCHITECTURES[model.name].args.unit if model.name in ARCHITECTURES else None
 
 
@@ -95,7 +99,7 @@ def images_taken(model: ModelConfig) -> ImageFormat | None:
     Raises the same errors as `resolve_args`.
     """
     if model.name == HUGGINGFACE:
-        return huggingface.image_format(model.args)
+        return image_format(model.args)
     if model.name not in ARCHITECTURES:
         return None
     return resolve_args(model.name, model.flavor, model.args).images_taken()

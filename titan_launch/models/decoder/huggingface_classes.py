@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_launch.config.huggingface.features import (
+from titan_launch.models.decoder.huggingface_features import (
     EXPERTS_OF_DEEPSEEK,
     EXPERTS_OF_GPT_OSS,
     EXPERTS_OF_MIXTRAL,

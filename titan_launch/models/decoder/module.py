@@ -7,7 +7,7 @@ DeepSeek-V3.
 
 The families are tables of arguments. A module exists only if the arguments ask for it. Module names are those of
 TorchTitan and Meta, not of Hugging Face. The arguments are in
-`titan_launch.config.architectures.decoder`.
+`titan_launch.models.decoder.args`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.architectures.families import FAMILIES
-from titan_launch.models.attention import Documents
-from titan_launch.models.initializers import (
-    Fill,
-    InitTable,
-    constant,
-    from_reset_parameters,
-    normal,
-    truncated_normal,
-)
-from titan_launch.models.layers import (
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.attention import Documents
+from titan_launch.models.decoder.families import FAMILIES
+from titan_launch.models.decoder.layers import (
     ACTIVATIONS,
     Attention,
     CappedLinear,
@@ -39,7 +31,15 @@ from titan_launch.models.layers import (
     ScaledEmbedding,
     build_norm,
 )
-from titan_launch.models.mixture_of_experts import MixtureOfExperts
+from titan_launch.models.decoder.mixture_of_experts import MixtureOfExperts
+from titan_launch.models.initializers import (
+    Fill,
+    InitTable,
+    constant,
+    from_reset_parameters,
+    normal,
+    truncated_normal,
+)
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 

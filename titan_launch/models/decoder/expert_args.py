@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from titan_launch.config.architectures.base import Parts, Width
 from titan_launch.config.sections.base import Section
+from titan_launch.models.args import Parts, Width
 
 NonNegative = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, Field(ge=0)]

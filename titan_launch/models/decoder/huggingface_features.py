@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from titan_launch.config.architectures.base import MOST_LAYERS, MOST_TOKENS
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.architectures.experts import ExpertArgs
+from titan_launch.models.args import MOST_LAYERS, MOST_TOKENS
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.expert_args import ExpertArgs
 
 CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
 GENERATION_FILE = "generation_config.json"

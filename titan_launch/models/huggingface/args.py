@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from titan_launch.config.architectures.base import MOST_TOKENS
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
 from titan_launch.core.errors import KeyPath, did_you_mean
 from titan_launch.core.packages import not_installed
+from titan_launch.models.args import MOST_TOKENS
 
 
 def unit_of(args: Mapping[str, Any]) -> SampleUnit:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_launch.config.architectures.experts import ExpertArgs
 from titan_launch.distributed.collectives import all_reduced
+from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.plan.experts import MIN_GROUPED_WIDTH, is_grouped
 
 _GATE_SLOPE = 1.702

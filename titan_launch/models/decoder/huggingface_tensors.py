@@ -216,7 +216,7 @@ NAMES: dict[str, TensorNames] = {
         unused=("**.rotary_emb.inv_freq", "**.layers.61.**"),  # the module that predicts a second token
     ),
 }
-"""Names of the classes of `titan_launch.config.huggingface.FAMILIES`, by `model_type`."""
+"""Names of the classes of `titan_launch.models.decoder.huggingface_classes.FAMILIES`, by `model_type`."""
 
 
 def is_selection_bias(name: str) -> bool:

@@ -4,7 +4,7 @@
            -> norm -> pool -> output -> logits
 
 Names of modules inside of a block are those of the decoders. The arguments are in
-`titan_launch.config.architectures.vit`.
+`titan_launch.models.vit.args`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_launch.config.architectures.vit import ViTArgs
 from titan_launch.models.initializers import InitTable, constant, truncated_normal
 from titan_launch.models.spec import ModelSpec, TensorStyle
+from titan_launch.models.vit.args import ViTArgs
 
 
 class PatchEmbedding(nn.Module):

@@ -1,23 +1,18 @@
 """`[model.args]` of the decoder families: Llama, Qwen, Mistral, Gemma, GPT-2, GPT-OSS, Phi and DeepSeek.
 
-`titan_launch.config.architectures.families` has their size tables.
+`titan_launch.models.decoder.families` has their size tables.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from titan_launch.config.architectures.base import MOST_LAYERS, Layers, ModelArgs, NumTokens, Parts, Width
-from titan_launch.config.architectures.experts import ExpertArgs
-from titan_launch.config.architectures.latent_attention import LatentAttentionArgs
-from titan_launch.config.sections.base import Section
-
-PositiveFloat = Annotated[float, Field(gt=1e-30, le=1e30)]
-"""A number whose square and inverse square are numbers too."""
+from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, NumTokens, Parts, Width
+from titan_launch.models.decoder.attention_args import LatentAttentionArgs, PositiveFloat, RopeScaling
+from titan_launch.models.decoder.expert_args import ExpertArgs
 
 Theta = Annotated[float, Field(gt=1, le=1e30)]
 NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]
@@ -25,88 +20,6 @@ NORMS_OF_TOKENS: tuple[NormKind, ...] = ("rmsnorm", "layernorm")
 """The norms whose result for a token does not depend on other tokens."""
 
 Activation = Literal["silu", "gelu_tanh"]
-
-
-class RopeScaling(Section):
-    """Scaling of rotary frequencies, for sequences longer than those of pre-training."""
-
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
-    """`llama3`: low frequencies are divided by `factor` (Llama 3.1). `linear`: all frequencies are divided by `factor`
-    (Gemma 3). `yarn`: low frequencies are divided by `factor`, and rotated queries and keys are multiplied by
-    `attention_factor` (YaRN, arXiv:2309.00071; DeepSeek-V3, GPT-OSS)."""
-
-    factor: Annotated[float, Field(ge=1, le=1e30)] = 8.0
-    """Divisor of the frequencies."""
-
-    low_freq_factor: PositiveFloat = 1.0
-    """With `llama3`: wavelengths longer than `original_max_position / low_freq_factor` are scaled fully."""
-
-    high_freq_factor: PositiveFloat = 4.0
-    """With `llama3`: wavelengths shorter than `original_max_position / high_freq_factor` are not scaled. Between the
-    two wavelengths the scaling changes smoothly."""
-
-    original_max_position: NumTokens = 8192
-    """With `llama3` and `yarn`: sequence length of pre-training."""
-
-    beta_fast: PositiveFloat = 32.0
-    """With `yarn`: channels that turn more often than this within `original_max_position` are not scaled."""
-
-    beta_slow: PositiveFloat = 1.0
-    """With `yarn`: channels that turn less often than this within `original_max_position` are scaled fully. Between the
-    two channels the scaling changes linearly with the number of the channel."""
-
-    truncate: bool = True
-    """With `yarn`: round the two channels to whole numbers, outwards. GPT-OSS does not."""
-
-    attention_factor: PositiveFloat | None = None
-    """With `yarn`: factor of rotated queries and keys. Unset: `m(mscale) / m(mscale_all_dim)` if both are set, else
-    `m(1)`, where `m(x)` is `0.1 x ln(factor) + 1`."""
-
-    mscale: PositiveFloat | None = None
-    """With `yarn`: see `attention_factor`."""
-
-    mscale_all_dim: PositiveFloat | None = None
-    """With `yarn`: see `attention_factor`. With `latent_attention`, the attention scores are also multiplied by
-    `m(mscale_all_dim) ** 2` (DeepSeek-V3)."""
-
-    @property
-    def rotated_factor(self) -> float:
-        """Factor of rotated queries and keys: `attention_factor`, set or not, with `yarn`; else 1."""
-        if self.kind != "yarn":
-            return 1.0
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale is None or self.mscale_all_dim is None:
-            return self._magnitude(1.0)
-        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
-
-    @property
-    def score_factor(self) -> float:
-        """Factor of the scores of latent attention: `m(mscale_all_dim) ** 2` with `yarn`; else 1."""
-        is_scaled = self.kind == "yarn" and self.mscale_all_dim is not None
-        return self._magnitude(self.mscale_all_dim or 0.0) ** 2 if is_scaled else 1.0
-
-    def _magnitude(self, scale: float) -> float:
-        return 0.1 * scale * math.log(self.factor) + 1.0
-
-    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield (names of the arguments, reason) for each contradiction between arguments."""
-        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
-            reason = f"beta_fast ({self.beta_fast}) must be above beta_slow ({self.beta_slow})"
-            yield ("beta_fast", "beta_slow"), reason
-
-    def unused(self) -> Iterator[str]:
-        """Yield the arguments that have no effect with this kind."""
-        yield from (name for name, _ in self.changed(*_OF_SCALINGS) if self.kind not in _OF_SCALINGS[name])
-
-
-_OF_SCALINGS = {
-    "low_freq_factor": ("llama3",),
-    "high_freq_factor": ("llama3",),
-    "original_max_position": ("llama3", "yarn"),
-    **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"), ("yarn",)),
-}
-"""Arguments of `RopeScaling` that some kinds do not have, with the kinds that have them."""
 
 
 class DecoderArgs(ModelArgs):

@@ -3,7 +3,7 @@
     images -> stem -> stages of blocks [ relu(shortcut(x) + convolutions(x)) ] -> mean over the pixels -> fc -> logits
 
 Module names and the position of the stride are those of torchvision. The arguments are in
-`titan_launch.config.architectures.resnet`.
+`titan_launch.models.resnet.args`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_launch.config.architectures.resnet import EXPANSION, ResNetArgs
 from titan_launch.models.initializers import InitTable, constant, normal
+from titan_launch.models.resnet.args import EXPANSION, ResNetArgs
 from titan_launch.models.spec import ModelSpec
 
 

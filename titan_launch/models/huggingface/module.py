@@ -21,15 +21,15 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
-from titan_launch.config.architectures.huggingface import class_name, refused
-from titan_launch.config.huggingface.tensor_names import Piece
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
 from titan_launch.core.globs import matches
 from titan_launch.core.packages import install
 from titan_launch.core.patches import replaced, torchao_import_silenced
 from titan_launch.core.terminal import short_name
+from titan_launch.models.decoder.huggingface_tensors import Piece
 from titan_launch.models.documents import separate_by_positions
 from titan_launch.models.factory import TooLargeError
+from titan_launch.models.huggingface.args import class_name, refused
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.weights.folder import FLOATS, Converted, FileTensor, Place, Places, PlacesInFiles
 

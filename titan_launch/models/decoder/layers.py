@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_launch.config.architectures.decoder import Activation, DecoderArgs, RopeScaling
-from titan_launch.models.attention import Documents, KeyValueCache, ScoreOptions, attend, attend_with_logsumexp
+from titan_launch.models.decoder.args import Activation, DecoderArgs
+from titan_launch.models.decoder.attention import Documents, KeyValueCache, ScoreOptions, attend, attend_with_logsumexp
+from titan_launch.models.decoder.attention_args import RopeScaling
 
 
 class RotaryEmbedding(nn.Module):

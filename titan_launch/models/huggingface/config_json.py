@@ -11,11 +11,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
-from titan_launch.config.architectures.base import ModelArgs
-from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.families import DROPOUT, FAMILIES, NEUTRAL, REFUSED, Family
-from titan_launch.config.huggingface.features import (
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.core import json_files
+from titan_launch.core.errors import did_you_mean, format_key, leaves
+from titan_launch.core.files import MIB, file_inside
+from titan_launch.core.terminal import short_name
+from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
+from titan_launch.models.args import ModelArgs
+from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.decoder.huggingface_classes import DROPOUT, FAMILIES, NEUTRAL, REFUSED, Family
+from titan_launch.models.decoder.huggingface_features import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
     Config,
@@ -24,11 +29,6 @@ from titan_launch.config.huggingface.features import (
     is_equal,
     unsupported,
 )
-from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
-from titan_launch.core import json_files
-from titan_launch.core.errors import did_you_mean, format_key, leaves
-from titan_launch.core.files import MIB, file_inside
-from titan_launch.core.terminal import short_name
 
 
 @dataclass(frozen=True)

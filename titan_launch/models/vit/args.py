@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from titan_launch.config.architectures.base import Layers, ModelArgs, Parts, Width
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
+from titan_launch.models.args import Layers, ModelArgs, Parts, Width
 
 ImageSize = Annotated[int, Field(ge=1, le=1 << 16)]
 

@@ -1,0 +1,135 @@
+"""`[model.args.rope_scaling]` and `[model.args.latent_attention]` of decoders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titan_launch.config.sections.base import Section
+from titan_launch.models.args import NumTokens, Parts, Width
+
+PositiveFloat = Annotated[float, Field(gt=1e-30, le=1e30)]
+"""A number whose square and inverse square are numbers too."""
+
+
+class RopeScaling(Section):
+    """Scaling of rotary frequencies, for sequences longer than those of pre-training."""
+
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    """`llama3`: low frequencies are divided by `factor` (Llama 3.1). `linear`: all frequencies are divided by `factor`
+    (Gemma 3). `yarn`: low frequencies are divided by `factor`, and rotated queries and keys are multiplied by
+    `attention_factor` (YaRN, arXiv:2309.00071; DeepSeek-V3, GPT-OSS)."""
+
+    factor: Annotated[float, Field(ge=1, le=1e30)] = 8.0
+    """Divisor of the frequencies."""
+
+    low_freq_factor: PositiveFloat = 1.0
+    """With `llama3`: wavelengths longer than `original_max_position / low_freq_factor` are scaled fully."""
+
+    high_freq_factor: PositiveFloat = 4.0
+    """With `llama3`: wavelengths shorter than `original_max_position / high_freq_factor` are not scaled. Between the
+    two wavelengths the scaling changes smoothly."""
+
+    original_max_position: NumTokens = 8192
+    """With `llama3` and `yarn`: sequence length of pre-training."""
+
+    beta_fast: PositiveFloat = 32.0
+    """With `yarn`: channels that turn more often than this within `original_max_position` are not scaled."""
+
+    beta_slow: PositiveFloat = 1.0
+    """With `yarn`: channels that turn less often than this within `original_max_position` are scaled fully. Between the
+    two channels the scaling changes linearly with the number of the channel."""
+
+    truncate: bool = True
+    """With `yarn`: round the two channels to whole numbers, outwards. GPT-OSS does not."""
+
+    attention_factor: PositiveFloat | None = None
+    """With `yarn`: factor of rotated queries and keys. Unset: `m(mscale) / m(mscale_all_dim)` if both are set, else
+    `m(1)`, where `m(x)` is `0.1 x ln(factor) + 1`."""
+
+    mscale: PositiveFloat | None = None
+    """With `yarn`: see `attention_factor`."""
+
+    mscale_all_dim: PositiveFloat | None = None
+    """With `yarn`: see `attention_factor`. With `latent_attention`, the attention scores are also multiplied by
+    `m(mscale_all_dim) ** 2` (DeepSeek-V3)."""
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated queries and keys: `attention_factor`, set or not, with `yarn`; else 1."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is None or self.mscale_all_dim is None:
+            return self._magnitude(1.0)
+        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of latent attention: `m(mscale_all_dim) ** 2` with `yarn`; else 1."""
+        is_scaled = self.kind == "yarn" and self.mscale_all_dim is not None
+        return self._magnitude(self.mscale_all_dim or 0.0) ** 2 if is_scaled else 1.0
+
+    def _magnitude(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield (names of the arguments, reason) for each contradiction between arguments."""
+        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+            reason = f"beta_fast ({self.beta_fast}) must be above beta_slow ({self.beta_slow})"
+            yield ("beta_fast", "beta_slow"), reason
+
+    def unused(self) -> Iterator[str]:
+        """Yield the arguments that have no effect with this kind."""
+        yield from (name for name, _ in self.changed(*_OF_SCALINGS) if self.kind not in _OF_SCALINGS[name])
+
+
+_OF_SCALINGS = {
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "original_max_position": ("llama3", "yarn"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"), ("yarn",)),
+}
+"""Arguments of `RopeScaling` that some kinds do not have, with the kinds that have them."""
+
+
+class LatentAttentionArgs(Section):
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The keys and values of all heads are
+    computed from one vector of a token, its latent. Each head's queries and keys have channels with and without rotary
+    embedding, and all heads share a token's rotated key."""
+
+    q_lora_rank: Width | None = None
+    """Width of the latents of queries. Unset: queries are computed without a latent."""
+
+    kv_lora_rank: Width
+    """Width of the latents of keys and values."""
+
+    qk_nope_head_dim: Parts
+    """Number of channels of a head of queries and keys without rotary embedding."""
+
+    qk_rope_head_dim: Parts
+    """Number of channels of a head of queries and keys with rotary embedding."""
+
+    v_head_dim: Parts
+    """Width of a head of values."""
+
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    """Number added to the variance of the latents, which are normalized."""
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield (names of the arguments, reason) for each contradiction between arguments."""
+        for name in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank"):
+            if (value := getattr(self, name)) % 2:
+                yield (
+                    (name,),
+                    f"{name} must be even, because rotary embedding rotates pairs of channels, but is {value}",
+                )
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
