@@ -141,6 +141,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Phi-3": ("phi3", {**_SIZES, "sliding_window": 8}),
+    "OLMo 2": ("olmo2", _SIZES),
     "DeepSeek-V3": ("deepseek_v3", _DEEPSEEK_V3),
     "Moonlight": ("deepseek_v3", {**_DEEPSEEK_V3, **_MOONLIGHT, "rope_parameters": None, "rope_theta": 50_000.0}),
 }

@@ -128,6 +128,7 @@ TWINS = {
         {"sliding_window": 8, "rope_parameters": rope(1e4)},
         {"sliding_window": 8},
     ),
+    "olmo2": Twin("Olmo2ForCausalLM", {"rms_norm_eps": 1e-6, "rope_parameters": rope(500_000.0)}, {}),
     "deepseek_v3": Twin(
         "DeepseekV3ForCausalLM",
         {

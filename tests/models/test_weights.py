@@ -82,6 +82,7 @@ PUBLISHED = {
     ("gemma3", "1B"): PUBLISHED_FILES["google/gemma-3-1b-pt"],
     ("gpt2", "124M"): PUBLISHED_FILES["openai-community/gpt2"],
     ("phi3", "mini-4k"): PUBLISHED_FILES["microsoft/Phi-3-mini-4k-instruct"],
+    ("olmo2", "7B"): PUBLISHED_FILES["allenai/OLMo-2-1124-7B"],
     ("deepseek_v3", "671B-A37B"): PUBLISHED_FILES["deepseek-ai/DeepSeek-V3"],
     ("deepseek_v3", "16B-A3B"): PUBLISHED_FILES["moonshotai/Moonlight-16B-A3B"],
 }
@@ -98,6 +99,7 @@ NOTES = {
             ("gemma3", 0, "Gemma3ForCausalLM"),
             ("gpt_oss", 199999, "GptOssForCausalLM"),
             ("phi3", 32000, "Phi3ForCausalLM"),
+            ("olmo2", 100277, "Olmo2ForCausalLM"),
         )
     },
 }

@@ -29,6 +29,7 @@ ARGS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, **WINDOW},
     "gemma3": {"head_dim": 16, **WINDOW, "tie_embeddings": False},
+    "olmo2": {},
     "gpt2": {"n_kv_heads": 4, "max_positions": 20, "tie_embeddings": False},
     "gpt_oss": {"head_dim": 16, **WINDOW, "experts": {"num_experts": 4, "top_k": 2, "hidden_dim": 20}},
     "deepseek_v3": {
@@ -54,6 +55,8 @@ ON_TWO: list[FamilyCase] = [
     ("gemma2", {}),
     ("gemma2", TWO),
     ("gemma3", TWO),
+    ("olmo2", TWO),
+    ("olmo2", SEQUENCES_WHOLE),
     ("gpt2", TWO),
     ("gpt_oss", {}),
     ("gpt2", SEQUENCES_WHOLE),

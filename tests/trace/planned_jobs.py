@@ -218,6 +218,7 @@ PLANNED: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str
     "gpt_oss, checkpointed": ((1, 2), 2, "cuda", {**WITH_SINKS, "n_layers": 4}, {"activation_checkpoint": SELECTIVE}),
     "gpt_oss in fp32": ((1, 2), 2, "cuda", WITH_SINKS, {"precision": {"param_dtype": "float32"}}),
     "phi3": ((2, 2), 3, "cuda", WINDOW, {"precision": {"param_dtype": "float32"}}),
+    "olmo2": ((1, 4), 2, "cuda", {}, {"activation_checkpoint": SELECTIVE}),
     "qwen3_moe": ((1, 4), 2, "cuda", {}, {"activation_checkpoint": SELECTIVE}),
     "qwen3_moe, fp32 routers": (
         (1, 2),

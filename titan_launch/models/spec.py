@@ -37,7 +37,8 @@ features) between layers. With sequence parallelism each rank has a part of the 
     input       nothing; makes a module's first input whole         stream -> all tokens and features
     colwise     1/T of the output features of an nn.Linear          all features -> 1/T of the features (of the heads)
     latent      all parameters of a module                          all tokens and features -> whole latents
-    heads       all parameters of a module that works per head      1/T of the heads -> the same
+    heads       all parameters of a module that works per head; those of 1/T of the heads of an AllHeadsRMSNorm
+                                                                    1/T of the heads -> the same
     by_head     1/T of the rows of all parameters, as many for each head    1/T of the heads, latents -> 1/T of heads
     rowwise     1/T of the input features of an nn.Linear           1/T of the features -> stream, summed over ranks
     head        1/T of the output features of an nn.Linear          stream -> 1/T of the classes

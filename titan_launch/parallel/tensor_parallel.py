@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.distributed.mesh import TENSOR
+from titan_launch.models.decoder.layers import AllHeadsRMSNorm
 from titan_launch.models.lora import LoRA
 from titan_launch.models.parallel_plans import DIVIDED_AXIS, style_by_module
 from titan_launch.models.spec import TensorStyle
@@ -78,7 +79,7 @@ def _appliers(
         "input": lambda module: _gather_input(module, mesh, stream),
         "colwise": apply(ColwiseParallel()),
         "latent": lambda module: _compute_latent(module, mesh),
-        "heads": lambda module: _replicate(module, mesh, Partial()),
+        "heads": lambda module: _normalize_heads(module, mesh),
         "by_head": lambda module: divide_locally(module, mesh, {name: [Shard(0)] for name in module._parameters}),
         "rowwise": apply(RowwiseParallel(output_layouts=stream)),
         "head": apply(
@@ -143,6 +144,21 @@ def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None
     _gather_input(module, mesh, stream)
     _take_locally(module)
     module.register_forward_hook(add)
+
+
+def _normalize_heads(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate a norm that works per head. Divide a norm over all heads like the heads; its forward adds the squares
+    of all ranks."""
+    if not isinstance(module, AllHeadsRMSNorm):
+        _replicate(module, mesh, Partial())
+        return
+
+    def add(part: Tensor) -> Tensor:
+        parts = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+        return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    divide_locally(module, mesh, {"weight": [Shard(0)]})
+    module.add_ranks = add
 
 
 def _compute_latent(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""`[model.args]` of the decoder families: Llama, Qwen, Mistral, Gemma, GPT-2, GPT-OSS, Phi and DeepSeek.
+"""`[model.args]` of the decoder families: Llama, Qwen, Mistral, Gemma, GPT-2, GPT-OSS, Phi, OLMo and DeepSeek.
 
 `titan_launch.models.decoder.families` has their size tables.
 """
@@ -66,8 +66,11 @@ class DecoderArgs(ModelArgs):
     norm_unit_offset: bool = False
     """Add 1 to the weights of the norms, whose initial values are 0 (Gemma). Only for `rmsnorm`."""
 
+    pre_norms: bool = True
+    """Normalize the inputs of attention and of the feed-forward layer. OLMo 2 does not; it has `post_norms`."""
+
     post_norms: bool = False
-    """Also normalize the outputs of attention and of the feed-forward layer (Gemma)."""
+    """Normalize the outputs of attention and of the feed-forward layer (Gemma, OLMo 2)."""
 
     positions: Literal["rope", "learned"] = "rope"
     """Kind of the position embedding. `rope`: rotary embedding of queries and keys. `learned`: a table whose rows are
@@ -97,7 +100,11 @@ class DecoderArgs(ModelArgs):
     """Add biases in the feed-forward layer (GPT-2)."""
 
     qk_norm: bool = False
-    """Normalize each head of queries and keys, before rotary embedding (Qwen 3, Gemma 3)."""
+    """Normalize queries and keys before rotary embedding (Qwen 3, Gemma 3, OLMo 2)."""
+
+    qk_norm_over: Literal["head", "all_heads"] = "head"
+    """Channels that `qk_norm` normalizes together. `head`: those of each head. `all_heads`: those of all heads of a
+    token, each with a weight of its own (OLMo 2). Only for `rmsnorm`."""
 
     sliding_window: NumTokens | None = None
     """Number of tokens that a token attends to, itself included. Unset: all earlier tokens."""
@@ -215,6 +222,12 @@ class DecoderArgs(ModelArgs):
         if self.norm_unit_offset and self.norm != "rmsnorm":
             reason = f'norm_unit_offset is for norm = "rmsnorm", but norm = "{self.norm}"; set norm_unit_offset = false'
             yield ("norm_unit_offset", "norm"), reason
+        if not (self.pre_norms or self.post_norms):
+            reason = "pre_norms = false and post_norms = false leave the blocks without norms; set one of them to true"
+            yield ("pre_norms", "post_norms"), reason
+        if self.qk_norm_over == "all_heads" and (self.norm != "rmsnorm" or self.norm_unit_offset):
+            reason = 'qk_norm_over = "all_heads" is for norm = "rmsnorm" with norm_unit_offset = false'
+            yield ("qk_norm_over", "norm", "norm_unit_offset"), f"{reason}; remove it"
         if self.qk_norm and self.norm == "batchnorm":
             reason = 'qk_norm normalizes the heads of one token, which norm = "batchnorm" cannot; set qk_norm = false'
             yield ("qk_norm", "norm"), reason
@@ -260,6 +273,7 @@ class DecoderArgs(ModelArgs):
             (("max_positions",), 'with positions = "rope"', self.positions == "rope"),
             (of_windows, "without sliding_window", self.sliding_window is None),
             (("head_dim",), "with latent_attention", self.latent_attention is not None),
+            (("qk_norm_over",), "without qk_norm", not self.qk_norm),
         ):
             for name, _ in self.changed(*names) if has_no_effect else ():
                 yield name, f"has no effect {reason}; remove this argument"

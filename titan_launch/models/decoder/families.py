@@ -225,6 +225,25 @@ PHI3 = _flavors(
 )
 """Phi-3 (arXiv:2404.14219)."""
 
+OLMO2 = _flavors(
+    {
+        "norm_eps": 1e-6,
+        "pre_norms": False,
+        "post_norms": True,
+        "qk_norm": True,
+        "qk_norm_over": "all_heads",
+        "rope_theta": 500_000.0,
+    },
+    **{
+        "debug": _DEBUG,
+        "1B": _size(2048, 16, 16, 16, 8192, 100_352),
+        "7B": _size(4096, 32, 32, 32, 11_008, 100_352),
+        "13B": _size(5120, 40, 40, 40, 13_824, 100_352),
+        "32B": _size(5120, 64, 40, 8, 27_648, 100_352),
+    },
+)
+"""OLMo 2 (arXiv:2501.00656)."""
+
 _BALANCE_OF_DEEPSEEK = {"selection_bias_rate": 0.001, "balance_loss": 0.0001}
 _EXPERTS_OF_DEEPSEEK = {**_BALANCE_OF_DEEPSEEK, "score": "sigmoid"}
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -318,6 +337,7 @@ FAMILIES: dict[str, Flavors] = {
     "gpt2": GPT2,
     "gpt_oss": GPT_OSS,
     "phi3": PHI3,
+    "olmo2": OLMO2,
     "deepseek_v3": DEEPSEEK_V3,
 }
 """The size table of each family, by the name in `[model]`."""

@@ -280,6 +280,16 @@ FAMILIES: dict[str, Family] = {
         unused={"ignore_keys_at_rope_validation": "it only silences a warning of transformers"},
         pad_token=32000,
     ),
+    "olmo2": Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        (
+            *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_5),
+            *(head_dim(), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS),
+        ),
+        fixed={"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_over": "all_heads"},
+        pad_token=1,
+    ),
     "deepseek_v3": Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",

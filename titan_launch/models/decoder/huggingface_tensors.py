@@ -135,6 +135,11 @@ _PHI3 = {
     "layers.*.feed_forward.w1": "layers.*.mlp.gate_up_proj",
     "layers.*.feed_forward.w3": "layers.*.mlp.gate_up_proj",
 }
+_OLMO2 = {
+    **{own: theirs for own, theirs in _LLAMA.items() if own not in ("layers.*.attention_norm", "layers.*.ffn_norm")},
+    "layers.*.attention_post_norm": "layers.*.post_attention_layernorm",
+    "layers.*.ffn_post_norm": "layers.*.post_feedforward_layernorm",
+}
 _GPT2 = {
     "tok_embeddings": "wte",
     "pos_embeddings": "wpe",
@@ -206,6 +211,7 @@ NAMES: dict[str, TensorNames] = {
         alternating=("gate_up_proj", "gate_up_proj_bias"),
     ),
     "phi3": TensorNames(_PHI3),
+    "olmo2": TensorNames(_OLMO2),
     "deepseek_v3": TensorNames(
         _DEEPSEEK_V3,
         {

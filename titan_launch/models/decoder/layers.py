@@ -204,17 +204,21 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.kv_width, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, args.kv_width, bias=args.qkv_bias)
         self.wo = nn.Linear(args.query_width, args.dim, bias=args.attention_output_bias)
-        self.q_norm = build_norm(args, args.head_width) if args.qk_norm else None
-        self.k_norm = build_norm(args, args.head_width) if args.qk_norm else None
+        self.normalizes_all_heads = args.qk_norm and args.qk_norm_over == "all_heads"
+        self.q_norm = build_head_norm(args, args.query_width) if args.qk_norm else None
+        self.k_norm = build_head_norm(args, args.kv_width) if args.qk_norm else None
         self.sinks = AttentionSinks(args.n_heads) if args.attention_sinks else None
         self.rope = rope
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Map (batch, tokens, dim) to the same shape."""
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.normalizes_all_heads:
+            q, k = normalized(q, self.q_norm), normalized(k, self.k_norm)
         # [batch, tokens, heads, head_dim]; the number of heads follows from the weights
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
+        if not self.normalizes_all_heads:
+            q, k = normalized(q, self.q_norm), normalized(k, self.k_norm)
         if self.rope is not None:
             positions = None if documents is None else documents.positions
             q, k = self.rope(q, positions), self.rope(k, positions)
@@ -312,12 +316,32 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.view_as(x))
 
 
+class AllHeadsRMSNorm(RMSNorm):
+    """RMSNorm of the channels of all heads of a token together (OLMo 2, arXiv:2501.00656)."""
+
+    add_ranks: Callable[[Tensor], Tensor] | None = None
+    """Sum over the ranks that divide the heads; None if this rank has all heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, channels of this rank's heads) to the same shape."""
+        if self.add_ranks is None:
+            return super().forward(x)
+        wide, num_channels, eps = x.float(), self.normalized_shape[0], self.eps or torch.finfo(x.dtype).eps
+        squares = self.add_ranks(wide.square().sum(-1, keepdim=True))
+        return (wide * torch.rsqrt(squares / num_channels + eps) * self.weight).to(x.dtype)
+
+
 class UnitOffsetRMSNorm(RMSNorm):
     """RMSNorm whose weight is added to 1, in the weight's dtype (Gemma)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape."""
         return F.rms_norm(x.view_as(x), self.normalized_shape, self.weight + 1, self.eps)
+
+
+def normalized(x: Tensor, norm: nn.Module | None) -> Tensor:
+    """Return the result of a norm; the input if there is none."""
+    return x if norm is None else norm(x)
 
 
 def build_norm(args: DecoderArgs, dim: int, eps: float | None = None) -> nn.Module:
@@ -328,6 +352,12 @@ def build_norm(args: DecoderArgs, dim: int, eps: float | None = None) -> nn.Modu
     if args.norm == "layernorm":
         return nn.LayerNorm(dim, eps=eps)
     return (UnitOffsetRMSNorm if args.norm_unit_offset else RMSNorm)(dim, eps=eps)
+
+
+def build_head_norm(args: DecoderArgs, width: int) -> nn.Module:
+    """Return a norm of heads. `width`: that of all heads."""
+    is_over_all = args.qk_norm_over == "all_heads"
+    return AllHeadsRMSNorm(width, args.norm_eps) if is_over_all else build_norm(args, args.head_width)
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {

@@ -1,5 +1,5 @@
-"""Decoders: Llama 3 (arXiv:2407.21783), Qwen 2.5 and 3, Mistral, Mixtral, Gemma 2 and 3, GPT-2, GPT-OSS, Phi-3 and
-DeepSeek-V3.
+"""Decoders: Llama 3 (arXiv:2407.21783), Qwen 2.5 and 3, Mistral, Mixtral, Gemma 2 and 3, GPT-2, GPT-OSS, Phi-3,
+OLMo 2 and DeepSeek-V3.
 
     tokens -> tok_embeddings [-> pos_embeddings]
            -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) or x + moe(ffn_norm(x)) ]
@@ -30,6 +30,7 @@ from titan_launch.models.decoder.layers import (
     RotaryEmbedding,
     ScaledEmbedding,
     build_norm,
+    normalized,
 )
 from titan_launch.models.decoder.mixture_of_experts import MixtureOfExperts
 from titan_launch.models.initializers import (
@@ -44,28 +45,29 @@ from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 
 class TransformerBlock(nn.Module):
-    """A transformer block: attention and a feed-forward layer, each with a norm before it and a residual connection.
+    """A transformer block: attention and a feed-forward layer, each with a residual connection and with norms: before
+    it with `pre_norms`, and after it with `post_norms`.
 
-    With `post_norms`, each also has a norm after it. `moe`, a mixture of experts, takes the place of `feed_forward` in
-    the layers that have experts.
+    `moe`, a mixture of experts, takes the place of `feed_forward` in the layers that have experts.
     """
 
     def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None, has_experts: bool):
         super().__init__()
-        self.attention_norm = build_norm(args, args.dim)
+        self.attention_norm = build_norm(args, args.dim) if args.pre_norms else None
         self.attention = Attention(args, window, rope) if args.latent_attention is None else LatentAttention(args, rope)
         self.attention_post_norm = build_norm(args, args.dim) if args.post_norms else None
-        self.ffn_norm = build_norm(args, args.dim)
+        self.ffn_norm = build_norm(args, args.dim) if args.pre_norms else None
         self.feed_forward = None if has_experts else FeedForward(args, args.hidden_dim)
         self.moe = build_experts(args) if has_experts else None
         self.ffn_post_norm = build_norm(args, args.dim) if args.post_norms else None
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Map (batch, tokens, dim) to the same shape."""
-        x = x + _normalized(self.attention(self.attention_norm(x), documents), self.attention_post_norm)
+        attended = self.attention(normalized(x, self.attention_norm), documents)
+        x = x + normalized(attended, self.attention_post_norm)
         layer = self.moe if self.feed_forward is None else self.feed_forward
         assert layer is not None
-        return x + _normalized(layer(self.ffn_norm(x)), self.ffn_post_norm)
+        return x + normalized(layer(normalized(x, self.ffn_norm)), self.ffn_post_norm)
 
 
 def build_experts(args: DecoderArgs) -> MixtureOfExperts:
@@ -74,10 +76,6 @@ def build_experts(args: DecoderArgs) -> MixtureOfExperts:
     assert experts is not None
     shared = None if experts.shared_hidden_dim is None else FeedForward(args, experts.shared_hidden_dim)
     return MixtureOfExperts(args.dim, experts, ACTIVATIONS[args.activation], shared)
-
-
-def _normalized(x: Tensor, norm: nn.Module | None) -> Tensor:
-    return x if norm is None else norm(x)
 
 
 class Decoder(nn.Module):
