@@ -251,6 +251,8 @@ class StepMeasurements:
             memory.hold([self._train_step.statistics.saved], Category.BUFFERS)
             memory.hold(microbatches[0], Category.INPUTS)
             hold_frozen(memory, self._train_step.loss)
+            if self._train_step.pipelined is not None:
+                memory.hold(self._train_step.pipelined.receive_buffers(), Category.ACTIVATIONS)
             yield
             self._seen[MEASURED] = ledger.footprint().peak_bytes / GIB
 

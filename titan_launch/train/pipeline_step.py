@@ -41,8 +41,8 @@ def build_schedule(
     loss: Callable[[Tensor, Tensor], Tensor],
     given: Callable[[int], AbstractContextManager[None]],
     timeline: Parts,
-) -> Any:
-    """Return PyTorch's schedule `name` for this rank's stages. The schedule does not scale gradients.
+) -> tuple[Any, list[ScheduledStage]]:
+    """Return PyTorch's schedule `name`, which does not scale gradients, and this rank's stages.
 
     `inputs`: inputs of one microbatch. `loss`: function of a microbatch's (outputs, targets) that returns its part of
     the step's loss. `given`: function of a microbatch's index that returns the context of its forward. `timeline`
@@ -65,7 +65,7 @@ def build_schedule(
     ]
     kind = get_schedule_class(name)
     what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-    return kind(what, num_microbatches, loss_fn=loss, scale_grads=False)
+    return kind(what, num_microbatches, loss_fn=loss, scale_grads=False), stages
 
 
 class ScheduledStage(PipelineStage):
@@ -103,6 +103,11 @@ class ScheduledStage(PipelineStage):
         self._orders: dict[int, ForwardOrder] = {}
         if splits_backward and hasattr(FSDPModule, "finalize_backward"):
             self._fsdp_root.set_manual_backward_finalization(True)
+
+    def receive_buffers(self) -> Iterator[Tensor]:
+        """Yield the tensors into which this stage has received activations and gradients, as far as it keeps them."""
+        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            yield from (info.buffer for info in infos if getattr(info, "buffer", None) is not None)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._timeline.part("forward"), self._given(fwd_chunk_id):
@@ -193,7 +198,7 @@ class PipelinedStep:
         self._parallelism = parallelism
         self._accumulation = accumulation
         self._device = device
-        self._schedules: dict[tuple[int, torch.Size], Any] = {}
+        self._schedules: dict[tuple[int, torch.Size], tuple[Any, list[ScheduledStage]]] = {}
         self._step: _Losses | None = None
         self._is_abandoned = False
 
@@ -245,9 +250,16 @@ class PipelinedStep:
         key = (num_microbatches, inputs.shape)
         if key not in self._schedules:
             self._schedules[key] = self._build_schedule(num_microbatches, inputs)
-        return self._schedules[key]
+        schedule, _ = self._schedules[key]
+        return schedule
 
-    def _build_schedule(self, num_microbatches: int, inputs: Tensor) -> Any:
+    def receive_buffers(self) -> Iterator[Tensor]:
+        """Yield the tensors into which the stages have received, and which live until the next step."""
+        for _, stages in self._schedules.values():
+            for stage in stages:
+                yield from stage.receive_buffers()
+
+    def _build_schedule(self, num_microbatches: int, inputs: Tensor) -> tuple[Any, list[ScheduledStage]]:
         misfit = misfit_of_microbatches(self._parallelism, num_microbatches)
         if misfit is not None:
             raise config_error(("training", "global_batch_size"), misfit)

@@ -93,7 +93,7 @@ class TrainStep:
         self._device = device
         self.loss = loss
         self._timeline = timeline
-        self._pipelined = pipelined
+        self.pipelined = pipelined
         self._after_update = after_update
         self.statistics = RunningStatistics(model)
         """BatchNorm's running statistics, and the copy of them that a step can restore."""
@@ -118,8 +118,8 @@ class TrainStep:
         self.statistics.save()
         with self._abandoned_on_error():
             counts = _Counts(self.loss, microbatches, self._device, self._mesh.data_group)
-            if self._pipelined is not None:
-                sums = self._pipelined(microbatches, self.loss, counts.num_items())
+            if self.pipelined is not None:
+                sums = self.pipelined(microbatches, self.loss, counts.num_items())
             else:
                 sums = torch.zeros(self.loss.num_sums, device=self._device)
                 for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
@@ -157,7 +157,7 @@ class TrainStep:
             self._optimizer.zero_grad()
             self.experts.reset()
 
-        has_loss = self._pipelined is None or self._pipelined.computes_loss
+        has_loss = self.pipelined is None or self.pipelined.computes_loss
         items_local = counts.items_local if has_loss else torch.zeros_like(counts.items_local)
         items_local = items_local / self._mesh.layout.tensor
         num_items, num_targets = counts.total()
