@@ -368,13 +368,15 @@ def _axes(layout: Layout) -> str:
 
 def measure(seed: int) -> Result | None:
     """Compare the prediction for one random job with the memory of its third step on CPU ranks. Return None for a job
-    that does not run here: on more ranks, with ring attention, or with a second model, whose weights it does not have.
+    that does not run here: on more ranks, with ring attention, or with a second model, whose weights it does not have;
+    and with expert parallelism, where the data decide how many rows a rank computes.
     """
     with TemporaryDirectory() as name, environment(**{CACHE_VARIABLE: f"{name}/cache"}):
         folder = Path(name)
         sections, ranks, _ = random_sections(seed, folder)
         second = name in json.dumps(sections.get("loss", {}))
-        if ranks > MOST_RANKS or second or "context_parallel_degree" in sections["parallelism"]:
+        is_divided = sections["parallelism"].keys() & {"context_parallel_degree", "expert_parallel_degree"}
+        if ranks > MOST_RANKS or second or is_divided:
             return None
         sections["job"] = {"device": "cpu", "dump_folder": str(folder / "outputs")}
         sections["training"]["steps"] = 3

@@ -597,6 +597,13 @@ def _grouped_mm(
 # Autograd
 
 
+def pending_result(tensor: Tensor) -> Tensor:
+    """Return the tensor into which a pending functional collective writes; a tensor that is no wrapper itself."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
 def detached(tensor: Tensor) -> Tensor:
     """Return an alias of `tensor` outside of the graph, in a dispatch mode. Unlike `tensor.detach()` there, the alias
     has the version counter of `tensor`, so operations in place are noticed."""

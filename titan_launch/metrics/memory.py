@@ -21,7 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.distributed.torch_private import shape_propagation_wrapped, unit_steps_wrapped, unsharded_parameter
+from titan_launch.distributed.torch_private import (
+    pending_result,
+    shape_propagation_wrapped,
+    unit_steps_wrapped,
+    unsharded_parameter,
+)
 from titan_launch.plan.memory.ledger import Category, Ledger
 
 
@@ -139,7 +144,8 @@ class LiveMemory(TorchDispatchMode):
     def _record_results(self, result: Any) -> None:
         if isinstance(result, Tensor):
             if result.device.type != "meta":
-                self.record(result.untyped_storage())
+                # A pending collective's wrapper has a storage of the same size, which holds no memory.
+                self.record(pending_result(result).untyped_storage())
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self._record_results(part)

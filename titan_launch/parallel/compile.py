@@ -27,6 +27,7 @@ from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.globs import alike
 from titan_launch.distributed.collectives import on_all_ranks, warn
 from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.torch_private import pending_result
 from titan_launch.plan.types import ModelPlan, enclosing, parent
 
 _log = logging.getLogger(__name__)
@@ -113,14 +114,13 @@ def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> 
 
 
 def _materialized(value: Any) -> Any:
-    """Return `value` with plain tensors in place of results of pending collectives (`AsyncCollectiveTensor`).
+    """Return `value` with plain tensors in place of results of pending collectives (`pending_result`).
 
     Tensor parallelism passes such results to modules. A graph would find tensors of another class in backward.
     """
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # it has no public name
-
     if isinstance(value, Tensor):
-        return value.clone() if isinstance(local_tensor(value), AsyncCollectiveTensor) else value
+        local = local_tensor(value)
+        return value if pending_result(local) is local else value.clone()
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(map(_materialized, value))
     if type(value) is dict:
