@@ -147,6 +147,14 @@ def test_attention_has_the_compute_dtype_of_its_precision_rule() -> None:
     assert attention_dtypes(config.data, built, plan_precision(config, built)) == ["bfloat16", "float32"]
 
 
+@pytest.mark.parametrize(("section", "key"), [("comm", "profile_freq"), ("profiling", "memory"), ("float8", "enable")])
+def test_a_run_that_finds_itself_on_a_cpu_refuses_settings_for_gpus(section: str, key: str) -> None:
+    config = JobConfig.model_validate({section: {key: True}} if key != "profile_freq" else {section: {key: 10}})
+    built = build_model(config.model, 16)
+    with ExitStack() as stack, pytest.raises(ConfigError, match=rf'{section}\.{key}: .*the device is "cpu"'):
+        use_kernels(config, built, plan_precision(config, built), WHOLE, torch.device("cpu"), stack)
+
+
 def test_a_cpu_has_two_attention_backends() -> None:
     query = torch.randn(1, 2, 8, 16)
     exact = F.scaled_dot_product_attention(query, query, query, is_causal=True)

@@ -20,7 +20,6 @@ from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, record, run_job, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
-from titan_launch.core.errors import ConfigError
 from titan_launch.metrics.tags import STEP_PARTS
 from titan_launch.models.decoder import mixture_of_experts
 from titan_launch.models.decoder.mixture_of_experts import Choice
@@ -29,7 +28,7 @@ from titan_launch.plan.layout import plan_layout
 from titan_launch.report.figures import time_parts
 from titan_launch.report.recorded_run import load_run
 from titan_launch.train import measure
-from titan_launch.train.measure import MEASURED, PREDICTED, MemoryCheck, StepMeasurements, check_profiling
+from titan_launch.train.measure import MEASURED, PREDICTED, MemoryCheck, StepMeasurements
 
 VALIDATION = {
     "freq": 2,
@@ -248,14 +247,6 @@ def test_a_peak_memory_that_differs_from_the_plan_by_more_than_10_percent_is_log
     for warning in warnings:
         assert "the planner predicted a peak of" in warning and "microbatch" in warning
         assert warning.count("MiB") == 2
-
-
-def test_kernels_are_not_profiled_on_a_cpu() -> None:
-    check_profiling(CommConfig(), torch.device("cpu"))
-    with pytest.raises(
-        ConfigError, match=r"comm\.profile_freq: profiles CUDA kernels, but the device of this run is cpu"
-    ):
-        check_profiling(CommConfig(profile_freq=10), torch.device("cpu"))
 
 
 def test_windows_without_validation_or_checkpoint_are_steady_after_the_first() -> None:

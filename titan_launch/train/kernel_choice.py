@@ -56,12 +56,6 @@ def use_kernels(
     if the device, or the shape of the model's attention, does not allow a setting. The devices of all ranks are alike,
     so all ranks raise the same error.
     """
-    check_tensor_cores(config.float8, device)
-    if config.float8.enable and not config.float8.emulate and not config.compile.enable:
-        _log.warning(
-            "float8 without compile.enable is slower than bfloat16, because each scaling runs as a separate kernel; "
-            "set compile.enable = true"
-        )
     kernels = config.kernels
     if device.type != "cuda":
         problems = list(missing_on_cpu(config))
@@ -71,6 +65,12 @@ def use_kernels(
             stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
             _log.info("attention: %s", kernels.attention)
         return
+    check_tensor_cores(config.float8, device)
+    if config.float8.enable and not config.float8.emulate and not config.compile.enable:
+        _log.warning(
+            "float8 without compile.enable is slower than bfloat16, because each scaling runs as a separate kernel; "
+            "set compile.enable = true"
+        )
     set_precision(kernels)
     order = priority(torch.cuda.get_device_capability(device))
     unsafe = unsafe_cudnn(torch.backends.cudnn.version())

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
-from titan_launch.core.errors import RunError, UserError, config_error
+from titan_launch.core.errors import RunError, UserError
 from titan_launch.core.torch_release import is_tested_release
 from titan_launch.data.sources import Batch
 from titan_launch.loss.interface import Loss
@@ -138,13 +138,6 @@ class MemoryCheck:
 STEADY_STEP = 3
 """Step of this process, counted from 1, in which memory is measured on a CPU. The optimizer state is complete before
 this step."""
-
-
-def check_profiling(config: CommConfig, device: torch.device) -> None:
-    """Raise ConfigError if `comm.profile_freq` is set without a CUDA device."""
-    if config.profile_freq and device.type != "cuda":
-        reason = f"profiles CUDA kernels, but the device of this run is {device.type}; set 0, or change job.device"
-        raise config_error(("comm", "profile_freq"), reason, config.profile_freq)
 
 
 def hold_frozen(memory: LiveMemory, loss: Loss) -> None:

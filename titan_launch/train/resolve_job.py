@@ -17,7 +17,6 @@ from titan_launch.plan.module_selection import check_shards
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.auto_mode import hardware_of_run, plan_precision, resolve_auto_modes, resolve_batch_size
 from titan_launch.train.batches import RunData, with_steps
-from titan_launch.train.measure import check_profiling
 from titan_launch.train.model import build_on_all_ranks
 from titan_launch.train.run_folder.attempt import Attempt
 
@@ -63,7 +62,6 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJo
     built = build_on_all_ranks(config, ranks)
     check_param_groups(built.module, config.optimizer, built.head)
     check_stacks(built.module, config.optimizer, built.head, layout)
-    check_profiling(config.comm, ranks.device)
     import_loss(config.loss)
     config, reason = resolve_auto_modes(config, layout, built, hardware, config.job.run_folder, attempt, ranks)
     plan = plan_precision(config, built)
