@@ -15,7 +15,7 @@ from titan_launch.data import token_files, tokenizers
 from titan_launch.data.corpora import chat_template, files, jsonl
 from titan_launch.data.images import arrays, encoded, pillow
 from titan_launch.metrics.sinks import jsonl as metrics
-from titan_launch.models.architectures import base
+from titan_launch.models import args as base
 from titan_launch.models.huggingface import adapter_config as adapters
 from titan_launch.models.huggingface import args as classes
 from titan_launch.models.huggingface import config_json

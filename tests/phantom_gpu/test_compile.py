@@ -43,6 +43,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "gpt2": ("budget",),
     "gpt_oss": ("op of attention",),
     "phi3": ("every second block",),
+    "olmo2": ("none",),
     "deepseek_v3": ("full",),
     "resnet": ("op",),
     "vit": ("full",),
