@@ -213,7 +213,8 @@ def test_the_model_of_the_docs_trains(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = ("model:", "blocks:", "ranks:", "global batch:", "precision:", "gradient acc", "folder:")
-    header = [line for line in printed.splitlines() if line.startswith(names)]
+    lines_of = (line.partition(" (units.json")[0] for line in printed.splitlines())  # 2.15 needs fewer units
+    header = [line for line in lines_of if line.startswith(names)]
     assert len(header) == len(names) and [line for line in header if line not in done.stdout] == []
     wrong = subprocess.run(
         [*command, "--model.args.vocab_size=100"], cwd=tmp_path, env=environment, capture_output=True, text=True
