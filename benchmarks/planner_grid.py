@@ -380,6 +380,8 @@ def measure(seed: int) -> Result | None:
             return None
         sections["job"] = {"device": "cpu", "dump_folder": str(folder / "outputs")}
         sections["training"]["steps"] = 3
+        if "dpo" in sections.get("loss", {}):
+            sections["training"]["seq_len"] = 128  # a pair has 70 tokens
         sections.get("activation_checkpoint", {}).pop("offload", None)  # it needs a GPU
         sections |= {"checkpoint": {"save_last": False}, "metrics": {"log_freq": 1}}
         with_flash = {**sections, "kernels": {"attention": "flash"}}  # a plan does not know this package's own kernel
