@@ -42,9 +42,9 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import file_inside
 from titan_launch.models.architectures import resolve_args
-from titan_launch.models.decoder.huggingface_features import WeightsError
 from titan_launch.models.huggingface.adapter_config import matching_limited, read_config
 from titan_launch.models.huggingface.config_json import read_folder_config
+from titan_launch.models.huggingface.files import WeightsError
 from titan_launch.models.weights.adapters import AdapterFolder
 from titan_launch.models.weights.folder import find_weights
 

@@ -28,9 +28,9 @@ from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import UserError
 from titan_launch.inference.saved_model import open_saved_model
 from titan_launch.models.build import build_model
-from titan_launch.models.decoder.huggingface_features import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.models.huggingface.adapter_config import NEUTRAL, WITHOUT_EFFECT, AdapterConfig
 from titan_launch.models.huggingface.config_json import read_folder_config
+from titan_launch.models.huggingface.files import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.models.lora import adapters_of
 from titan_launch.models.weights.adapters import FILE, AdapterFolder, Target, file_places, targets_of
 from titan_launch.models.weights.folder import WeightsFolder

@@ -36,8 +36,8 @@ from titan_launch.inference.language_model import LanguageModel, load_language_m
 from titan_launch.inference.saved_model import open_saved_model
 from titan_launch.models.architectures import resolve_args
 from titan_launch.models.build import SPECS
-from titan_launch.models.decoder.huggingface_features import WeightsError
 from titan_launch.models.huggingface.config_json import read_folder_config
+from titan_launch.models.huggingface.files import WeightsError
 
 pytest.importorskip("jinja2")
 

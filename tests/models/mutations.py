@@ -32,8 +32,8 @@ from benchmarks.publishing import publish
 from tests.models.parity import CASES, VOCABULARY, read_model, samples
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.decoder.huggingface_classes import FAMILIES, WITHOUT_EFFECT
-from titan_launch.models.decoder.huggingface_features import WeightsError
 from titan_launch.models.huggingface.config_json import read_folder_config
+from titan_launch.models.huggingface.files import WeightsError
 
 DELETED = "deleted"
 TOLERANCE = 1e-5

@@ -19,8 +19,8 @@ from tests.models.parity import CASES, VOCABULARY, random_model, read_model, rou
 from tests.models.published_configs import PUBLISHED_FILES
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.decoder.huggingface_classes import FAMILIES, NEUTRAL, WITHOUT_EFFECT
-from titan_launch.models.decoder.huggingface_features import WeightsError
 from titan_launch.models.huggingface.config_json import arguments_of, read_folder_config
+from titan_launch.models.huggingface.files import WeightsError
 
 _SAMPLE, _ALL = 199, 1
 

@@ -23,7 +23,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
 from titan_launch.inference.export import ExportOptions, export
 from titan_launch.models.build import build_model
-from titan_launch.models.decoder.huggingface_features import WeightsError
+from titan_launch.models.huggingface.files import WeightsError
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, train_one_step, validation_scalars
 from titan_launch.train.run import Run

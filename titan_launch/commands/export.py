@@ -34,7 +34,7 @@ def run(arguments: Namespace) -> int:
     """Write the folder, and print what it holds."""
     from titan_launch.checkpoint.manifest import DamagedCheckpointError
     from titan_launch.inference.export import DEFAULT_SHARD_SIZE, ExportOptions, export
-    from titan_launch.models.decoder.huggingface_features import WeightsError
+    from titan_launch.models.huggingface.files import WeightsError
 
     if is_phantom():
         raise UserError("error: export: this process has a phantom GPU, so there are no values to export")

@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Verify the folder, and write its tensors, its other files, and a job that starts from them."""
     from titan_launch.inference.saved_model import open_saved_model
-    from titan_launch.models.decoder.huggingface_features import WeightsError
+    from titan_launch.models.huggingface.files import WeightsError
 
     folder = Path(arguments.folder)
     try:
@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _write(source: Path, saved: SavedModel, out: Path) -> str:
-    from titan_launch.models.decoder.huggingface_features import CONFIG_FILE
+    from titan_launch.models.huggingface.files import CONFIG_FILE
     from titan_launch.models.weights.writing import COMPANIONS, copy_companions, new_folder, write_json, write_tensors
 
     entries, name = list(saved.entries.values()), saved.job.model.name

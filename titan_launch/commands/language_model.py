@@ -90,7 +90,7 @@ def load_model(arguments: Namespace) -> LanguageModel:
         from titan_launch.inference.chat_format import ChatOptions
         from titan_launch.inference.language_model import device_of, load_language_model
         from titan_launch.inference.saved_model import open_saved_model
-        from titan_launch.models.decoder.huggingface_features import WeightsError
+        from titan_launch.models.huggingface.files import WeightsError
     gc.enable()  # the start of the program disables garbage collection
     device, source = device_of(arguments.device), Path(arguments.source)
     chat = ChatOptions(arguments.template, dict(arguments.template_arg), arguments.date) if arguments.chat else None

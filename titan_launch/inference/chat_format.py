@@ -12,7 +12,7 @@ from titan_launch.core.errors import ConfigError, KeyPath
 from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
 from titan_launch.data.tokenizers import Tokenizer
 from titan_launch.inference.saved_model import SavedModel
-from titan_launch.models.decoder.huggingface_features import WeightsError
+from titan_launch.models.huggingface.files import WeightsError
 
 OPTION: KeyPath = ("--template",)
 """The option that names a template, as errors name it."""

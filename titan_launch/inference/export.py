@@ -24,15 +24,15 @@ from titan_launch.inference.saved_model import SavedModel, adapters_of_saved, me
 from titan_launch.models.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
-from titan_launch.models.decoder.huggingface_features import (
+from titan_launch.models.decoder.huggingface_tensors import is_selection_bias, tensor_shapes
+from titan_launch.models.huggingface.config_json import config_of, read_json
+from titan_launch.models.huggingface.files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
     GENERATION_FILE,
     WeightsError,
     as_text,
 )
-from titan_launch.models.decoder.huggingface_tensors import is_selection_bias, tensor_shapes
-from titan_launch.models.huggingface.config_json import config_of, read_json
 from titan_launch.models.huggingface.module import in_published_format
 from titan_launch.models.weights.adapters import BASE, Target, file_places, targets_of
 from titan_launch.models.weights.adapters import FILE as ADAPTER_FILE

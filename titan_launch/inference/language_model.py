@@ -25,11 +25,11 @@ from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, fin
 from titan_launch.inference.saved_model import SavedModel, merged
 from titan_launch.models.architectures import known_args, unit_taken, vocabulary_taken
 from titan_launch.models.build import BuiltModel, build_model
-from titan_launch.models.decoder.huggingface_features import CONFIG_FILE, GENERATION_FILE, WeightsError
 from titan_launch.models.decoder.layers import Attention, LatentAttention, RotaryEmbedding
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.huggingface.config_json import longest_sequence, read_json
+from titan_launch.models.huggingface.files import CONFIG_FILE, GENERATION_FILE, WeightsError
 from titan_launch.models.init import initialize
 from titan_launch.models.initializers import own_tensors
 from titan_launch.plan.hardware import GIB, free_memory_gib

@@ -19,7 +19,6 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model, take_inventory
-from titan_launch.models.decoder.huggingface_features import CONFIG_FILE, WeightsError
 from titan_launch.models.decoder.huggingface_tensors import Piece, is_selection_bias
 from titan_launch.models.huggingface.config_json import (
     longest_sequence,
@@ -28,6 +27,7 @@ from titan_launch.models.huggingface.config_json import (
     read_json,
     refuse_adapter,
 )
+from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
 from titan_launch.models.lora import Adapter, adapters_of, delta
 from titan_launch.models.weights.folder import FLOATS, Weights, find_weights, open_weights
 from titan_launch.models.weights.writing import Entry, companions_of

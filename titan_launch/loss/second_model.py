@@ -27,7 +27,7 @@ class Base:
     """The trained model without its adapters."""
 
     module = None
-    """It has no module of its own."""
+    """None, because the run already holds the trained model (see `Loss.frozen`)."""
 
     def __init__(self, model: nn.Module):
         self._model = model

@@ -30,9 +30,9 @@ from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
 from titan_launch.core.errors import ConfigError, UserError, listed, toml_string
 from titan_launch.core.files import open_regular, read_regular
 from titan_launch.core.terminal import one_line, short_name
-from titan_launch.models.decoder.huggingface_features import CONFIG_FILE, WeightsError
 from titan_launch.models.huggingface.args import image_format
 from titan_launch.models.huggingface.config_json import longest_sequence, read_folder_config, read_json, refuse_adapter
+from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
 from titan_launch.recipes.writing import Row
 
 _FEW_RECORDS = 200

@@ -17,8 +17,8 @@ from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.models.architectures import resolve_args
-from titan_launch.models.decoder.huggingface_features import WeightsError
 from titan_launch.models.decoder.huggingface_tensors import Piece
+from titan_launch.models.huggingface.files import WeightsError
 from titan_launch.models.init import copy_whole, differing_weights, load_weights
 from titan_launch.models.lora import Adapter
 from titan_launch.models.weights.adapters import AdapterFolder, Target, file_places, targets_of

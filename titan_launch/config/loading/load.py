@@ -126,8 +126,8 @@ def _class_of_folder(model: Mapping[str, Any]) -> FolderFile | None:
     folder, given = model.get(name), model.get("args", {})
     if not isinstance(folder, str) or not isinstance(given, dict) or "model_type" in given:
         return None
-    from titan_launch.models.decoder.huggingface_features import CONFIG_FILE, WeightsError
     from titan_launch.models.huggingface.config_json import read_json
+    from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
 
     path = Path(folder, CONFIG_FILE)
     try:
@@ -156,8 +156,8 @@ def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
     name, weights = model.get("name"), model["weights"]
     if "flavor" in model or ":" in str(name):
         return None
-    from titan_launch.models.decoder.huggingface_features import CONFIG_FILE, WeightsError
     from titan_launch.models.huggingface.config_json import read_folder_config
+    from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
 
     try:
         folder = read_folder_config(weights)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.data import sources_of
+from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.base import is_import_string
 from titan_launch.config.sections.data import FactoryData, PreferenceData, TokensData
 from titan_launch.config.sections.lora import LoRAConfig
@@ -70,7 +71,7 @@ def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
         return config.parallelism.loss_parallel and config.parallelism.tensor_parallel_degree > 1
     if key == ("compile", "components"):
         return config.compile.enable and "loss" in config.compile.components
-    return any(getattr(config, key[0]).changed(key[1]))
+    return any(changed_keys(config, format_key(key)))
 
 
 def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
@@ -135,8 +136,8 @@ def frozen_job(config: JobConfig, second: FrozenModelConfig) -> JobConfig:
 
     A model with the arguments of the trained model also has its precision rules.
     """
-    from titan_launch.models.decoder.huggingface_features import WeightsError
     from titan_launch.models.huggingface.config_json import differences, read_folder_config
+    from titan_launch.models.huggingface.files import WeightsError
 
     try:
         folder = read_folder_config(second.folder)

@@ -133,8 +133,8 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
     if model.weights is None or args is None or not os.path.exists(model.weights):
         return
     from titan_launch.config.loading.provenance import toml_value
-    from titan_launch.models.decoder.huggingface_features import WeightsError
     from titan_launch.models.huggingface.config_json import differences, read_folder_config
+    from titan_launch.models.huggingface.files import WeightsError
 
     try:
         folder = read_folder_config(model.weights)
@@ -157,8 +157,8 @@ def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
     lora, key = config.lora, ("lora", "adapter")
     if lora.adapter is None or not lora.targets or config.job.run_folder.exists():
         return
-    from titan_launch.models.decoder.huggingface_features import WeightsError
     from titan_launch.models.huggingface.adapter_config import read_config
+    from titan_launch.models.huggingface.files import WeightsError
 
     try:
         for reason in read_config(Path(lora.adapter)).differences(lora):

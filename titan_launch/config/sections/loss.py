@@ -124,7 +124,7 @@ class FrozenModelConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class LossKind:
-    """What a loss reads, and the keys with which it cannot be used."""
+    """The facts about a loss that rules and the data of a run ask for: its second model, its data, and refused keys."""
 
     second_model: str | None = None
     """The key in the table of the loss, such as `[loss.dpo]`, that names the second model. None: there is no table."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,19 +10,10 @@ from typing import Any
 from titan_launch.models.args import MOST_LAYERS, MOST_TOKENS
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.expert_args import ExpertArgs
-
-CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
-GENERATION_FILE = "generation_config.json"
+from titan_launch.models.huggingface.files import CONFIG_FILE, Config, WeightsError, as_text, is_equal, unsupported
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Kinds of attention in `layer_types`."""
-
-Config = Mapping[str, Any]
-"""The table in a `config.json`."""
-
-
-class WeightsError(Exception):
-    """A folder of weights that cannot be used. The message is a clause with the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +26,6 @@ class Feature:
 
     write: Callable[[DecoderArgs], Mapping[str, Any]]
     """Function from all arguments to values of `keys`."""
-
-
-def unsupported(key: str, value: Any, reason: str) -> WeightsError:
-    """Return the error for a value of `config.json` that no model of this package computes."""
-    return WeightsError(f"{CONFIG_FILE} has {key} = {as_text(value)}, which is not supported ({reason})")
-
-
-def as_text(value: Any) -> str:
-    """Return a value of `config.json` as JSON. A long one is cut."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def is_equal(value: Any, other: Any) -> bool:
-    """Return True for equal values of JSON. `true` is not 1, and 1.0 is no whole number, but 1 is a number."""
-    return value == other and (type(value) is type(other) or (type(value), type(other)) == (int, float))
 
 
 def same(key: str, argument: str, *default: Any) -> Feature:

@@ -31,8 +31,8 @@ from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.core.errors import format_key, listed
 from titan_launch.core.terminal import short_name
 from titan_launch.models.args import MOST_WIDTH
-from titan_launch.models.decoder.huggingface_features import ADAPTER_CONFIG_FILE, WeightsError, as_text
 from titan_launch.models.huggingface.config_json import read_json
+from titan_launch.models.huggingface.files import ADAPTER_CONFIG_FILE, WeightsError, as_text
 
 _INITIAL = (
     "others change the base or training; in peft, save_pretrained(..., path_initial_model_for_weight_conversion=...)"

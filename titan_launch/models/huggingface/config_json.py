@@ -20,7 +20,7 @@ from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolv
 from titan_launch.models.args import ModelArgs
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.huggingface_classes import DROPOUT, FAMILIES, NEUTRAL, REFUSED, Family
-from titan_launch.models.decoder.huggingface_features import (
+from titan_launch.models.huggingface.files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
     Config,

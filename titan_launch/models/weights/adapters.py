@@ -20,10 +20,10 @@ from titan_launch.core.errors import listed
 from titan_launch.core.terminal import short_name
 from titan_launch.models.architectures import resolve_args
 from titan_launch.models.decoder.args import DecoderArgs
-from titan_launch.models.decoder.huggingface_features import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.models.decoder.huggingface_tensors import Piece, Shape, pieces_of, tensor_shapes
 from titan_launch.models.huggingface.adapter_config import Wanted, matching_limited, read_config
 from titan_launch.models.huggingface.config_json import model_type_of
+from titan_launch.models.huggingface.files import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.models.weights.folder import (
     FLOATS,
     VOCABULARY,

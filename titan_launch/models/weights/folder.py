@@ -24,7 +24,6 @@ from titan_launch.core.globs import matches
 from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import short_name
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
-from titan_launch.models.decoder.huggingface_features import WeightsError
 from titan_launch.models.decoder.huggingface_tensors import (
     Piece,
     Shape,
@@ -33,6 +32,7 @@ from titan_launch.models.decoder.huggingface_tensors import (
     tensor_shapes,
 )
 from titan_launch.models.huggingface.config_json import FolderConfig, read_folder_config, read_json, refuse_adapter
+from titan_launch.models.huggingface.files import WeightsError
 from titan_launch.plan.types import Inventory, TensorInfo, full_name
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import MIB, file_inside, read_regular, refuse_weights_folder, remove, sync_folder
-from titan_launch.models.decoder.huggingface_features import CONFIG_FILE, GENERATION_FILE, WeightsError
 from titan_launch.models.decoder.huggingface_tensors import Piece, Shape
 from titan_launch.models.huggingface.config_json import read_json
+from titan_launch.models.huggingface.files import CONFIG_FILE, GENERATION_FILE, WeightsError
 from titan_launch.models.weights.folder import FILE, INDEX, in_halves
 
 DTYPE_CODES = {

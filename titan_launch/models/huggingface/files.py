@@ -1,0 +1,33 @@
+"""The files of Hugging Face folders: their names, values of their JSON, and the error for a folder. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
+GENERATION_FILE = "generation_config.json"
+
+Config = Mapping[str, Any]
+"""The table in a `config.json`."""
+
+
+class WeightsError(Exception):
+    """A folder of weights that cannot be used. The message is a clause with the reason and the remedy."""
+
+
+def unsupported(key: str, value: Any, reason: str) -> WeightsError:
+    """Return the error for a value of `config.json` that no model of this package computes."""
+    return WeightsError(f"{CONFIG_FILE} has {key} = {as_text(value)}, which is not supported ({reason})")
+
+
+def as_text(value: Any) -> str:
+    """Return a value of `config.json` as JSON. A long one is cut."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_equal(value: Any, other: Any) -> bool:
+    """Return True for equal values of JSON. `true` is not 1, and 1.0 is no whole number, but 1 is a number."""
+    return value == other and (type(value) is type(other) or (type(value), type(other)) == (int, float))
