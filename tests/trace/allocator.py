@@ -22,7 +22,7 @@ from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.layout import Layout
-from titan_launch.trace.fake_group import fake_process_group
+from titan_launch.trace.fake_group import fake_process_group, sends_held
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.batches import make_microbatch, sample_format
 from titan_launch.train.model import build_job_model, shard_model
@@ -32,8 +32,8 @@ from titan_launch.train.step import forward_backward
 
 def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[int, int]:
     """Return the peak bytes of the second step of a run: in forward and backward, and in clipping and the optimizer's
-    update. The rank is in a fake group, whose collectives copy nothing."""
-    with fake_process_group(layout.world_size, rank):
+    update. The rank is in a fake group, whose collectives copy nothing, and keeps what it sends, as gloo does."""
+    with fake_process_group(layout.world_size, rank), sends_held():
         built = build_job_model(config)
         plan = plan_precision(config, built)
         device = torch.device("cpu")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed import run_ranks
 from tests.sampling import rest_is_slow
 from tests.trace.allocator import allocated_peaks
 from tests.trace.traces import FP32_NORMS, a_job
 from titan_launch.plan.memory.ledger import Category, Footprint, StepPoint
-from titan_launch.trace.fake_group import fake_process_group
+from titan_launch.trace.fake_group import fake_process_group, sends_held
 from titan_launch.trace.step import trace_step
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import build_job_model
@@ -145,3 +148,29 @@ def test_a_trace_within_another_process_group_is_refused() -> None:
     with fake_process_group(2), pytest.raises(RuntimeError, match="creates its own process group"):
         trace(4, {})
     assert not dist.is_initialized()
+
+
+def life_of_a_sent_tensor() -> tuple[bool, bool]:
+    """Return whether what this rank sends lives after the wait, and after its work was dropped."""
+    if dist.get_rank() == 1:
+        dist.recv(torch.empty(4), 0)
+        return True, False
+    sent = torch.ones(4)
+    alive = weakref.ref(sent.untyped_storage())
+    work = dist.isend(sent, 1)
+    del sent
+    work.wait()
+    held = alive() is not None
+    del work
+    deadline = time.monotonic() + 10  # gloo's thread may still have it for a moment
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return held, alive() is not None
+
+
+def test_a_trace_holds_what_it_sends_for_as_long_as_gloo() -> None:
+    (of_gloo, _) = run_ranks(life_of_a_sent_tensor, 2)
+    with fake_process_group(2), sends_held():
+        assert life_of_a_sent_tensor() == of_gloo == (True, False)
+    with fake_process_group(2):
+        assert life_of_a_sent_tensor() == (False, False)

@@ -60,6 +60,7 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self._ledger = ledger
         self._entries: dict[int, _TrackedStorage] = {}
+        self._ignored: set[int] = set()
         self._current_category: Category | None = None
         self.offloads = Category.GRADIENTS in ledger.on_host
         """True if shards of parameters and gradients are in host memory, which the ledger does not count."""
@@ -73,6 +74,10 @@ class LiveMemory(TorchDispatchMode):
         for tensor in tensors:
             if tensor is not None:
                 self._move(record(local_tensor(tensor).untyped_storage()), category)
+
+    def ignore(self, tensors: Iterable[Tensor | None]) -> None:
+        """Never record the storages of tensors, which must live as long as this mode."""
+        self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
     def record(self, storage: UntypedStorage) -> _TrackedStorage:
         """Add a storage to the ledger, or update its size. Return its entry."""
@@ -145,7 +150,9 @@ class LiveMemory(TorchDispatchMode):
         if isinstance(result, Tensor):
             if result.device.type != "meta":
                 # A pending collective's wrapper has a storage of the same size, which holds no memory.
-                self.record(pending_result(result).untyped_storage())
+                storage = pending_result(result).untyped_storage()
+                if storage._cdata not in self._ignored:
+                    self.record(storage)
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self._record_results(part)

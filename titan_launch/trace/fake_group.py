@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -49,6 +51,31 @@ could answer.
 From torch 2.13 on, the stages vote whether all of them know the shapes that they send (the first two methods). In older
 releases the stages open their connections (the last method).
 """
+
+
+@contextmanager
+def sends_held() -> Iterator[None]:
+    """Keep each sent tensor until its work is dropped, until the end of the block.
+
+    Gloo's works keep what they send. PyTorch's schedules of several stages per rank drop the works of all sends at the
+    end of the step. NCCL's works keep nothing: the allocator frees a sent tensor when the other rank has received it,
+    which a trace takes to be at once.
+    """
+    send = dist.ProcessGroup.send
+
+    def held(group: dist.ProcessGroup, tensors: list[Tensor], *args: Any) -> _Sent:
+        return _Sent(send(group, tensors, *args), tensors)
+
+    with replaced(dist.ProcessGroup, "send", held):
+        yield
+
+
+class _Sent:
+    """The work of a send, with the tensors that it sends."""
+
+    def __init__(self, work: dist.Work, tensors: list[Tensor]):
+        self._tensors = tensors
+        self.wait = work.wait
 
 
 @contextmanager

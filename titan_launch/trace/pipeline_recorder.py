@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Placement
 
 from titan_launch.config.job import JobConfig
@@ -63,7 +63,7 @@ class _Kind(NamedTuple):
     """True if a split backward adds to the gradients of an earlier microbatch, in place."""
 
     outlives: bool
-    """True if the output of the model lives until the step ends."""
+    """True if the output of the stage lives on after its backward."""
 
 
 Note = StepPoint | Event | Mark
@@ -82,6 +82,9 @@ class PipelineRecorder:
 
     roots: dict[nn.Module, str]
     """Path of each stage's root on the tape."""
+
+    holds_sends: bool
+    """True if the work of a send keeps what it sends (`fake_group.sends_held`)."""
 
     _kinds: dict[tuple[int, int], _Kind] = field(default_factory=dict)
     """The kind of each microbatch on each stage, by (stage, microbatch)."""
@@ -120,6 +123,7 @@ class PipelineRecorder:
                 self.pipeline,
                 len(microbatches),
                 parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES,
+                self.holds_sends,
             )
             self._runs = self._microbatches_to_run()
             self.notes.clear()
@@ -229,7 +233,7 @@ def _left(notes: Iterable[Note]) -> Counter[Category]:
 
 
 def _kinds_of(
-    schedule: Any, pipeline: Pipeline, num_microbatches: int, splits_backward: bool
+    schedule: Any, pipeline: Pipeline, num_microbatches: int, splits_backward: bool, holds_sends: bool
 ) -> dict[tuple[int, int], _Kind]:
     """Return the kind of each microbatch on each stage of this rank, in the order of the microbatches."""
     found: dict[tuple[int, int], tuple[str, ...]] = {
@@ -239,8 +243,14 @@ def _kinds_of(
     for action in order.get(pipeline.local[0].stage.rank, ()):
         if action is not None and (key := (action.stage_index, action.microbatch_index)) in found:
             found[key] = (*found[key], str(action.computation_type))
-    last = len(pipeline.plan.stages) - 1, num_microbatches - 1
-    return {key: _Kind(key[0], actions, splits_backward and key[1] > 0, key == last) for key, actions in found.items()}
+    num_stages, first = len(pipeline.plan.stages), pipeline.local[0].stage.index
+    outliving = {(num_stages - 1, num_microbatches - 1)}  # the schedule keeps the model's last output
+    if holds_sends and isinstance(schedule, Schedule1F1B):
+        # The work of the last send before the first backward is kept until all forwards are done.
+        outliving.add((first, min(num_microbatches, num_stages - first) - 2))
+    return {
+        key: _Kind(key[0], actions, splits_backward and key[1] > 0, key in outliving) for key, actions in found.items()
+    }
 
 
 class _Output(NamedTuple):

@@ -289,7 +289,7 @@ def _record(
         microbatch = memory.paused(batches.make)()  # on the host
         if config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
             split += [local.module for local in pipeline.local]
-        schedule = PipelineRecorder(pipeline, config, recorder.notes, memory, take_gradients, path_of)
+        schedule = PipelineRecorder(pipeline, config, recorder.notes, memory, take_gradients, path_of, kernels == "cpu")
         tapes = []
         for count in counts:
             schedule.run([microbatch] * count, loss, num_items)

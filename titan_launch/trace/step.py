@@ -55,7 +55,7 @@ from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchang
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
-from titan_launch.trace.fake_group import fake_process_group, silence
+from titan_launch.trace.fake_group import fake_process_group, sends_held, silence
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
 from titan_launch.train.batches import make_microbatch, sample_format
 from titan_launch.train.build import build_replica_shards
@@ -139,6 +139,8 @@ def assemble_without_values(
     """
     stack.enter_context(silence())
     stack.enter_context(fake_process_group(layout.world_size, rank))
+    if kernels == "cpu":
+        stack.enter_context(sends_held())
     mesh = build_mesh(layout, "cpu")
     device = find_device(config.planner.device or "") if kernels == "cuda" else None
     if device is not None and device.capability is not None:

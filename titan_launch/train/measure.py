@@ -235,7 +235,7 @@ class StepMeasurements:
 
     @contextmanager
     def _memory_tracked(self, microbatches: Sequence[Batch]) -> Iterator[None]:
-        """Measure active memory. As in the planner's prediction, the inputs of only one microbatch count."""
+        """Measure active memory. As on a GPU, the inputs of only one microbatch count."""
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))
         with track(self._model, ledger, self._optimizer) as memory:
@@ -243,6 +243,7 @@ class StepMeasurements:
                 memory.hold(self._ema.tensors, Category.EMA)
             memory.hold([self._train_step.statistics.saved], Category.BUFFERS)
             memory.hold(microbatches[0], Category.INPUTS)
+            memory.ignore(tensor for microbatch in microbatches[1:] for tensor in microbatch)
             hold_frozen(memory, self._train_step.loss)
             if self._train_step.pipelined is not None:
                 memory.hold(self._train_step.pipelined.receive_buffers(), Category.ACTIVATIONS)
