@@ -1,28 +1,36 @@
 """Wall seconds of the command `plan`, for the first plan of a job and for the second.
 
     python benchmarks/plan_times.py [--only GLOB ...] [--write docs/verification/planner.md]
+    python benchmarks/plan_times.py --every [--write docs/verification/planner.md]
 
 A time is that of a whole process, from its start to its end. The first plan begins with an empty cache: it imports
 torch and records microbatches in each activation checkpointing mode. The second finds the recordings; its time is the
-median of three. Both print all choices. The exit status is 1 if a plan fails.
+median of three. Both print all choices. With `--every`, the first plans of every job file in configs/, of every recipe
+of `init`, and of the largest size of every family are measured, each once. The exit status is 1 if a plan fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 
 from publishing import markdown_table, publish
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.models.architectures import ARCHITECTURES
+from titan_launch.recipes.recipes import RECIPES
 
 _CHECKOUT = Path(__file__).parent.parent
 _LORA = '--lora.targets=["layers.*.attention.w*", "layers.*.feed_forward.w*"]'
@@ -63,15 +71,92 @@ def seconds(ranks: int, options: list[str], cache: str) -> float | str:
     return (ended.stderr.strip().splitlines() or ["no message"])[-1] if ended.returncode else took
 
 
-def main() -> int:
-    """Measure all jobs, one after another."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--only", default=["*"], nargs="+", metavar="GLOB", help="measure the jobs whose names match")
-    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
-    arguments = parser.parse_args()
+MOST_SECONDS = 10
+"""Wall seconds of a first plan, on an idle machine of two cores."""
+
+_WORLD_SIZES = (8, 4, 2, 16, 64, 512)
+"""Tried in this order, until the job accepts one."""
+
+_LLAMA_3_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 128001,
+}
+_SAMPLES = {
+    "text.txt": "a text",
+    "chats.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+    "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}',
+}
+_DATA = {"pretrain": "text.txt", "continued_pretrain": "text.txt", "sft": "chats.jsonl", "lora": "chats.jsonl"}
+
+
+def _every_job(folder: Path) -> dict[str, list[str]]:
+    """Return the options of every job: files, recipes for a folder of Llama 3 8B without weights, and families."""
+    files = {path.relative_to(_CHECKOUT).as_posix(): path for path in sorted((_CHECKOUT / "configs").rglob("*.toml"))}
+    (folder / "config.json").write_text(json.dumps(_LLAMA_3_8B))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(token) for token in ("<|end_of_text|>", "<|im_start|>", "<|im_end|>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, text in _SAMPLES.items():
+        (folder / name).write_text(text)
+    for name in RECIPES:
+        model = [] if name in ("pretrain", "image_classification") else ["--model", str(folder)]
+        data = [] if name == "image_classification" else ["--data", str(folder / _DATA.get(name, "pairs.jsonl"))]
+        init = ["init", name, "--out", str(folder / f"{name}.toml"), *model, *data]
+        subprocess.run([sys.executable, "-m", "titan_launch", *init], check=True, capture_output=True, cwd=_CHECKOUT)
+    return {
+        **{name: [f"--config={path}"] for name, path in files.items()},
+        **{f"recipe {name}": [f"--config={folder / name}.toml"] for name in RECIPES},
+        **{
+            f"{name} {flavor}": _flavor(name, flavor)
+            for name, architecture in ARCHITECTURES.items()
+            if name not in ("resnet", "vit")
+            for flavor in [*architecture.flavors][-1:]
+        },
+    }
+
+
+def measure_every() -> tuple[str, bool]:
+    """Return a table of the slowest first plans, and whether one failed."""
+    found: list[tuple[float, str, int]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = _every_job(Path(folder))
+        failed = dict.fromkeys(jobs, "")
+        for name, options in jobs.items():
+            for ranks in _WORLD_SIZES:
+                with tempfile.TemporaryDirectory() as cache:
+                    took = seconds(ranks, options, cache)
+                if not isinstance(took, str):
+                    found.append((took, name, ranks))
+                    del failed[name]
+                    break
+                failed[name] = took
+            print(failed.get(name) or found[-1], file=sys.stderr, flush=True)
+    found.sort(reverse=True)
+    table = [["job", "ranks", "first plan, s"], *([name, str(n), f"{took:.2g}"] for took, name, n in found[:8])]
+    times = [took for took, _, _ in found]
+    slower = sum(took > MOST_SECONDS for took in times)
+    summary = (
+        f"The slowest of {len(found)} jobs; median {statistics.median(times):.2g} s; over {MOST_SECONDS} s: {slower}."
+    )
+    return "\n\n".join([markdown_table(table, texts=1), summary, *map(": ".join, failed.items())]), bool(failed)
+
+
+def measure_named(only: Sequence[str]) -> tuple[str, bool]:
+    """Return a table of the jobs whose names match one of the globs, and whether a plan failed."""
     table, has_failed = [["job", "ranks", "first plan, s", "second plan, s"]], False
     for name, (ranks, options) in JOBS.items():
-        if not any(fnmatch(name, glob) for glob in arguments.only):
+        if not any(fnmatch(name, glob) for glob in only):
             continue
         with tempfile.TemporaryDirectory() as cache:
             first, *later = (seconds(ranks, options, cache) for _ in range(4))
@@ -79,8 +164,19 @@ def main() -> int:
         has_failed |= any(isinstance(took, str) for took in (first, *later))
         table.append([name, str(ranks), *(took if isinstance(took, str) else f"{took:.2g}" for took in times)])
         print(" | ".join(table[-1]), file=sys.stderr, flush=True)
+    return markdown_table(table, texts=1), has_failed
+
+
+def main() -> int:
+    """Measure the jobs, one after another."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--only", default=["*"], nargs="+", metavar="GLOB", help="measure the jobs whose names match")
+    parser.add_argument("--every", action="store_true", help="measure the first plan of every job file and family")
+    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    arguments = parser.parse_args()
+    table, has_failed = measure_every() if arguments.every else measure_named(arguments.only)
     machine = f"{os.cpu_count()} cores, torch {version('torch')}, Python {platform.python_version()}"
-    publish(f"{markdown_table(table, texts=1)}\n\n{machine}.", "plan_times", arguments.write)
+    publish(f"{table}\n\n{machine}.", "first_plans" if arguments.every else "plan_times", arguments.write)
     return int(has_failed)
 
 

@@ -37,14 +37,14 @@ PYTHON
 
 make_environment() {
     local folder="$1" python
-    for python in ${BASE_PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
-        if "$python" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    for python in ${BASE_PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if "$python" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "creating $folder with $("$python" --version)" >&2
             "$python" -m venv "$folder"
             return
         fi
     done
-    echo "error: no Python >= 3.10 (with the venv module) on the PATH" >&2
+    echo "error: no Python >= 3.11 (with the venv module) on the PATH" >&2
     exit 2
 }
 

@@ -432,6 +432,12 @@ def test_every_command_of_the_docs_is_valid(command: str, capsys: pytest.Capture
             *arguments,
         ]:
             check_benchmark(f"-m {module}", arguments, capsys)
+        case ["uv", "lock", *_]:
+            pass  # tests/test_package.py compares what it wrote
+        case ["uv", "sync", *options]:
+            check_install(f".[{','.join(option for option in options if option != '--extra')}]")
+        case ["uv", "run", "titan-launch", *arguments]:
+            check(arguments, capsys)
         case ["source", ".venv/bin/activate"]:
             assert 'install_packages "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
         case ["pip", "install", "-e", target]:

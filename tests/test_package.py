@@ -55,6 +55,14 @@ def test_the_dockerfile_follows_the_rules_of_images() -> None:
     assert extras <= tomli.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
 
 
+def test_uv_locks_the_tested_versions() -> None:
+    """To change a version, edit constraints.txt and run `uv lock` as CONTRIBUTING.md says."""
+    locked = {package["name"]: package["version"] for package in tomli.loads((REPO / "uv.lock").read_text())["package"]}
+    lines = [line for line in (REPO / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    tested = {name.replace("_", "-"): version for name, _, version in (line.partition("==") for line in lines)}
+    assert {name: locked[name] for name in tested} == tested
+
+
 def run(command: str | list[str], folder: Path, environment: Mapping[str, str]) -> str:
     arguments = ["bash", "-c", command] if isinstance(command, str) else command
     result = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True)

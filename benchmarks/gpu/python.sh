@@ -25,12 +25,12 @@ run_module() {
 find_python() {
     local python
     for python in ${PYTHON:-python python3}; do
-        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$python"
             return
         fi
     done
-    echo "error: ${PYTHON:-python or python3} is not Python 3.10 or later; set PYTHON=/path/to/python before $0" >&2
+    echo "error: ${PYTHON:-python or python3} is not Python 3.11 or later; set PYTHON=/path/to/python before $0" >&2
     return 2
 }
 
