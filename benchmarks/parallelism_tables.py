@@ -22,9 +22,9 @@ from publishing import markdown_table, publish
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.memory.engine import ReplayEngine
 from titan_launch.plan.memory.recordings import Recordings
-from titan_launch.plan.report.comparison import Row, compare
+from titan_launch.plan.memory.replay_engine import ReplayEngine
+from titan_launch.plan.report.modes import Row, compare
 from titan_launch.trace.recorder import TorchRecorder
 
 SAMPLES = 512

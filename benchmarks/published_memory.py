@@ -21,7 +21,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.report.comparison import estimate_reserved
+from titan_launch.plan.report.modes import estimate_reserved
 from titan_launch.trace.recorder import recorded_engine
 
 

@@ -11,7 +11,7 @@ import tomli
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.schema_walk import TAGGED, tables
 from titan_launch.config.reference import REFERENCE_FOLDER, documents, field_docs, json_schema, section_doc
-from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.section import Section
 from titan_launch.models.architectures import ARCHITECTURES
 
 CONFIGS = REFERENCE_FOLDER.parents[1] / "configs"

@@ -10,9 +10,9 @@ import pytest
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections import training as lr_scheduler
-from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import DATA_KINDS
 from titan_launch.config.sections.precision import PrecisionRule
+from titan_launch.config.sections.section import Section
 from titan_launch.config.sections.training import MuonConfig, ParamGroup, SGDConfig
 from titan_launch.models.architectures import ARCHITECTURES
 

@@ -8,7 +8,7 @@ import pytest
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.tables import CONTRADICTIONS, IN_BRACES, NEEDS_GPU, NO_EFFECT, Contradiction
-from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.section import Section
 
 
 @pytest.mark.parametrize("row", CONTRADICTIONS, ids=lambda row: row.key)

@@ -29,7 +29,7 @@ from titan_launch.data.prepare import UNFINISHED, cached_token_files, file_diges
 from titan_launch.data.token_files import HEADER, Encoded, open_token_files, verify_token_files
 from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
 
-PART_BYTES = "titan_launch.data.corpora.base.Corpus.part_bytes"
+PART_BYTES = "titan_launch.data.corpora.interface.Corpus.part_bytes"
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_text_in_the_image_of_a_disk_has_other_tokens(
 ) -> None:
     """In an image such as squashfs, other text may have the same times and inode."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr("titan_launch.data.corpora.files.file_state", lambda path: [path.stat().st_size, 0, 0, 0])
+    monkeypatch.setattr("titan_launch.data.corpora.text_files.file_state", lambda path: [path.stat().st_size, 0, 0, 0])
     before = cached_token_files(corpus(text))
     rewrite(text / "07.txt", "hello", "olleh")
     assert cached_token_files(corpus(text)) != before
@@ -320,7 +320,7 @@ def test_bad_arguments_are_one_error(text: Path, tmp_path: Path, arguments: list
 SLOW = """
 import sys, time
 from titan_launch.cli import main
-from titan_launch.data.corpora.base import Corpus
+from titan_launch.data.corpora.interface import Corpus
 from titan_launch.data import prepare
 Corpus.part_bytes = 250
 parts = prepare._finish_parts

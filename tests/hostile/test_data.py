@@ -21,7 +21,7 @@ from tests.hostile.runner import Runner
 from tests.sampling import rest_is_slow
 from titan_launch.config.sections.data import JsonlData, ParquetData, TokensData
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.corpora import files
+from titan_launch.data.corpora import text_files
 from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.parquet import ParquetCorpus
 from titan_launch.data.foreign_tokens import open_foreign_tokens
@@ -135,7 +135,7 @@ def test_bad_files_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -
 
 
 def test_empty_values_of_parquet_count_as_small_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MOST_RECORDS", MIB)
+    monkeypatch.setattr(text_files, "MOST_RECORDS", MIB)
     path = tmp_path / "a.parquet"
     path.write_bytes(large_value(0, 9000))
     corpus = ParquetCorpus(ParquetData(kind="parquet", path=str(path)), ByteTokenizer(), ("data",), 16)

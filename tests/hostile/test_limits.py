@@ -12,7 +12,7 @@ from titan_launch.config.sections import tokenizer
 from titan_launch.core import json_files, limited_process
 from titan_launch.core.files import MIB
 from titan_launch.data import token_files, tokenizers
-from titan_launch.data.corpora import chat_template, files, jsonl
+from titan_launch.data.corpora import chat_template, jsonl, text_files
 from titan_launch.data.images import arrays, encoded, pillow
 from titan_launch.metrics.sinks import jsonl as metrics
 from titan_launch.models import args as base
@@ -31,10 +31,10 @@ def mib(number: int) -> str:
     return f"{number // MIB} MiB"
 
 
-assert arrays._MOST_EXPANDED == files.MOST_DOCUMENT
+assert arrays._MOST_EXPANDED == text_files.MOST_DOCUMENT
 _COMPRESSED = (
-    f"10 times its size and {mib(files.MOST_DOCUMENT)}; 100 times its size and {mib(files.MOST_RECORDS)}, of which "
-    f"each counts as {files.LEAST_RECORD} bytes or more"
+    f"10 times its size and {mib(text_files.MOST_DOCUMENT)}; 100 times its size and {mib(text_files.MOST_RECORDS)}, "
+    f"of which each counts as {text_files.LEAST_RECORD} bytes or more"
 )
 
 LIMITS = {

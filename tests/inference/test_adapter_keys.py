@@ -34,7 +34,7 @@ from titan_launch.models.huggingface.files import ADAPTER_CONFIG_FILE, WeightsEr
 from titan_launch.models.lora import adapters_of
 from titan_launch.models.weights.adapters import FILE, AdapterFolder, Target, file_places, targets_of
 from titan_launch.models.weights.folder import WeightsFolder
-from titan_launch.recipes.folders import look_at_model
+from titan_launch.recipes.facts import look_at_model
 from titan_launch.train.build import build_run
 
 peft = pytest.importorskip("peft")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plan.report.test_comparison import (
+from tests.plan.report.test_modes import (
     PEAK,
     UNSHARDED,
     PredictedBy,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan.report.test_comparison import auto, compared, labels, make_job
+from tests.plan.report.test_modes import auto, compared, labels, make_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
 from titan_launch.plan.advice import advise

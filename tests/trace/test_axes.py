@@ -13,8 +13,8 @@ from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.models.build import build_model
 from titan_launch.plan.communication import Exchange, collectives_of_step
 from titan_launch.trace import step
-from titan_launch.trace.engine import representative_ranks
 from titan_launch.trace.step import TracedStep, trace_step
+from titan_launch.trace.trace_engine import representative_ranks
 from titan_launch.train.auto_mode import plan_precision
 
 BF16 = {"param_dtype": "bfloat16"}

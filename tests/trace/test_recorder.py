@@ -11,7 +11,7 @@ from tests.distributed import run_command
 from tests.loss.test_losses import write_model
 from tests.sampling import rest_is_slow
 from tests.trace.planned_jobs import PLANNED, planned_job
-from tests.trace.test_engine import DEEP
+from tests.trace.test_trace_engine import DEEP
 from tests.trace.traces import FP32_NORMS, a_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.files import CACHE_VARIABLE
@@ -21,11 +21,11 @@ from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, possible_choices
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory import recordings
-from titan_launch.plan.memory.engine import ReplayEngine
 from titan_launch.plan.memory.recordings import NotRecordedError, Recordings, TapesOf
+from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.memory.tape import Tape
-from titan_launch.trace.engine import TraceEngine
 from titan_launch.trace.recorder import TorchRecorder
+from titan_launch.trace.trace_engine import TraceEngine
 
 BF16 = {"param_dtype": "bfloat16"}
 DEFERRED = {"mode": "deferred"}

@@ -18,7 +18,7 @@ from titan_launch.core.process import OK
 from titan_launch.core.terminal import one_line, say
 from titan_launch.launch.options import PROCESSES_WITHOUT_GPU, find_gpus
 from titan_launch.plan.hardware import find_device, planned_device_exists
-from titan_launch.recipes.folders import look_at_model
+from titan_launch.recipes.facts import look_at_model
 from titan_launch.recipes.recipes import RECIPES, Inputs, find_data, head_of, tables_of
 from titan_launch.recipes.sizes import Machine, Sizes, planned_sizes
 from titan_launch.recipes.writing import check_new, job_text, print_open_problems, write_new

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titan_launch.commands.parser import Parser, at_least
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.files import JobFile, read_job
+from titan_launch.config.loading.job_files import JobFile, read_job
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.migration import Migration, Note, migrate
 from titan_launch.core.errors import ConfigError, UserError, format_key

@@ -35,9 +35,9 @@ from titan_launch.plan.experts import active_parameters, describe_load
 from titan_launch.plan.hardware import GIB, Hardware, format_memory, free_memory_gib, hardware_of
 from titan_launch.plan.job import configured_choice, is_auto, plan_job, possible_choices, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.memory.engine import ReplayEngine
 from titan_launch.plan.memory.ledger import HELD
-from titan_launch.plan.report.comparison import Comparison, Engine, Row, compare, estimate_reserved
+from titan_launch.plan.memory.replay_engine import ReplayEngine
+from titan_launch.plan.report.modes import Comparison, Engine, Row, compare, estimate_reserved
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.report.table import (
     accuracy,
@@ -365,7 +365,7 @@ def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject
 
 def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
     with torch_needed(config):
-        from titan_launch.trace.engine import trace_engine
+        from titan_launch.trace.trace_engine import trace_engine
 
     engine = trace_engine(config, layout, hardware.kernels)
     recordings = recordings_of(config, layout, hardware.kernels)

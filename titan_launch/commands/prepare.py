@@ -19,12 +19,12 @@ from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerCo
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
 from titan_launch.core.process import INTERRUPTED, run_and_exit
 from titan_launch.core.terminal import one_line, say, say_escaped
-from titan_launch.recipes.folders import DataFolder, UnknownDataError, look_at_data
+from titan_launch.recipes.facts import DataFolder, UnknownDataError, look_at_data
 from titan_launch.recipes.writing import Row
 
 if TYPE_CHECKING:
     from titan_launch.config.job import JobConfig
-    from titan_launch.data.corpora.base import Corpus, Part
+    from titan_launch.data.corpora.interface import Corpus, Part
     from titan_launch.data.token_files import Header
 
 _EXAMPLE = "titan-launch prepare corpus/ --out tokens --train-tokenizer 8192"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.config.sections.data import DataSource, TextData, ValidationConfig
 from titan_launch.config.sections.lora import LoRAConfig
@@ -20,6 +19,7 @@ from titan_launch.config.sections.run import (
     PlannerConfig,
     ProfilingConfig,
 )
+from titan_launch.config.sections.section import Section
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.config.sections.training import (
     EMAConfig,

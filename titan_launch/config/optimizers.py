@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from titan_launch.config.sections.base import DTYPE_BYTES
+from titan_launch.config.sections.section import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from titan_launch.config.sections.training import OptimizerConfig

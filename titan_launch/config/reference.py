@@ -21,9 +21,9 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.foreign_keys import COMMON_NAMES, TORCHTITAN_KEYS, foreign_key
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.loading.schema_walk import TAGGED, Kinds, alternatives, is_section, item_types, tables
-from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import MIXED_KINDS, DataSource, MixtureData, MixtureEntry
 from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.section import Section
 from titan_launch.core.terminal import say
 from titan_launch.models.architectures import ARCHITECTURES, Architecture
 from titan_launch.models.args import ModelArgs

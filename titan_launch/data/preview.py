@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.data.sources.base import Sample
+from titan_launch.data.sources.interface import Sample
 from titan_launch.data.tokenizers import Tokenizer
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from titan_launch.config.image_format import ImageFormat
-from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import SampleUnit
+from titan_launch.config.sections.section import Section
 
 MOST_LAYERS, MOST_PARTS, MOST_WIDTH, MOST_TOKENS = 1000, 1 << 16, 1 << 20, 1 << 31
 """Limits of sizes, far above those of any model: the largest published models have about 130 layers, 512 experts, a

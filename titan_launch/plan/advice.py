@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import RULES
-from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.batch_size import possible_batch_sizes, with_local_batch_size
 from titan_launch.plan.hardware import format_memory

@@ -15,7 +15,7 @@ from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import is_auto, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.report.comparison import Comparison, Engine, Row, compare
+from titan_launch.plan.report.modes import Comparison, Engine, Row, compare
 from titan_launch.plan.report.table import format_comparison, format_limit
 from titan_launch.plan.step_time import FlopsOf
 from titan_launch.plan.types import Inventory

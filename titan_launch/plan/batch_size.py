@@ -12,7 +12,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, KeyPath, config_error
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.report.comparison import Comparison
+from titan_launch.plan.report.modes import Comparison
 from titan_launch.plan.report.table import format_limit
 
 KEY: KeyPath = ("training", "local_batch_size")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.base import DTYPE_BYTES
+from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.models.architectures import known_args
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import Inventory, ModelPlan, TensorInfo

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
-from titan_launch.config.sections.base import DTYPE_BYTES
+from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.config.sections.training import TrainingConfig
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_launch.config.sections.base import DTYPE_BYTES
+from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.core.errors import format_key
 from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.distributed.torch_private import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER

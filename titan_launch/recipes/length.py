@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_launch.config.sections.data import DATA_KINDS
 from titan_launch.data.epochs import known_samples, steps_of
-from titan_launch.recipes.folders import DataFolder
+from titan_launch.recipes.facts import DataFolder
 from titan_launch.recipes.writing import Row
 
 _BYTES_PER_TOKEN = 4

@@ -10,7 +10,7 @@ from titan_launch.config.paths import PYTHON_STDLIB, SKLEARN_DIGITS
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import UserError
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
-from titan_launch.recipes.folders import DataFolder, ModelFolder, UnknownDataError, classes_of_model, look_at_data
+from titan_launch.recipes.facts import DataFolder, ModelFolder, UnknownDataError, classes_of_model, look_at_data
 from titan_launch.recipes.length import Length, count_samples, length_of
 from titan_launch.recipes.sizes import Sizes
 from titan_launch.recipes.writing import Row, Table

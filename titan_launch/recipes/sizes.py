@@ -14,9 +14,9 @@ from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import GIB, Kernels, hardware_of
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.memory.engine import ReplayEngine
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.memory.recordings import Recordings
+from titan_launch.plan.memory.replay_engine import ReplayEngine
 
 _LARGEST_MICROBATCH = 64
 

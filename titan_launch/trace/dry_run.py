@@ -19,11 +19,11 @@ from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.communication import link_traffic_of_step
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.report.comparison import estimate_reserved, judge
+from titan_launch.plan.report.modes import estimate_reserved, judge
 from titan_launch.plan.report.table import format_gib, format_limit
 from titan_launch.plan.report.unit_table import summary_of_batch
-from titan_launch.trace.engine import trace_rank
 from titan_launch.trace.step import TracedStep, assemble_without_values
+from titan_launch.trace.trace_engine import trace_rank
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_model_optimizer
 from titan_launch.train.model import AssembledModel, build_job_model

@@ -43,9 +43,9 @@ from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.depth import block_repeat, without_blocks
-from titan_launch.plan.memory.engine import ReplayEngine
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.plan.memory.recordings import Recordings, Subject, layout_of_recording
+from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.memory.tape import (
     OF_FSDP,
     SECOND,
@@ -65,15 +65,15 @@ from titan_launch.plan.pipeline import parts_on_rank
 from titan_launch.plan.step_time import Flops
 from titan_launch.plan.types import ModelPlan, outermost, parent
 from titan_launch.precision.observation import dtype_of
-from titan_launch.trace.engine import (
+from titan_launch.trace.observers import StepPoints, count_exchanges
+from titan_launch.trace.pipeline_recorder import Mark, Note, PipelineRecorder
+from titan_launch.trace.step import assemble_without_values, watched_memory, watched_parts
+from titan_launch.trace.trace_engine import (
     check_release,
     failures_explained,
     log_whole_trace,
     whole_traced_on_error,
 )
-from titan_launch.trace.observers import StepPoints, count_exchanges
-from titan_launch.trace.pipeline_recorder import Mark, Note, PipelineRecorder
-from titan_launch.trace.step import assemble_without_values, watched_memory, watched_parts
 from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.flops import flops_of_job, unknown_if_it_fails
 from titan_launch.train.measure import hold_frozen

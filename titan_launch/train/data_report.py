@@ -17,7 +17,7 @@ from titan_launch.data.epochs import too_many_epochs
 from titan_launch.data.order import MixtureOrder
 from titan_launch.data.preview import decode_sample, num_padding
 from titan_launch.data.sources import Sample, SampleSource, StreamSource, read_batch
-from titan_launch.data.sources.base import DetailedSource
+from titan_launch.data.sources.interface import DetailedSource
 from titan_launch.data.sources.mixture import single_sources
 from titan_launch.data.tokenizers import Tokenizer
 from titan_launch.plan.layout import Layout

@@ -25,9 +25,9 @@ from titan_launch.parallel.compile import compile_time
 from titan_launch.plan.hardware import GIB, Hardware, format_memory
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.engine import ReplayEngine
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.plan.memory.recordings import NotRecordedError, Recordings
+from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.train.step import TrainStep
 from titan_launch.train.trace_subprocess import TraceProcess, with_hardware
 

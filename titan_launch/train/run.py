@@ -20,7 +20,7 @@ from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.section import Section
 from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import format_key
 from titan_launch.data.order import Order

@@ -13,7 +13,7 @@ import pytest
 from titan_launch.config.sections.data import CorpusData, HuggingFaceData, JsonlData, ParquetData, TextData
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
-from titan_launch.data.corpora.base import Corpus, is_held_out
+from titan_launch.data.corpora.interface import Corpus, is_held_out
 from titan_launch.data.sources import build_source
 from titan_launch.data.sources.tokens import TokenSource
 from titan_launch.data.tokenizers import ByteTokenizer

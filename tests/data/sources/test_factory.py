@@ -15,7 +15,7 @@ from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.loader import build_train_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, StreamSource, build_source, read_batch
-from titan_launch.data.sources.base import SourceContext
+from titan_launch.data.sources.interface import SourceContext
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.plan.layout import Layout
 

@@ -12,7 +12,7 @@ import pytest
 from titan_launch.config.sections.data import FactoryData, HuggingFaceData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
-from titan_launch.data.corpora.base import is_held_out
+from titan_launch.data.corpora.interface import is_held_out
 from titan_launch.data.loader import StreamLoader
 from titan_launch.data.sources import StreamSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer

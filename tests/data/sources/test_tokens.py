@@ -8,7 +8,7 @@ from tests.distributed import run_command
 from tests.train.jobs import TINY_JOB_FILE
 from titan_launch.config.sections.data import TextData
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.corpora.base import is_held_out
+from titan_launch.data.corpora.interface import is_held_out
 from titan_launch.data.corpora.text import is_text
 from titan_launch.data.sources import build_source
 from titan_launch.data.sources.tokens import TokenSource
@@ -155,7 +155,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     file = tmp_path / "a.txt"
     file.write_text("text")
-    monkeypatch.setattr("titan_launch.data.corpora.files.open_regular", refuse)  # chmod does not stop root
+    monkeypatch.setattr("titan_launch.data.corpora.text_files.open_regular", refuse)  # chmod does not stop root
     remedy = "correct the permissions, or name other files"
     assert problem(TextData(path=str(file))) == f"data.path: cannot read {file}: Permission denied; {remedy}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan.report.test_comparison import compared, make_job
+from tests.plan.report.test_modes import compared, make_job
 from titan_launch.core.errors import UserError
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 

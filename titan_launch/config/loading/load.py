@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.files import JobFile, read_job
+from titan_launch.config.loading.job_files import JobFile, read_job
 from titan_launch.config.loading.merge import Draft, Override, parse_overrides
 from titan_launch.config.loading.provenance import MOST_PROBLEMS, Provenance, contains
 from titan_launch.config.loading.schema_walk import kinds_of

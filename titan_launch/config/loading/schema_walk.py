@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import DATA_KINDS, FACTORY, KINDS, MIXED_KINDS, MixtureData, data_kind
+from titan_launch.config.sections.section import Section
 from titan_launch.config.sections.training import SchedulerConfig
 from titan_launch.core.errors import KeyPath
 

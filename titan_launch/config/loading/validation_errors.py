@@ -15,7 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.foreign_keys import foreign_key
 from titan_launch.config.loading.provenance import MOST_PROBLEMS, toml_value
 from titan_launch.config.loading.schema_walk import TableSchema, kinds_of, locate, tables
-from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, nearest
 from titan_launch.core.terminal import shortened
 from titan_launch.models.architectures import ARCHITECTURES

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.data import sources_of
 from titan_launch.config.rules.tables import changed_keys
-from titan_launch.config.sections.base import is_import_string
 from titan_launch.config.sections.data import FactoryData, PreferenceData, TokensData
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.loss import BASE, LOSSES, MODEL_LOSS, FrozenModelConfig, LossConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
+from titan_launch.config.sections.section import is_import_string
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, format_key
 from titan_launch.models.architectures import ARCHITECTURES, known_args, unit_taken, vocabulary_taken

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.base import is_import_string
 from titan_launch.config.sections.model import HUGGINGFACE
+from titan_launch.config.sections.section import is_import_string
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
 from titan_launch.models.huggingface import args as huggingface

@@ -15,7 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.rules.checkpoint import LOAD_KEYWORDS
 from titan_launch.config.rules.parallelism import splits_backward
-from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import KeyPath, Problem
 
 

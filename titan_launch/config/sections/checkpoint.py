@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titan_launch.config.sections.base import Array, Section
+from titan_launch.config.sections.section import Array, Section
 
 AsyncMode = Literal["disabled", "thread", "process"]
 

@@ -21,7 +21,7 @@ from titan_launch.config.paths import (
     describe_ends,
     glob_of_sort,
 )
-from titan_launch.config.sections.base import Array, Section, Table
+from titan_launch.config.sections.section import Array, Section, Table
 from titan_launch.core.errors import KeyPath, Problem, toml_string
 
 if TYPE_CHECKING:

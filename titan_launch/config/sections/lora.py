@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from titan_launch.config.sections.base import Array, Section
+from titan_launch.config.sections.section import Array, Section
 from titan_launch.core.globs import matches
 
 ALL_LINEAR = "all-linear"

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from titan_launch.config.sections.base import FloatDtype, Section
+from titan_launch.config.sections.section import FloatDtype, Section
 from titan_launch.core.errors import KeyPath
 
 BASE = "base"

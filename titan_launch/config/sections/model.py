@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from titan_launch.config.sections.base import Array, Section, Table
+from titan_launch.config.sections.section import Array, Section, Table
 
 HUGGINGFACE = "huggingface"
 """The name in `[model]` of all classes of the library `transformers`."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from titan_launch.config.sections.base import Array, Section
+from titan_launch.config.sections.section import Array, Section
 
 Degree = Annotated[int, Field(ge=1)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from titan_launch.config.sections.base import Array, FloatDtype, Section
+from titan_launch.config.sections.section import Array, FloatDtype, Section
 
 
 class PrecisionRule(Section):

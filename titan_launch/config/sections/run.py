@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from titan_launch.config.sections.base import Array, Section, is_import_string
+from titan_launch.config.sections.section import Array, Section, is_import_string
 from titan_launch.core.errors import did_you_mean
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import ConfigError, KeyPath, config_error, did_you_mean
 from titan_launch.core.files import MIB, file_state, read_regular
 from titan_launch.core.terminal import one_line

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from titan_launch.config.optimizers import ALGORITHMS
-from titan_launch.config.sections.base import Array, FloatDtype, OneOf, Section
+from titan_launch.config.sections.section import Array, FloatDtype, OneOf, Section
 from titan_launch.core.errors import KeyPath
 
 

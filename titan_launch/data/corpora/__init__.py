@@ -1,8 +1,8 @@
 """Corpora, by the `kind` of their section."""
 
-from titan_launch.data.corpora.base import Corpus
 from titan_launch.data.corpora.chat import ChatCorpus, PreferenceCorpus
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
+from titan_launch.data.corpora.interface import Corpus
 from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.parquet import ParquetCorpus
 from titan_launch.data.corpora.text import TextCorpus

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from titan_launch.config.sections.data import ChatData
 from titan_launch.core.errors import KeyPath, listed
 from titan_launch.data.chat_rendering import Message, Span
-from titan_launch.data.corpora.base import Document
 from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
+from titan_launch.data.corpora.interface import Document
 from titan_launch.data.corpora.jsonl import LinesCorpus
 from titan_launch.data.corpora.records import RecordError, utf8
 from titan_launch.data.token_files import Encoded, token_dtype

@@ -11,7 +11,7 @@ from titan_launch.config.sections.data import HuggingFaceData
 from titan_launch.core.errors import ConfigError, KeyPath, config_error, did_you_mean
 from titan_launch.core.files import file_state
 from titan_launch.core.packages import not_installed
-from titan_launch.data.corpora.base import Document, File, Part, Skipped
+from titan_launch.data.corpora.interface import Document, File, Part, Skipped
 from titan_launch.data.corpora.records import BATCH_ROWS, ColumnCorpus
 
 

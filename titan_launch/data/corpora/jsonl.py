@@ -11,9 +11,9 @@ from titan_launch.config.sections.data import JsonlData, LinesData
 from titan_launch.core.errors import listed
 from titan_launch.core.files import MIB
 from titan_launch.core.json_files import JsonError, parse_record
-from titan_launch.data.corpora.base import Document, File, Part, Skipped
-from titan_launch.data.corpora.files import LEAST_RECORD, FileCorpus, is_compressed, most_of_records
+from titan_launch.data.corpora.interface import Document, File, Part, Skipped
 from titan_launch.data.corpora.records import RecordCorpus, RecordError
+from titan_launch.data.corpora.text_files import LEAST_RECORD, FileCorpus, is_compressed, most_of_records
 
 MOST_LINE = 32 * MIB
 """Limit of the bytes of a line. Its values may take 20 times as much memory."""

@@ -12,9 +12,9 @@ from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.files import MIB
 from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import one_line
-from titan_launch.data.corpora.base import Document, File, Part, Skipped
-from titan_launch.data.corpora.files import LEAST_RECORD, FileCorpus, most_of_records
+from titan_launch.data.corpora.interface import Document, File, Part, Skipped
 from titan_launch.data.corpora.records import BATCH_ROWS, ColumnCorpus
+from titan_launch.data.corpora.text_files import LEAST_RECORD, FileCorpus, most_of_records
 
 _MOST_DICTIONARY = 32 * MIB
 """Limit of the bytes of a dictionary. Writers end dictionaries at 1 MiB."""

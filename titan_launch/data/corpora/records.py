@@ -8,7 +8,7 @@ from typing import Any, Literal
 from titan_launch.config.sections.data import HuggingFaceData, ParquetData, RecordsData
 from titan_launch.core.errors import config_error, did_you_mean, format_key, listed
 from titan_launch.core.terminal import one_line
-from titan_launch.data.corpora.base import Corpus, Document, Skipped
+from titan_launch.data.corpora.interface import Corpus, Document, Skipped
 
 BATCH_ROWS = 1000
 """Rows that are read at a time."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator
 
-from titan_launch.data.corpora.base import Document, Part, Skipped
-from titan_launch.data.corpora.files import MOST_DOCUMENT, FileCorpus, is_compressed
+from titan_launch.data.corpora.interface import Document, Part, Skipped
+from titan_launch.data.corpora.text_files import MOST_DOCUMENT, FileCorpus, is_compressed
 
 _CHECKED_BYTES = 1 << 20
 """Bytes per chunk in which `is_text` decodes a file."""

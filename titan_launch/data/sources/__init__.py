@@ -16,9 +16,9 @@ from titan_launch.config.sections.data import (
     single_sources,
 )
 from titan_launch.core.errors import KeyPath
-from titan_launch.data.sources.base import Batch, Sample, SampleSource, SourceContext, read_batch
 from titan_launch.data.sources.factory import build_factory
 from titan_launch.data.sources.images import build_images
+from titan_launch.data.sources.interface import Batch, Sample, SampleSource, SourceContext, read_batch
 from titan_launch.data.sources.mixture import MixtureSource
 from titan_launch.data.sources.stream import StreamSource, build_text_stream
 from titan_launch.data.sources.synthetic import build_synthetic

@@ -24,7 +24,7 @@ from titan_launch.config.sections.data import IGNORED_TARGET, FactoryData, strea
 from titan_launch.core.errors import ConfigError, UserError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.core.import_string import import_factory, user_traceback
-from titan_launch.data.sources.base import Sample, SampleSource, SourceContext
+from titan_launch.data.sources.interface import Sample, SampleSource, SourceContext
 from titan_launch.data.sources.stream import SampleReader, StreamSource
 
 

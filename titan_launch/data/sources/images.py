@@ -19,7 +19,7 @@ from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.data.images.arrays import Labels, open_digits, open_npz
 from titan_launch.data.images.encoded import open_folder, open_shards
 from titan_launch.data.images.transform import Transform
-from titan_launch.data.sources.base import Details, SourceContext
+from titan_launch.data.sources.interface import Details, SourceContext
 
 Indices = npt.NDArray[np.int64]
 

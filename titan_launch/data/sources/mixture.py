@@ -10,7 +10,7 @@ import torch
 
 from titan_launch.core.errors import KeyPath, config_error, format_key
 from titan_launch.core.fingerprint import Fingerprint
-from titan_launch.data.sources.base import Sample, SampleSource, read_batch
+from titan_launch.data.sources.interface import Sample, SampleSource, read_batch
 
 
 class MixtureSource:

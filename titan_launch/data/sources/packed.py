@@ -11,7 +11,7 @@ import torch
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.packing import Packing
-from titan_launch.data.sources.base import Details, Sample
+from titan_launch.data.sources.interface import Details, Sample
 from titan_launch.data.token_files import Header, TokenStream
 
 _FIRST_TOKENS = 100_000

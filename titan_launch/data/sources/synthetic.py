@@ -9,7 +9,7 @@ from torch import Tensor
 from titan_launch.config.sections.data import SyntheticData
 from titan_launch.core.errors import config_error
 from titan_launch.data.order import random_words
-from titan_launch.data.sources.base import SourceContext
+from titan_launch.data.sources.interface import SourceContext
 
 
 class SyntheticSource:

@@ -13,11 +13,11 @@ from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora import CORPORA
-from titan_launch.data.corpora.base import Corpus
+from titan_launch.data.corpora.interface import Corpus
 from titan_launch.data.foreign_tokens import check_unknown_ids, open_foreign_tokens
 from titan_launch.data.packing import cached_packing, longest_pair
 from titan_launch.data.prepare import cached_token_files
-from titan_launch.data.sources.base import Details, Sample, SourceContext
+from titan_launch.data.sources.interface import Details, Sample, SourceContext
 from titan_launch.data.sources.packed import PackedSource, token_details
 from titan_launch.data.token_files import Header, TokenFilesError, Tokens, TokenStream, open_token_files, read_header
 

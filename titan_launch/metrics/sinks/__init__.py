@@ -8,8 +8,8 @@ from titan_launch.core.errors import config_error
 from titan_launch.core.import_string import import_factory, user_traceback
 from titan_launch.core.packages import install
 from titan_launch.core.phantom import is_phantom
-from titan_launch.metrics.sinks.base import GuardedSink, MarkedSink, RunDescription, Sink, SinkContext
 from titan_launch.metrics.sinks.console import ConsoleSink
+from titan_launch.metrics.sinks.interface import GuardedSink, MarkedSink, RunDescription, Sink, SinkContext
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, JsonlSink
 from titan_launch.metrics.sinks.tensorboard import TensorBoardSink
 

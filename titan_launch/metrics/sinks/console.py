@@ -12,7 +12,7 @@ from typing import TextIO
 
 from titan_launch.core.phantom import marked
 from titan_launch.core.terminal import say_escaped
-from titan_launch.metrics.sinks.base import Sink
+from titan_launch.metrics.sinks.interface import Sink
 from titan_launch.metrics.tags import TAGS, Tag
 
 _BOLD, _CYAN, _RED = "1", "36", "31"

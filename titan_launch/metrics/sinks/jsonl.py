@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import RecordFile, open_regular
-from titan_launch.metrics.sinks.base import Sink
+from titan_launch.metrics.sinks.interface import Sink
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in the run folder."""

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from titan_launch.core.errors import leaves
-from titan_launch.metrics.sinks.base import Sink, SinkContext
+from titan_launch.metrics.sinks.interface import Sink, SinkContext
 
 _MAX_METRICS, _MAX_PARAMS = 1000, 100
 """Largest numbers of metrics and parameters in one call of MLflow's REST API."""

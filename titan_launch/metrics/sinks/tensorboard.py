@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_launch.core.files import RecordFile, free_name
-from titan_launch.metrics.sinks.base import RunDescription, Sink
+from titan_launch.metrics.sinks.interface import RunDescription, Sink
 from titan_launch.metrics.tags import dashboard_layout
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from wandb import Settings, init, login
 
-from titan_launch.metrics.sinks.base import Sink, SinkContext
+from titan_launch.metrics.sinks.interface import Sink, SinkContext
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.section import Section
 from titan_launch.models.args import NumTokens, Parts, Width
 
 PositiveFloat = Annotated[float, Field(gt=1e-30, le=1e30)]

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from titan_launch.config.image_format import ImageFormat
-from titan_launch.config.sections.base import Array
 from titan_launch.config.sections.data import SampleUnit
+from titan_launch.config.sections.section import Array
 from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, Width
 
 ImageSize = Annotated[int, Field(ge=1, le=1 << 16)]

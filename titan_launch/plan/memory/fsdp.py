@@ -16,7 +16,7 @@ from enum import Enum, auto
 from math import prod
 from typing import NamedTuple
 
-from titan_launch.config.sections.base import DTYPE_BYTES
+from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.torch_release import (
     ACCUMULATES_IN_GRAD,

@@ -209,7 +209,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Active memory of one rank in a step. `report.comparison.estimate_reserved` gives the larger memory that the
+    """Active memory of one rank in a step. `plan.report.modes.estimate_reserved` gives the larger memory that the
     allocator reserves."""
 
     maxima: Mapping[StepPoint, Sequence[Peak]]

@@ -8,7 +8,7 @@ from titan_launch.core.errors import UserError
 from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.memory.ledger import Category
-from titan_launch.plan.report.comparison import Comparison, Row
+from titan_launch.plan.report.modes import Comparison, Row
 from titan_launch.plan.report.table import marks_of, meaning_of_marks
 
 FORMATS = (".png", ".pdf", ".svg")

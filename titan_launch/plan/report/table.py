@@ -10,7 +10,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.terminal import one_line
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.hardware import GIB, Hardware
-from titan_launch.plan.report.comparison import Comparison, Row
+from titan_launch.plan.report.modes import Comparison, Row
 
 
 @dataclass(frozen=True)

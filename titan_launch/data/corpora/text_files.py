@@ -15,7 +15,7 @@ from titan_launch.config.sections.data import FilesData, TextData, misread_as_te
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.files import MIB, file_state, open_regular
 from titan_launch.core.packages import not_installed
-from titan_launch.data.corpora.base import Corpus, File, Part
+from titan_launch.data.corpora.interface import Corpus, File, Part
 
 MOST_DOCUMENT = 256 * MIB
 """Limit of the decompressed bytes of a document beyond ten times the size of its file."""

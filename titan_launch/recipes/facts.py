@@ -377,7 +377,7 @@ def _quoted(keys: Sequence[str]) -> str:
 
 def _records(path: str) -> Iterator[dict[str, Any]]:
     """Yield the objects of JSON lines. Raises UnknownDataError if there is none, and for a line that is none."""
-    from titan_launch.data.corpora.base import Part
+    from titan_launch.data.corpora.interface import Part
     from titan_launch.data.corpora.jsonl import JsonlCorpus, parse_line
     from titan_launch.data.corpora.records import RecordError
     from titan_launch.data.tokenizers import build_tokenizer

@@ -17,7 +17,7 @@ from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint
-from titan_launch.plan.report.comparison import Comparison, compare, estimate_reserved, judge
+from titan_launch.plan.report.modes import Comparison, compare, estimate_reserved, judge
 from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison, format_legend
 from titan_launch.plan.step_time import Flops
 from titan_launch.trace.recorder import recorded_engine

@@ -12,8 +12,8 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.job import Choice
 from titan_launch.plan.memory.ledger import Footprint
-from titan_launch.trace import engine as depth
-from titan_launch.trace.engine import trace_engine
+from titan_launch.trace import trace_engine as depth
+from titan_launch.trace.trace_engine import trace_engine
 
 CONV = {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 16, "n_layers": 9}}
 LLAMA = {"args": {"n_layers": 9}}
