@@ -12,6 +12,7 @@ from tests.distributed import run_ranks
 from tests.tensors import Operations
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.tags import STEP_PARTS, TAGS
+from titan_launch.metrics.timeline import OTHER
 
 CPU = torch.device("cpu")
 
@@ -39,13 +40,14 @@ ZERO = torch.tensor(0)
 def train(meter: Meter, clock: Clock, *, steps: int, tokens: int = 1000, loss: float = 2.5, skipped: int = 0) -> None:
     """Train steps of 2 s. Half a second of each is a wait for data, a quarter communication within backward."""
     for _ in range(steps):
-        with meter.timeline.part("data"):
-            clock.advance(0.5)
-        with meter.timeline.part("backward"):
-            clock.advance(0.125)
-            with meter.timeline.part("communication"):
-                clock.advance(0.25)
-            clock.advance(0.125)
+        meter.timeline.begin("data")
+        clock.advance(0.5)
+        meter.timeline.begin("backward")
+        clock.advance(0.125)
+        with meter.timeline.inner("communication"):
+            clock.advance(0.25)
+        clock.advance(0.125)
+        meter.timeline.begin(OTHER)
         clock.advance(1.0)
         meter.end_step(torch.tensor(tokens), torch.tensor(loss), torch.tensor(skipped))
 
@@ -136,7 +138,7 @@ def test_pauses_after_a_report_count_in_it_until_the_next_one() -> None:
 def test_communication_in_a_pause_belongs_to_the_pause() -> None:
     clock = Clock()
     meter = build(clock)
-    with meter.paused("validation"), meter.timeline.part("communication"):
+    with meter.paused("validation"), meter.timeline.inner("communication"):
         clock.advance(100)
     train(meter, clock, steps=1)
     scalars = report(meter)
@@ -226,8 +228,9 @@ def _unequal_ranks() -> dict[str, float]:
     valid, mean, waited = [(600, 2.0, 1.0), (200, 5.0, 7.0), (0, 0.0, 3.0)][rank]
     clock = Clock()
     meter = build(clock, world_size=3)
-    with meter.timeline.part("data"):
-        clock.advance(waited)
+    meter.timeline.begin("data")
+    clock.advance(waited)
+    meter.timeline.begin(OTHER)
     clock.advance(10 - waited)
     meter.end_step(torch.tensor(800), torch.tensor(mean * valid / 800), ZERO)
     return report(meter, loss=mean * valid / 800, valid=valid, valid_global=800)

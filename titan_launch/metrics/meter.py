@@ -23,9 +23,10 @@ _WINDOW_TARGETS = "targets in the window"
 class Meter:
     """Collector of the metrics of `titan_launch.metrics.tags` over a window, which is the time between two reports.
 
-        with meter.timeline.part("data"):
-            batch = next(batches)
-        ...                                     # forward, backward
+        meter.timeline.begin("data")
+        batch = next(batches)
+        meter.timeline.begin("forward")
+        ...
         meter.end_step(...)
         if is_time_to_report:
             scalars = meter.report(...)

@@ -93,7 +93,7 @@ def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None
     @contextmanager
     def counted(unit: str, communicates: bool) -> Iterator[None]:
         timeline.last_unit = unit
-        with timeline.part("communication") if communicates else nullcontext():
+        with timeline.inner("communication") if communicates else nullcontext():
             yield
 
     paths = {id(module): path for path, module in model.named_modules()}

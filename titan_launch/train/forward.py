@@ -51,9 +51,8 @@ def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = Fal
 def run_model(model: nn.Module, batch: Batch, loss: Loss) -> Any:
     """Return the outputs of a model without pipeline stages that `loss.sums` reads. `batch` is on the model's device.
 
-    Raises ConfigError for a wrong forward, as `forward_explained` does.
+    Call `loss.prepare` before. Raises ConfigError for a wrong forward, as `forward_explained` does.
     """
-    loss.prepare(*batch)
     with loss.given(batch.targets), forward_explained(model, batch.inputs, loss):
         arguments = document_arguments(model, batch.documents) | loss.arguments(model, batch.targets)
         return loss.select(model(batch.inputs, **arguments), batch.targets)

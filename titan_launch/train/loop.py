@@ -20,6 +20,7 @@ from titan_launch.data.order import MixtureOrder
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.tags import TAGS
+from titan_launch.metrics.timeline import OTHER
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence
@@ -221,8 +222,9 @@ def train_one_step(run: Run) -> StepResult:
     """Fetch a step's microbatches, train on them, and advance the run's progress."""
     step = run.progress.step + 1
     run.watchdog.enter("loading data", step)
-    with run.meter.timeline.part("data"):
-        microbatches = [next(run.train_batches) for _ in range(run.layout.num_microbatches)]
+    run.meter.timeline.begin("data")
+    microbatches = [next(run.train_batches) for _ in range(run.layout.num_microbatches)]
+    run.meter.timeline.begin(OTHER)
     run.watchdog.enter("forward, backward and update", step)
     unfreeze(run)
     set_lr(run.optimizer, run.config.optimizer.lr, current_lr_factor(run, step))

@@ -110,8 +110,10 @@ class ScheduledStage(PipelineStage):
             yield from (info.buffer for info in infos if getattr(info, "buffer", None) is not None)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._timeline.part("forward"), self._given(fwd_chunk_id):
+        self._timeline.begin("forward")
+        with self._given(fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._timeline.begin("communication")
         self._orders[fwd_chunk_id] = pop_forward_order(self._root)
         return output
 
@@ -120,12 +122,14 @@ class ScheduledStage(PipelineStage):
     ) -> None:
         restore_forward_order(self._root, self._orders.pop(bwd_chunk_id))
         self._accumulation.begin_microbatch(self._root, is_last=last_backward and not self._splits_backward)
-        with self._timeline.part("backward"):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._timeline.begin("backward")
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._timeline.begin("communication")
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._timeline.part("backward"):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._timeline.begin("backward")
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._timeline.begin("communication")
         accumulate_in_reduce_dtype(self._root)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -222,8 +226,8 @@ class PipelinedStep:
             arguments: dict[str, Tensor] = document_arguments(own[0].module, batch.documents)
             if self._pipeline.has_last:
                 arguments["target"] = batch.targets
-            with self._timeline.part("communication"):  # between forwards and backwards it waits for other stages
-                schedule.step(*first, return_outputs=False, **arguments)
+            self._timeline.begin("communication")  # between forwards and backwards it waits for other stages
+            schedule.step(*first, return_outputs=False, **arguments)
         sums, self._step = self._step.sums, None
         return sum(sums, start=torch.zeros(loss.num_sums, device=self._device))
 

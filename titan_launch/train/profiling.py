@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from titan_launch.config.sections.run import ProfilingConfig
 from titan_launch.distributed.process_group import Ranks
@@ -65,7 +65,7 @@ class StepProfiler:
             self._profile.start()
             self._timeline.is_profiled = True
         try:
-            with self._timeline.named(f"step {step}"):
+            with record_function(f"step {step}"):
                 yield
         except BaseException:
             self._end()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.loss.interface import Z_LOSS, Loss, means_of_step
-from titan_launch.metrics.timeline import UNCOUNTED, Parts
+from titan_launch.metrics.timeline import OTHER, UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import replicas_of, step_unless
@@ -116,40 +115,33 @@ class TrainStep:
         step, it can be tried again.
         """
         self.statistics.save()
-        with self._abandoned_on_error():
+        try:
             counts = _Counts(self.loss, microbatches, self._device, self._mesh.data_group)
-            if self.pipelined is not None:
-                sums = self.pipelined(microbatches, self.loss, counts.num_items())
-            else:
-                sums = torch.zeros(self.loss.num_sums, device=self._device)
-                for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
-                    self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
-                    with self._timeline.named(f"microbatch {index}"):
-                        sums += forward_backward(
-                            self._model, microbatch, self._device, counts.num_items, self.loss, self._timeline
-                        )
+            sums = self._gradients(microbatches, counts)
             # Ranks that share matrices compute the same loss.
             total, *others = (sums / self._mesh.layout.tensor).unbind()
             parts = dict(zip(self.loss.tags, others, strict=False))
             loss_sum = total - parts[Z_LOSS] if Z_LOSS in parts else total
-            if self._replicas is not None:
-                with self._timeline.part("communication"):
-                    self._replicas.reduce_gradients()
             if before_update is not None:
                 before_update()
 
-            with self._timeline.part("optimizer"):
-                replicas = None if self._replicas is None else self._replicas.group
-                grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group, replicas)
-                grad_norm = grad_norm.to(self._device, non_blocking=True)  # CPU offload keeps the norm on the host
+            self._timeline.begin("optimizer")
+            replicas = None if self._replicas is None else self._replicas.group
+            grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group, replicas)
+            grad_norm = grad_norm.to(self._device, non_blocking=True)  # CPU offload keeps the norm on the host
+            self._timeline.begin(OTHER)
             is_skipped = self._guard.check(loss_sum, grad_norm)
+        except BaseException:
+            self._abandon()
+            raise
 
         try:
-            with self._timeline.part("optimizer"):
-                step_unless(self._optimizer, is_skipped)
+            self._timeline.begin("optimizer")
+            step_unless(self._optimizer, is_skipped)
             if self._replicas is not None:
-                with self._timeline.part("communication"):
-                    self._replicas.gather_parameters()
+                self._timeline.begin("communication")
+                self._replicas.gather_parameters()
+            self._timeline.begin(OTHER)
             self.statistics.restore_if(is_skipped)
             self.experts.end_step(is_skipped)
             self.parameters_changed()
@@ -171,17 +163,32 @@ class TrainStep:
         if self._after_update is not None:
             self._after_update()
 
-    @contextmanager
-    def _abandoned_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            discard_pending(self._model)
-            if self._replicas is not None:
-                self._replicas.discard()
-            self.statistics.restore()
-            self.experts.reset()
-            raise
+    def _gradients(self, microbatches: list[Batch], counts: _Counts) -> Tensor:
+        """Compute the gradients of all microbatches, and return this rank's part of the step's sums (`Loss.sums`)."""
+        if self.pipelined is not None:
+            sums = self.pipelined(microbatches, self.loss, counts.num_items())
+        else:
+            sums = torch.zeros(self.loss.num_sums, device=self._device)
+            for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
+                self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
+                self._timeline.group(f"microbatch {index}")
+                sums += forward_backward(
+                    self._model, microbatch, self._device, counts.num_items, self.loss, self._timeline
+                )
+        self._timeline.group("")
+        if self._replicas is not None:
+            self._timeline.begin("communication")
+            self._replicas.reduce_gradients()
+        self._timeline.begin(OTHER)
+        return sums
+
+    def _abandon(self) -> None:
+        """Drop the step after an error."""
+        discard_pending(self._model)
+        if self._replicas is not None:
+            self._replicas.discard()
+        self.statistics.restore()
+        self.experts.reset()
 
 
 class _Counts:
@@ -228,12 +235,14 @@ def forward_backward(
     The function frees inputs, outputs and loss when it returns, before the next microbatch allocates its own.
     """
     microbatch = microbatch.to(device)
-    with timeline.part("forward"):
-        outputs = run_model(model, microbatch, loss)
-        means = means_of_step(loss.sums(outputs, microbatch.targets), num_items())
-        del outputs  # the autograd graph keeps the tensors that backward needs
-    with timeline.part("backward"):
-        means[0].backward()
+    timeline.begin("forward")
+    loss.prepare(*microbatch)
+    outputs = run_model(model, microbatch, loss)
+    means = means_of_step(loss.sums(outputs, microbatch.targets), num_items())
+    del outputs  # the autograd graph keeps the tensors that backward needs
+    timeline.begin("backward")
+    means[0].backward()
+    timeline.begin(OTHER)
     return means.detach()
 
 
@@ -256,6 +265,7 @@ def validate(
             batch = batch.to(device)
             total = totals.setdefault(source, torch.zeros(4, dtype=torch.float64, device=device))
             if pipeline is None:
+                loss.prepare(*batch)
                 outputs = run_model(model, batch, loss)
             else:
                 with loss.given(batch.targets):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titan_launch.core.errors import ConfigError, RunError, UserError
+from titan_launch.metrics.timeline import OTHER
 from titan_launch.models.blocks import has_forward
 from titan_launch.plan.advice import Advice
 from titan_launch.plan.hardware import GIB, format_memory
@@ -67,7 +68,7 @@ def _allocation(error: BaseException) -> str:
 
 def _where(run: Run, error: BaseException) -> str:
     """Return the phase and the innermost module in the traceback; in backward, the FSDP2 unit that was used last."""
-    phase = run.meter.timeline.failed_part
+    phase = run.meter.timeline.part
     paths = {id(module): path for path, module in run.model.named_modules()}
     innermost, trace = "", error.__traceback__
     while trace is not None:
@@ -76,7 +77,7 @@ def _where(run: Run, error: BaseException) -> str:
             innermost = paths.get(id(module), innermost)
         trace = trace.tb_next
     where = innermost or (run.meter.timeline.last_unit if phase in ("backward", "communication") else "")
-    return f"in {phase or 'the step'}" + (f" of {where}" if where else "")
+    return f"in {'the step' if phase == OTHER else phase}" + (f" of {where}" if where else "")
 
 
 def _held(run: Run) -> list[str]:
