@@ -24,9 +24,9 @@ from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError, UserError, format_key
 from titan_launch.train.build import build_run
+from titan_launch.train.explain import explain_full_disk
 from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.loop import due_now, ending, fit, report, train_one_step
-from titan_launch.train.main import full_disk_explained
 
 REPO = Path(__file__).parent.parent
 
@@ -172,10 +172,12 @@ def test_files_that_find_no_room_at_the_start_end_the_run_with_one_sentence(smal
     text = (
         f"^{small_disk}/tiny cannot be written to: No space left on device; make room, and run the same command again "
     )
-    with pytest.raises(RunError, match=text + "with --checkpoint.load=latest"), full_disk_explained(config):
+    with pytest.raises(OSError) as full:
         (small_disk / "file").write_bytes(b"x" * 10_000_000)
-    with pytest.raises(FileExistsError), full_disk_explained(config):
+    assert re.match(text + "with --checkpoint.load=latest", str(explain_full_disk(full.value, config)))
+    with pytest.raises(FileExistsError) as exists:
         small_disk.mkdir()
+    assert explain_full_disk(exists.value, config) is None
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(small_disk: Path) -> None:

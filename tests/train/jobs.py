@@ -26,6 +26,7 @@ from titan_launch.plan.types import ModelPlan
 from titan_launch.trace.recorder import recorded_engine
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
+from titan_launch.train.explain import explain
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
 from titan_launch.train.loop import compared_loss, due_now, fit, is_saved, report, save, train_one_step
 from titan_launch.train.model import build_job_model, shard_model
@@ -134,8 +135,18 @@ def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
     """Train a job on this rank and return its whole parameters and buffers."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        fit(run)
+        fit_explained(run)
         return full_state(run.model)
+
+
+def fit_explained(run: Run) -> None:
+    """Train a run to its end. Raise errors as `train` does."""
+    try:
+        fit(run)
+    except Exception as error:
+        assert error.__traceback__ is not None
+        error.__traceback__ = error.__traceback__.tb_next  # without this file, which would count as the user's code
+        raise (explain(error, run.config, run.watchdog, run) or error) from error.__cause__
 
 
 def run_job_until(job: dict[str, Any], step: int) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_launch.config.sections.data import SampleUnit
+from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.metrics.tags import PAUSES, STEP_PARTS, tag_of
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.plan.hardware import GIB
@@ -20,7 +21,7 @@ from titan_launch.plan.hardware import GIB
 _WINDOW_TARGETS = "targets in the window"
 
 
-class Meter:
+class Meter(Observer):
     """Collector of the metrics of `titan_launch.metrics.tags` over a window, which is the time between two reports.
 
         meter.timeline.begin("data")
@@ -104,6 +105,10 @@ class Meter:
         changed = [f"time/{name}_s" for name, seconds in self._pauses.items() if before and seconds != before[name]]
         told = self.pauses()
         return {tag: told[tag] for tag in changed}
+
+    def after_step(self, step: WatchedStep, result: StepResult) -> None:
+        """Count the step."""
+        self.end_step(result.targets_global, result.loss_sum, result.is_skipped)
 
     def end_step(self, num_targets: Tensor, loss_sum: Tensor, is_skipped: Tensor) -> None:
         """Count a step that the host has finished. The device may still run it.

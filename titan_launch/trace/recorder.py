@@ -33,7 +33,6 @@ from titan_launch.metrics.memory import is_in_backward
 from titan_launch.metrics.traffic import TrafficCount
 from titan_launch.models.blocks import remove_blocks
 from titan_launch.models.build import BuiltModel
-from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.parallel import fsdp
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
@@ -198,7 +197,7 @@ class TorchRecorder:
                 if all(map(is_uniform, tapes)):
                     return tapes
                 log_whole_trace("its blocks do not all allocate the same memory")
-        with failures_explained(job.model), shapes_explained(job.model, layout.tensor):
+        with failures_explained(job.model):
             return record(tuple(Blocks(outermost(part.inventory.blocks)) for part in parts))
 
     def works_in_fork(self) -> bool:
@@ -259,7 +258,7 @@ def _record(
         steps = StepPoints(recorder)
         memory = stack.enter_context(watched_memory(model, recorder))
         path_of |= {root: root_path(None if pipeline is None else index) for index, root in enumerate(roots(model))}
-        stack.enter_context(watched_parts(model, plan, steps, config.precision))
+        stack.enter_context(watched_parts(config, model, plan, steps))
         stack.enter_context(count_exchanges(mesh, _Exchanges(recorder)))
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         loss = build_loss(model, plan, config, batches.num_classes, has_values=False, frozen=frozen)

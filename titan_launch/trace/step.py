@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
-from titan_launch.config.sections.precision import PrecisionConfig
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
@@ -53,12 +52,12 @@ from titan_launch.plan.memory.ledger import (
 from titan_launch.plan.pipeline import counts_to_run, scaled_to_step
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit, gradients_leave_early
 from titan_launch.plan.types import ModelPlan
-from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
 from titan_launch.train.batches import make_microbatch, sample_format
 from titan_launch.train.build import build_replica_shards
+from titan_launch.train.explain import ModelFacts, explained_in_trace
 from titan_launch.train.kernel_choice import use_planned_kernels
 from titan_launch.train.measure import hold_frozen
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
@@ -174,7 +173,7 @@ def _trace_microbatches(
         stored = memory.returning_for(Category.GRADIENTS, ReplicaShards.stored)
         for name, function in (("start", start), ("stored", stored)):
             stack.enter_context(replaced(ReplicaShards, name, function))
-        stack.enter_context(watched_parts(model, plan, step_points, config.precision))
+        stack.enter_context(watched_parts(config, model, plan, step_points))
         count = stack.enter_context(count_collectives(model, *([] if frozen is None else [frozen.module])))
         stack.enter_context(count_exchanges(mesh, count))
         groups = _group_sizes(config, model, plan, mesh.layout)
@@ -215,15 +214,15 @@ def watched_memory(model: nn.Module, ledger: Ledger) -> Iterator[LiveMemory]:
 
 
 @contextmanager
-def watched_parts(model: nn.Module, plan: ModelPlan, points: StepPoints, precision: PrecisionConfig) -> Iterator[None]:
-    """Observe the points of a step in a model, or in the stages of this rank, and explain errors of dtypes there, until
-    the end of the block."""
+def watched_parts(config: JobConfig, model: nn.Module, plan: ModelPlan, points: StepPoints) -> Iterator[None]:
+    """Observe the points of a step in a model, or in the stages of this rank, and explain its errors, until the end of
+    the block."""
     with ExitStack() as stack:
         for module, part in parts(model, plan):
             order = modules_in_order(module, part.inventory)
             stack.enter_context(points.watch(module, order, _makes_logits(model, module)))
-            stack.enter_context(dtype_failures_explained(module, part, precision))
-        yield
+        with explained_in_trace(ModelFacts(config, model, plan)):
+            yield
 
 
 def _makes_logits(model: nn.Module, module: nn.Module) -> bool:

@@ -84,6 +84,20 @@ class ValidationBatches:
 
 
 @dataclass(frozen=True)
+class RunBatches:
+    """The batches of a rank."""
+
+    order: Order
+    """The order of the training samples."""
+
+    train: TrainBatches | StreamBatches
+    """An endless iterator over this rank's microbatches."""
+
+    validation: ValidationBatches | None
+    """None if the run has no validation source."""
+
+
+@dataclass(frozen=True)
 class RunData:
     """The data sources of a run. Their samples are whole sequences."""
 

@@ -37,8 +37,15 @@ from titan_launch.plan.replica_shards import gradients_leave_early
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.plan.types import ModelPlan
 from titan_launch.plan.units.rule_assignment import matched_modules
+from titan_launch.train.audit import PrecisionAudit, is_audited
 from titan_launch.train.base_weights import RunBase
-from titan_launch.train.batches import build_data, build_stream_batches, build_train_batches, build_validation_batches
+from titan_launch.train.batches import (
+    RunBatches,
+    build_data,
+    build_stream_batches,
+    build_train_batches,
+    build_validation_batches,
+)
 from titan_launch.train.early_stopping import build_early_stopping
 from titan_launch.train.flops import flops_of_run
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
@@ -52,9 +59,11 @@ from titan_launch.train.model import (
     allocate_model,
     assemble_model,
 )
+from titan_launch.train.observers import Observers
+from titan_launch.train.output import build_output
 from titan_launch.train.profiling import StepProfiler
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job, resolve_steps
-from titan_launch.train.run import Run, build_meter, build_sinks, log_job, log_run
+from titan_launch.train.run import Run, build_meter, log_job, log_run
 from titan_launch.train.run_folder.attempt import this_attempt
 from titan_launch.train.run_folder.folder import (
     OpenRunFolder,
@@ -98,7 +107,7 @@ def build_run(
     config = job.config
     log_job(job, locate_key)
     on_rank_0(lambda: bool(import_sinks(config.metrics)))  # a missing package is an error before memory is allocated
-    use_kernels(config, job.built, job.plan, job.layout, ranks.device, stack)
+    refusals = use_kernels(config, job.built, job.plan, job.layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
 
     adapters = list(adapters_of(job.built.module))  # before pipeline stages divide the model
@@ -138,43 +147,35 @@ def build_run(
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data, folder.path)
-    first_step = progress.step + 1
+    train_batches = stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack)
+    validation_batches = build_validation_batches(config, data, job.layout, ranks, stack)
+    meter = build_meter(job, ranks, timeline, flops)
+    learned = build_learned(config, job.plan, model.module, ranks, stack, job.layout.optimizer_replicas)
+    profiler = StepProfiler(config.profiling, folder.path, ranks, timeline, stack)
+    measurements = StepMeasurements(config, step, timeline, ema, stack)
     console = ConsoleSink(total_steps=config.training.total_steps) if ranks.is_rank_0 and not quiet else None
+    output = build_output(job, folder, progress, console, stack)
+    audit = PrecisionAudit(job, model.module, mesh, output, locate_key) if is_audited(config) else None
     return Run(
-        config=config,
-        folder=folder.path,
-        held_folder=folder,
+        job=job,
         ranks=ranks,
-        layout=job.layout,
-        hardware=job.hardware,
         mesh=mesh,
-        plan=job.plan,
         model=model.module,
         optimizer=optimizer,
         unfreezing=unfreezing,
-        ema=ema,
         step=step,
-        guard=guard,
         progress=progress,
+        first_step=progress.step + 1,
         state=state,
+        checkpoints=checkpoints,
+        batches=RunBatches(data.order, train_batches, validation_batches),
+        observers=Observers(console, meter, profiler, measurements, audit, learned, ema),
+        memory_check=memory_check,
+        output=output,
         control=StepCoordinator(stop or StopRequest(), config.checkpoint.interval_minutes),
         early_stopping=early_stopping,
-        first_step=first_step,
-        order=data.order,
-        train_batches=stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack),
-        validation_batches=build_validation_batches(config, data, job.layout, ranks, stack),
-        checkpoints=checkpoints,
-        meter=build_meter(job, ranks, timeline, flops),
-        learned=build_learned(config, job.plan, model.module, ranks, stack, job.layout.optimizer_replicas),
-        profiler=StepProfiler(config.profiling, folder.path, ranks, timeline, stack),
-        measurements=StepMeasurements(
-            config.comm, model.module, optimizer, ema, step, ranks.device, first_step, config.compile.enable, stack
-        ),
-        memory_check=memory_check,
-        sinks=build_sinks(job, folder.path, progress, console, stack),
-        console=console,
         watchdog=watchdog,
-        locate_key=locate_key,
+        refusals=refusals,
     )
 
 
@@ -241,10 +242,8 @@ def build_learned(
     for unit in plan.boundaries:
         if unit.key is not None:
             groups.setdefault(format_key(unit.key), []).extend(unit.modules)
-    outputs = {} if config.compile.enable else groups
     modules = {path: module for path, module in model.named_modules() if not isinstance(module, PassThrough)}
-    with_outputs = not config.compile.enable
-    return Learned(modules, paths, outputs, with_outputs, ranks.device, stack, replicas)
+    return Learned(modules, paths, None if config.compile.enable else groups, ranks.device, stack, replicas)
 
 
 def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer:

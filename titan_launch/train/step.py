@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_launch.core.observer import Observer, StepResult
 from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
@@ -30,35 +30,6 @@ from titan_launch.train.health.step_guard import StepGuard
 
 if TYPE_CHECKING:
     from titan_launch.train.pipeline_step import PipelinedStep
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The results of a step: scalars on the device, for which the host has not waited."""
-
-    loss_sum: Tensor
-    """This rank's part of the step's loss, without the z-loss. The sum over all ranks is the mean over all items: the
-    valid targets, or the items of another loss. Ranks that share matrices (tensor parallelism) compute the same loss,
-    and each has an equal part of it."""
-
-    parts: Mapping[str, Tensor]
-    """This rank's part of the other metrics of the loss (`Loss.tags`), by tag."""
-
-    items_local: Tensor
-    """Number of items of this rank in `loss_sum`, divided by the number of ranks that share matrices (tensor
-    parallelism)."""
-
-    items_global: Tensor
-    """Number of items of all ranks: the only denominator of the step's loss."""
-
-    targets_global: Tensor
-    """Number of valid (not ignored) targets of all ranks."""
-
-    grad_norm: Tensor
-    """Norm of the whole gradient before clipping."""
-
-    is_skipped: Tensor
-    """1 if the step did not change the parameters, else 0."""
 
 
 class TrainStep:
@@ -83,13 +54,13 @@ class TrainStep:
         microbatch. `timeline` counts the time of forward, backward and update. `pipelined` runs forward and backward if
         the model has pipeline stages. `after_update` runs after every change of parameters; see
         `parameters_changed`."""
-        self._model = model
-        self._optimizer = optimizer
+        self.model = model
+        self.optimizer = optimizer
         self._accumulation = accumulation
-        self._guard = guard
+        self.guard = guard
         self._max_norm = max_norm
         self._mesh = mesh
-        self._device = device
+        self.device = device
         self.loss = loss
         self._timeline = timeline
         self.pipelined = pipelined
@@ -103,41 +74,41 @@ class TrainStep:
         self._replicas = replicas_of(optimizer)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def __call__(self, microbatches: list[Batch], before_update: Callable[[], None] | None = None) -> StepResult:
+    def __call__(self, microbatches: list[Batch], observers: Iterable[Observer] = ()) -> StepResult:
         """Train on the microbatches of one step. The host does not wait for the device.
 
         The gradient is exact for unequal microbatches and ranks, in every gradient accumulation mode. The step's
         items are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that
         count, and FSDP2 only sums gradients.
 
-        `before_update` is called when all gradients are complete, before anything changes. An error or an interrupt
+        `observers` look at the step when all gradients are complete, before anything changes. An error or an interrupt
         before the update restores gradients, running statistics and loads of experts. If all ranks have abandoned the
         step, it can be tried again.
         """
         self.statistics.save()
         try:
-            counts = _Counts(self.loss, microbatches, self._device, self._mesh.data_group)
+            counts = _Counts(self.loss, microbatches, self.device, self._mesh.data_group)
             sums = self._gradients(microbatches, counts)
             # Ranks that share matrices compute the same loss.
             total, *others = (sums / self._mesh.layout.tensor).unbind()
             parts = dict(zip(self.loss.tags, others, strict=False))
             loss_sum = total - parts[Z_LOSS] if Z_LOSS in parts else total
-            if before_update is not None:
-                before_update()
+            for observer in observers:
+                observer.before_update()
 
             self._timeline.begin("optimizer")
             replicas = None if self._replicas is None else self._replicas.group
             grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group, replicas)
-            grad_norm = grad_norm.to(self._device, non_blocking=True)  # CPU offload keeps the norm on the host
+            grad_norm = grad_norm.to(self.device, non_blocking=True)  # CPU offload keeps the norm on the host
             self._timeline.begin(OTHER)
-            is_skipped = self._guard.check(loss_sum, grad_norm)
+            is_skipped = self.guard.check(loss_sum, grad_norm)
         except BaseException:
             self._abandon()
             raise
 
         try:
             self._timeline.begin("optimizer")
-            step_unless(self._optimizer, is_skipped)
+            step_unless(self.optimizer, is_skipped)
             if self._replicas is not None:
                 self._timeline.begin("communication")
                 self._replicas.gather_parameters()
@@ -146,7 +117,7 @@ class TrainStep:
             self.experts.end_step(is_skipped)
             self.parameters_changed()
         finally:  # after an interrupt the next step must not add to these gradients and loads
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             self.experts.reset()
 
         has_loss = self.pipelined is None or self.pipelined.computes_loss
@@ -168,12 +139,12 @@ class TrainStep:
         if self.pipelined is not None:
             sums = self.pipelined(microbatches, self.loss, counts.num_items())
         else:
-            sums = torch.zeros(self.loss.num_sums, device=self._device)
-            for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
-                self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
+            sums = torch.zeros(self.loss.num_sums, device=self.device)
+            for index, microbatch in enumerate(copied_ahead(microbatches, self.device)):
+                self._accumulation.begin_microbatch(self.model, is_last=index == len(microbatches) - 1)
                 self._timeline.group(f"microbatch {index}")
                 sums += forward_backward(
-                    self._model, microbatch, self._device, counts.num_items, self.loss, self._timeline
+                    self.model, microbatch, self.device, counts.num_items, self.loss, self._timeline
                 )
         self._timeline.group("")
         if self._replicas is not None:
@@ -184,7 +155,7 @@ class TrainStep:
 
     def _abandon(self) -> None:
         """Drop the step after an error."""
-        discard_pending(self._model)
+        discard_pending(self.model)
         if self._replicas is not None:
             self._replicas.discard()
         self.statistics.restore()

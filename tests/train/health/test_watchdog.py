@@ -54,8 +54,8 @@ def train_with_a_slow_disk(job: dict[str, Any], seconds: float) -> list[str]:
         watchdog = stack.enter_context(Watchdog(config.comm, ranks))
         run: Run = build_run(config, ranks, stack, watchdog=watchdog)
         if ranks.rank == ranks.world_size - 1:
-            run.train_batches._batches = a_slow_disk(
-                run.train_batches._batches, 2 * run.layout.num_microbatches, seconds
+            run.batches.train._batches = a_slow_disk(
+                run.batches.train._batches, 2 * run.job.layout.num_microbatches, seconds
             )
         fit(run)
     return records
