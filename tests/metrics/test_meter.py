@@ -12,7 +12,7 @@ from tests.distributed import run_ranks
 from tests.tensors import Operations
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.tags import STEP_PARTS, TAGS
-from titan_launch.metrics.timeline import OTHER
+from titan_launch.metrics.timeline import OTHER, Timeline
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ class Clock:
 
 
 def build(clock: Clock, **keys: Any) -> Meter:
-    return Meter(device=CPU, clock=clock, **{"world_size": 1, **keys})
+    return Meter(timeline=Timeline(CPU, clock), **{"world_size": 1, **keys})
 
 
 ZERO = torch.tensor(0)
@@ -265,7 +265,7 @@ def test_a_nan_loss_of_one_rank_is_reported(bad: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_memory_is_per_window() -> None:
     device = torch.device("cuda")
-    meter = Meter(device=device, world_size=1)
+    meter = Meter(timeline=Timeline(device), world_size=1)
     one = torch.ones((), device=device)
     before = torch.cuda.memory_stats(device)["active_bytes.all.current"] / 2**30  # held by earlier tests
 

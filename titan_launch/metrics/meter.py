@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -41,13 +40,11 @@ class Meter(Observer):
     def __init__(
         self,
         *,
-        device: torch.device,
+        timeline: Timeline,
         world_size: int,
         unit: SampleUnit = "tokens",
         flops_per_step_per_device: float | None = None,
         peak_flops: float | None = None,
-        timeline: Timeline | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ):
         """`world_size`: number of ranks of the default process group; with 1 no group is needed.
 
@@ -55,19 +52,19 @@ class Meter(Observer):
 
         `flops_per_step_per_device`: FLOPs including ignored positions. If None, no TFLOP/s are reported. `peak_flops`:
         peak of one device in FLOP/s. If None, no MFU is reported. `timeline`: the timeline in which the step counts its
-        parts; None: a new one.
+        parts.
         """
-        self._device = device
+        self._device = timeline.device
+        self._clock = timeline.clock
         self._world_size = world_size
         self._unit = unit
         self._flops_per_step = flops_per_step_per_device
         self._peak_flops = peak_flops
-        self._clock = clock
-        self.timeline = Timeline(device, clock) if timeline is None else timeline
+        self.timeline = timeline
         """The parts of the window's time on this rank."""
 
         self._targets, self._losses, self._counted = (
-            torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)
+            torch.zeros((), dtype=torch.float64, device=self._device) for _ in range(3)
         )
         self._pauses = dict.fromkeys(PAUSES, 0.0)
         self._told_pauses: dict[str, float] = {}

@@ -48,8 +48,9 @@ class Timeline:
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
+        self.device = device
+        self.clock = clock
         self._on_cuda = device.type == "cuda"
-        self._clock = clock
         self.part = OTHER
         """The present part. After an error it is the part that the error has left."""
 
@@ -117,7 +118,7 @@ class Timeline:
 
     def _mark(self) -> None:
         if not self._on_cuda:
-            self._marks.append((self._clock(), self.part))
+            self._marks.append((self.clock(), self.part))
             return
         event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
         event.record()

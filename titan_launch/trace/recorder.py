@@ -72,7 +72,7 @@ from titan_launch.trace.engine import (
 )
 from titan_launch.trace.observers import StepPoints, count_exchanges
 from titan_launch.trace.pipeline_recorder import Mark, Note, PipelineRecorder
-from titan_launch.trace.step import assemble_without_values, watched_memory, watched_parts
+from titan_launch.trace.step import assembled_without_values, watched_memory, watched_parts
 from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.flops import flops_of_job, unknown_if_it_fails
 from titan_launch.train.measure import hold_frozen
@@ -247,7 +247,8 @@ def _record(
     with ExitStack() as stack:
         stack.enter_context(hooks_watched(on_hook))
         stack.enter_context(replaced(fsdp, "end_forward", noted_end_forward))
-        assembled, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
+        without_values = assembled_without_values(config, built, plan, layout, kernels, rank)
+        assembled, batches = stack.enter_context(without_values)
         model, frozen, mesh = assembled.module, assembled.frozen, assembled.mesh
         path_of |= {module: path for path, module in model.named_modules()}
         if frozen is not None:

@@ -107,8 +107,7 @@ def trace_step(
     errors, as a run does. (A matrix product of fake tensors accepts two dtypes.) Other errors of the model's forward
     and backward are raised unchanged.
     """
-    with ExitStack() as stack:
-        model, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
+    with assembled_without_values(config, built, plan, layout, kernels, rank) as (model, batches):
         held_on_host = on_host(config.training, kernels)
         if layout.pipeline == 1:
             num_microbatches = min(layout.num_microbatches, MICROBATCHES)
@@ -121,36 +120,36 @@ def trace_step(
         return replace(traced[0], footprint=footprint)
 
 
-def assemble_without_values(
-    config: JobConfig,
-    built: BuiltModel,
-    plan: ModelPlan,
-    layout: Layout,
-    kernels: Kernels,
-    rank: int,
-    stack: ExitStack,
-) -> tuple[AssembledModel, Batches]:
-    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Return it and the
+@contextmanager
+def assembled_without_values(
+    config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int
+) -> Iterator[tuple[AssembledModel, Batches]]:
+    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Yield it and the
     microbatches.
 
-    Until `stack` is closed, this process acts as that rank, tensors are fake, and operations save the same tensors for
-    backward as `kernels`. No layer is converted to float8, because the memory that torchao needs is not known.
+    In the block this process acts as that rank, tensors are fake, and operations save the same tensors for backward as
+    `kernels`. No layer is converted to float8, because the memory that torchao needs is not known.
     """
-    stack.enter_context(silence())
-    stack.enter_context(fake_process_group(layout.world_size, rank))
-    mesh = build_mesh(layout, "cpu")
-    device = find_device(config.planner.device or "") if kernels == "cuda" else None
-    if device is not None and device.capability is not None:
-        use_planned_kernels(config, built, plan, layout, device.capability)
-    batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
-    model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
-    stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-    stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load))
-    if Category.PARAMETERS in on_host(config.training, kernels):
-        stack.enter_context(copies_from_host())
-    attention_device = torch.device("meta" if kernels == "cuda" else "cpu")  # PyTorch has no ring attention for CPUs
-    allocate_model(model, config, torch.device("cpu"), stack, initial_values=False, attention_device=attention_device)
-    return model, batches
+    with ExitStack() as stack:
+        stack.enter_context(silence())
+        stack.enter_context(fake_process_group(layout.world_size, rank))
+        mesh = build_mesh(layout, "cpu")
+        device = find_device(config.planner.device or "") if kernels == "cuda" else None
+        if device is not None and device.capability is not None:
+            use_planned_kernels(config, built, plan, layout, device.capability)
+        batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
+        model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load))
+        if Category.PARAMETERS in on_host(config.training, kernels):
+            stack.enter_context(copies_from_host())
+        attention_device = torch.device(
+            "meta" if kernels == "cuda" else "cpu"
+        )  # PyTorch has no ring attention for CPUs
+        allocate_model(
+            model, config, torch.device("cpu"), stack, initial_values=False, attention_device=attention_device
+        )
+        yield model, batches
 
 
 def _trace_microbatches(

@@ -84,7 +84,6 @@ def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline, flops: int |
 
     `flops`: those of one sample."""
     return Meter(
-        device=ranks.device,
         timeline=timeline,
         world_size=ranks.world_size,
         unit=job.config.data.unit,

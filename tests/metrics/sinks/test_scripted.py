@@ -17,6 +17,7 @@ from tests.train.jobs import read_metrics
 from titan_launch.config.sections.run import MetricsConfig
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import ConsoleSink, Sink, SinkContext, open_sinks
+from titan_launch.metrics.timeline import Timeline
 
 Reports = list[dict[str, float]]
 
@@ -84,7 +85,7 @@ def scripted(folder: Path, sinks: list[str], console: io.StringIO) -> None:
     opened = [sink for _, sink in open_sinks(config, context(folder))]
     opened.append(ConsoleSink(21, stream=console))
     clock, step = Clock(), 0
-    meter = Meter(device=CPU, clock=clock, world_size=1, flops_per_step_per_device=4e12, peak_flops=10e12)
+    meter = Meter(timeline=Timeline(CPU, clock), world_size=1, flops_per_step_per_device=4e12, peak_flops=10e12)
     for window, memory in zip(WINDOWS, (1.5, 2.5, 2.5), strict=True):
         train(meter, clock, **window)
         step += window["steps"]
