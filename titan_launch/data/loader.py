@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -71,6 +71,19 @@ class Loader:
         self.close()
 
 
+class Workers(NamedTuple):
+    """The processes that read batches."""
+
+    number: int = 0
+    """0: the main process reads."""
+
+    pin_memory: bool = False
+    """True: batches are in page-locked memory, from which copies to a GPU need not wait."""
+
+
+NO_WORKERS = Workers()
+
+
 def build_train_loader(
     source: SampleSource,
     order: Order,
@@ -78,8 +91,7 @@ def build_train_loader(
     dp_rank: int,
     *,
     start: int,
-    num_workers: int = 0,
-    pin_memory: bool = False,
+    workers: Workers = NO_WORKERS,
 ) -> Loader:
     """Return an endless loader of the microbatches of data-parallel rank `dp_rank`.
 
@@ -88,7 +100,7 @@ def build_train_loader(
     The next microbatch takes the next positions. So the samples of a step do not depend on ranks and microbatches.
     """
     reader, batches = _TrainReader(source, order), _TrainBatches(layout, dp_rank, start)
-    return _indexed_loader(reader, batches, num_workers, pin_memory)
+    return _indexed_loader(reader, batches, workers)
 
 
 def samples_of_step(order: Order, layout: Layout, position: int) -> list[list[list[int]]]:
@@ -104,8 +116,7 @@ def build_validation_loader(
     dp_rank: int,
     dp_size: int,
     parts: Sequence[range] | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
+    workers: Workers = NO_WORKERS,
 ) -> Loader:
     """Return a loader of the samples in `parts`, each on exactly one of the `dp_size` ranks, in order.
 
@@ -114,7 +125,7 @@ def build_validation_loader(
     targets are all `IGNORED_TARGET`, fill the last batches of a part. Every iteration starts with the first sample.
     """
     batches = _ValidationBatches(parts or [range(len(source))], local_batch_size, dp_rank, dp_size)
-    return _indexed_loader(_ValidationReader(source), batches, num_workers, pin_memory)
+    return _indexed_loader(_ValidationReader(source), batches, workers)
 
 
 def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> int:
@@ -358,14 +369,12 @@ def _stacked(samples: list[Sample | UserError]) -> _Packed | UserError:
     return error or _Packed(tuple(map(torch.stack, zip(*samples, strict=True))))
 
 
-def _indexed_loader(
-    reader: BatchReader, batches: Iterable[Sequence[int]], num_workers: int, pin_memory: bool
-) -> Loader:
+def _indexed_loader(reader: BatchReader, batches: Iterable[Sequence[int]], workers: Workers) -> Loader:
     """Return a loader of batches that `reader` reads. `batches`: what `reader` turns into a batch, for each batch."""
     return Loader(
         _ErrorsAsBatches(reader),
-        num_workers=num_workers,
-        pin_memory=pin_memory,
+        num_workers=workers.number,
+        pin_memory=workers.pin_memory,
         batch_sampler=batches,
         collate_fn=_packed,
         snapshot_every_n_steps=None,  # its state is not used

@@ -271,7 +271,7 @@ class _Accumulation:
         microbatch = self.memory.paused(self.batches.make)()  # on the host
         strategy = Accumulation(config.gradient_accumulation, self.replicas)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
-        step([microbatch] * self.num_microbatches, self.loss, num_items)
+        step([microbatch] * self.num_microbatches, self.loss, lambda: num_items)
         traffic = self.count.take()
         return scaled_to_step(traffic, self.num_microbatches, layout, config.gradient_accumulation)
 

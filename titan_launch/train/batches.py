@@ -19,6 +19,7 @@ from titan_launch.data.epochs import steps_of
 from titan_launch.data.loader import (
     FetchedAhead,
     Loader,
+    Workers,
     build_train_loader,
     build_validation_loader,
     num_validation_batches,
@@ -239,8 +240,7 @@ def build_train_batches(
             layout,
             layout.data_rank(ranks.rank),
             start=start,
-            num_workers=config.data.num_workers,
-            pin_memory=ranks.device.type == "cuda",
+            workers=Workers(config.data.num_workers, ranks.device.type == "cuda"),
         )
 
     num_ahead = layout.num_microbatches if config.data.num_workers else 0
@@ -282,8 +282,7 @@ def build_validation_batches(
         dp_rank=layout.data_rank(ranks.rank),
         dp_size=layout.data_parallel,
         parts=list(data.validation_parts.values()),
-        num_workers=validation.data.num_workers,
-        pin_memory=ranks.device.type == "cuda",
+        workers=Workers(validation.data.num_workers, ranks.device.type == "cuda"),
     )
     stack.callback(loader.close)
     names = [

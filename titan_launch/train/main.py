@@ -10,7 +10,7 @@ from titan_launch.config.loading.provenance import Provenance
 from titan_launch.distributed.process_group import process_group
 from titan_launch.distributed.random_state import random_stream, seed_everything
 from titan_launch.distributed.torch_private import warn_of_untested_release
-from titan_launch.train.build import build_run
+from titan_launch.train.build import Surroundings, build_run
 from titan_launch.train.explain import explain
 from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.health.flight_recorder import configure_flight_recorder
@@ -43,7 +43,8 @@ def train(
         watchdog = stack.enter_context(Watchdog(config.comm, ranks))
         run: Run | None = None
         try:
-            run = build_run(config, ranks, stack, provenance.place, stop, log_file, watchdog, quiet)
+            process = Surroundings(provenance.place, stop, log_file, watchdog, quiet)
+            run = build_run(config, ranks, stack, process)
             stop.mark_run_built()
             fit(run)
         except BaseException as error:

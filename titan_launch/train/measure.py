@@ -235,8 +235,7 @@ class StepMeasurements(Observer):
             memory.hold([self._train_step.statistics.saved], Category.BUFFERS)
             memory.hold(microbatch, Category.INPUTS)
             hold_frozen(memory, self._train_step.loss)
-            if self._train_step.pipelined is not None:
-                memory.hold(self._train_step.pipelined.receive_buffers(), Category.ACTIVATIONS)
+            memory.hold(self._train_step.gradients.receive_buffers(), Category.ACTIVATIONS)
             yield
             self._seen[MEASURED] = ledger.footprint().peak_bytes / GIB
 

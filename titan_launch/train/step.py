@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,52 @@ if TYPE_CHECKING:
     from titan_launch.train.pipeline_step import PipelinedStep
 
 
+@dataclass(frozen=True)
+class Update:
+    """The change of the parameters by their gradients."""
+
+    optimizer: Optimizer
+    guard: StepGuard
+    """It decides whether to skip the update."""
+
+    max_norm: float
+    """Norm to which the gradient is clipped. 0 disables clipping."""
+
+    after: Callable[[], None] | None = None
+    """A function that runs after every change of parameters; see `TrainStep.parameters_changed`."""
+
+
+class MicrobatchesInTurn:
+    """Runs forward and backward of a model without pipeline stages over the microbatches of a step, one after another.
+    `pipeline_step.PipelinedStep` is its counterpart."""
+
+    computes_loss = True
+
+    def __init__(
+        self, model: nn.Module, accumulation: AccumulationStrategy, device: torch.device, timeline: Parts = UNCOUNTED
+    ):
+        """`timeline` counts the time of forward and backward."""
+        self.timeline = timeline
+        self._model = model
+        self._accumulation = accumulation
+        self._device = device
+
+    def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
+        """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`).
+
+        `num_items` returns the number of the step's items over all ranks. It is called after the first forward."""
+        sums = torch.zeros(loss.num_sums, device=self._device)
+        for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
+            self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
+            self.timeline.group(f"microbatch {index}")
+            sums += forward_backward(self._model, microbatch, self._device, num_items, loss, self.timeline)
+        return sums
+
+    def receive_buffers(self) -> Iterable[Tensor]:
+        """Return the tensors into which stages of a pipeline have received: none."""
+        return ()
+
+
 class TrainStep:
     """One optimizer step: count the items of the loss, run forward and backward for all microbatches, clip gradients,
     decide whether to skip the update, update."""
@@ -39,40 +86,31 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
-        accumulation: AccumulationStrategy,
-        guard: StepGuard,
-        max_norm: float,
+        gradients: MicrobatchesInTurn | PipelinedStep,
+        loss: Loss,
+        update: Update,
         mesh: Mesh,
         device: torch.device,
-        loss: Loss,
-        timeline: Parts = UNCOUNTED,
-        pipelined: PipelinedStep | None = None,
-        after_update: Callable[[], None] | None = None,
     ):
-        """`guard` decides whether to skip the update. `loss` computes the sums of the loss over the items of a
-        microbatch. `timeline` counts the time of forward, backward and update. `pipelined` runs forward and backward if
-        the model has pipeline stages. `after_update` runs after every change of parameters; see
-        `parameters_changed`."""
+        """`gradients` runs forward and backward over all microbatches. `loss` computes the sums of the loss over the
+        items of a microbatch."""
         self.model = model
-        self.optimizer = optimizer
-        self._accumulation = accumulation
-        self.guard = guard
-        self._max_norm = max_norm
+        self.optimizer = update.optimizer
+        self.guard = update.guard
+        self.gradients = gradients
+        self._update = update
         self._mesh = mesh
         self.device = device
         self.loss = loss
-        self._timeline = timeline
-        self.pipelined = pipelined
-        self._after_update = after_update
+        self._timeline = gradients.timeline
         self.statistics = RunningStatistics(model)
         """BatchNorm's running statistics, and the copy of them that a step can restore."""
 
         self.experts = ExpertBalance(model, mesh.data_group, device)
         """The loads and the selection biases of mixtures of experts."""
 
-        self._replicas = replicas_of(optimizer)
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._replicas = replicas_of(self.optimizer)
+        self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self, microbatches: list[Batch], observers: Iterable[Observer] = ()) -> StepResult:
         """Train on the microbatches of one step. The host does not wait for the device.
@@ -88,7 +126,12 @@ class TrainStep:
         self.statistics.save()
         try:
             counts = _Counts(self.loss, microbatches, self.device, self._mesh.data_group)
-            sums = self._gradients(microbatches, counts)
+            sums = self.gradients(microbatches, self.loss, counts.num_items)
+            self._timeline.group("")
+            if self._replicas is not None:
+                self._timeline.begin("communication")
+                self._replicas.reduce_gradients()
+            self._timeline.begin(OTHER)
             # Ranks that share matrices compute the same loss.
             total, *others = (sums / self._mesh.layout.tensor).unbind()
             parts = dict(zip(self.loss.tags, others, strict=False))
@@ -98,7 +141,7 @@ class TrainStep:
 
             self._timeline.begin("optimizer")
             replicas = None if self._replicas is None else self._replicas.group
-            grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group, replicas)
+            grad_norm = clip_grad_norm(self._parameters, self._update.max_norm, self._mesh.pipeline_group, replicas)
             grad_norm = grad_norm.to(self.device, non_blocking=True)  # CPU offload keeps the norm on the host
             self._timeline.begin(OTHER)
             is_skipped = self.guard.check(loss_sum, grad_norm)
@@ -120,7 +163,7 @@ class TrainStep:
             self.optimizer.zero_grad()
             self.experts.reset()
 
-        has_loss = self.pipelined is None or self.pipelined.computes_loss
+        has_loss = self.gradients.computes_loss
         items_local = counts.items_local if has_loss else torch.zeros_like(counts.items_local)
         items_local = items_local / self._mesh.layout.tensor
         num_items, num_targets = counts.total()
@@ -131,27 +174,8 @@ class TrainStep:
 
         A step calls this method after its update. Call the method after any other change of parameters.
         """
-        if self._after_update is not None:
-            self._after_update()
-
-    def _gradients(self, microbatches: list[Batch], counts: _Counts) -> Tensor:
-        """Compute the gradients of all microbatches, and return this rank's part of the step's sums (`Loss.sums`)."""
-        if self.pipelined is not None:
-            sums = self.pipelined(microbatches, self.loss, counts.num_items())
-        else:
-            sums = torch.zeros(self.loss.num_sums, device=self.device)
-            for index, microbatch in enumerate(copied_ahead(microbatches, self.device)):
-                self._accumulation.begin_microbatch(self.model, is_last=index == len(microbatches) - 1)
-                self._timeline.group(f"microbatch {index}")
-                sums += forward_backward(
-                    self.model, microbatch, self.device, counts.num_items, self.loss, self._timeline
-                )
-        self._timeline.group("")
-        if self._replicas is not None:
-            self._timeline.begin("communication")
-            self._replicas.reduce_gradients()
-        self._timeline.begin(OTHER)
-        return sums
+        if self._update.after is not None:
+            self._update.after()
 
     def _abandon(self) -> None:
         """Drop the step after an error."""
