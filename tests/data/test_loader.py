@@ -122,7 +122,7 @@ def validation_batches(dp: int, local: int, max_samples: int | None, num_workers
             dp_rank=rank,
             dp_size=dp,
             parts=[range(min(NUM_SAMPLES, max_samples or NUM_SAMPLES))],
-            num_workers=num_workers,
+            workers=Workers(num_workers),
         ) as loader:
             first = [batch.targets for batch in loader]
             assert [batch.targets.tolist() for batch in loader] == [targets.tolist() for targets in first]

@@ -27,9 +27,9 @@ class Meter(Observer):
         batch = next(batches)
         meter.timeline.begin("forward")
         ...
-        meter.end_step(...)
+        meter.after_step(step, result)
         if is_time_to_report:
-            scalars = meter.report(...)
+            scalars = meter.report(measured)
         with meter.paused("validation"):
             ...
         scalars |= meter.pauses()
@@ -69,6 +69,7 @@ class Meter(Observer):
         self._pauses = dict.fromkeys(PAUSES, 0.0)
         self._told_pauses: dict[str, float] = {}
         self._reported_steps = 0
+        self._last: StepResult | None = None
         self.timeline.take()
         self._start_window()
 
@@ -104,52 +105,36 @@ class Meter(Observer):
         return {tag: told[tag] for tag in changed}
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
-        """Count the step."""
-        self.end_step(result.targets_global, result.loss_sum, result.is_skipped)
-
-    def end_step(self, num_targets: Tensor, loss_sum: Tensor, is_skipped: Tensor) -> None:
-        """Count a step that the host has finished. The device may still run it.
-
-        `num_targets`: number of valid targets of the step over all ranks. `loss_sum`: sum of this rank's losses of the
-        step divided by the number of the loss's items. `is_skipped`: 1 if the step was skipped, else 0; the loss of a
-        skipped step does not count. All have one element.
-        """
-        self._targets += num_targets
-        self._losses += torch.where(is_skipped == 0, loss_sum.detach(), 0)
-        self._counted += is_skipped == 0
+        """Count a step that the host has finished. The device may still run it. The loss of a skipped step does not
+        count."""
+        self._targets += result.targets_global
+        self._losses += torch.where(result.is_skipped == 0, result.loss_sum.detach(), 0)
+        self._counted += result.is_skipped == 0
         self._steps += 1
+        self._last = result
 
-    def report(
-        self,
-        *,
-        loss_sum: Tensor,
-        items_local: Tensor,
-        items_global: Tensor,
-        grad_norm: Tensor,
-        measured: Mapping[str, float | Tensor] | None = None,
-    ) -> dict[str, float]:
+    def report(self, measured: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return the metrics of the window by tag, and start the next window.
 
         Every rank must call this method at the same step. The method runs two all-reduces, one for sums and one for
         maxima. It copies the results to the host in one transfer, which waits for the device. Metrics that are reduced
         over ranks are equal on all ranks. `time/step_s` and throughputs are measured on this rank.
 
-        `loss_sum`: sum of this rank's losses of the last step divided by `items_global`. It is reported only if all
-        steps of the window were skipped. `items_local`, `items_global`: number of the loss's items (valid targets, or
-        pairs of answers) of the last step on this rank and on all ranks. `grad_norm`: norm of the whole gradient, equal
-        on all ranks. All four have one element. `measured`: further metrics of this rank by tag; all ranks pass the
-        same tags.
+        The loss of the last step is reported only if all steps of the window were skipped. `measured`: further metrics
+        of this rank by tag; all ranks pass the same tags.
         """
-        if not self._steps:
-            raise RuntimeError("report() was called without a step since the last report; call end_step first")
+        if self._last is None:
+            raise RuntimeError("report() was called without a step since the last report; call after_step first")
+        last = self._last
         values = self._combine(
             {
-                "train/loss": torch.where(self._counted > 0, self._losses / self._counted, loss_sum),
-                "train/loss_max": _own_mean(loss_sum, items_local, items_global),
-                "train/grad_norm": grad_norm,
+                "train/loss": torch.where(self._counted > 0, self._losses / self._counted, last.loss_sum),
+                "train/loss_max": _own_mean(last.loss_sum, last.items_local, last.items_global),
+                "train/grad_norm": last.grad_norm,
                 _WINDOW_TARGETS: self._targets,
                 **_memory(self._device),
-                **(measured or {}),
+                **last.parts,
+                **measured,
             }
         )
         targets = values.pop(_WINDOW_TARGETS)
@@ -213,7 +198,7 @@ class Meter(Observer):
         return dict(zip(names["sum"] + names["max"] + names["same"], combined, strict=True)) | unchanged
 
     def _start_window(self) -> None:
-        self._steps = 0
+        self._steps, self._last = 0, None
         self._paused_s = 0.0
         for total in (self._targets, self._losses, self._counted):
             total.zero_()

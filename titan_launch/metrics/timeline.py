@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -15,30 +15,21 @@ OTHER = "other"
 """The part of the time that belongs to no other part."""
 
 
-class Parts(Protocol):
-    """Something that counts time by part."""
+class Parts:
+    """Something that counts time by part. This base class counts nothing: the parts of a traced step."""
 
     def begin(self, part: str) -> None:
-        """Count the time from now on under a part."""
+        """Count the time from now on under a part, until the next call."""
 
     def group(self, name: str) -> None:
-        """Name the following parts together in a profile, such as those of a microbatch. "" names nothing."""
+        """Name the following parts together in a profile, such as those of a microbatch, until the next call. "" names
+        nothing."""
 
 
-class Uncounted:
-    """Counts nothing: the parts of a traced step."""
-
-    def begin(self, part: str) -> None:
-        """Do nothing."""
-
-    def group(self, name: str) -> None:
-        """Do nothing."""
+UNCOUNTED = Parts()
 
 
-UNCOUNTED = Uncounted()
-
-
-class Timeline:
+class Timeline(Parts):
     """The time of a rank, divided into parts. A moment belongs to the innermost part that it lies in, so the parts add
     up to the whole time.
 
@@ -72,12 +63,10 @@ class Timeline:
         self._mark()
 
     def begin(self, part: str) -> None:
-        """Count the time from now on under a part, until the next call."""
         self._enter(part)
         self._part_range = self._renamed(self._part_range, "" if part == OTHER else part)
 
     def group(self, name: str) -> None:
-        """Name the following parts together in a profile, until the next call. "" names nothing."""
         self._part_range = self._renamed(self._part_range, "")
         self._group_range = self._renamed(self._group_range, name)
 

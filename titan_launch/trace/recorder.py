@@ -70,7 +70,7 @@ from titan_launch.trace.engine import (
     log_whole_trace,
     whole_traced_on_error,
 )
-from titan_launch.trace.observers import StepPoints, count_exchanges
+from titan_launch.trace.observers import ExchangesCounted, StepPoints
 from titan_launch.trace.pipeline_recorder import Mark, Note, PipelineRecorder
 from titan_launch.trace.step import assembled_without_values, watched_memory, watched_parts
 from titan_launch.train.auto_mode import inspect_model
@@ -260,7 +260,7 @@ def _record(
         memory = stack.enter_context(watched_memory(model, recorder))
         path_of |= {root: root_path(None if pipeline is None else index) for index, root in enumerate(roots(model))}
         stack.enter_context(watched_parts(config, model, plan, steps))
-        stack.enter_context(count_exchanges(mesh, _Exchanges(recorder)))
+        stack.enter_context(ExchangesCounted(mesh, _Exchanges(recorder)))
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         loss = build_loss(model, plan, config, batches.num_classes, has_values=False, frozen=frozen)
         hold_frozen(memory, loss)

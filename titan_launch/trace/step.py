@@ -54,7 +54,7 @@ from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchang
 from titan_launch.plan.types import ModelPlan
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, silence
-from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
+from titan_launch.trace.observers import ExchangesCounted, StepPoints, modules_in_order
 from titan_launch.train.batches import make_microbatch, sample_format
 from titan_launch.train.build import build_replica_shards
 from titan_launch.train.explain import ModelFacts, explained_in_trace
@@ -174,7 +174,7 @@ def _trace_microbatches(
             stack.enter_context(replaced(ReplicaShards, name, function))
         stack.enter_context(watched_parts(config, model, plan, step_points))
         count = stack.enter_context(count_collectives(model, *([] if frozen is None else [frozen.module])))
-        stack.enter_context(count_exchanges(mesh, count))
+        stack.enter_context(ExchangesCounted(mesh, count))
         groups = _group_sizes(config, model, plan, mesh.layout)
         ledger.allocate(state_bytes(config.optimizer, groups), Category.OPTIMIZER)
         ledger.allocate(ema_bytes(config.ema, groups), Category.EMA)

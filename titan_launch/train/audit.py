@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
 from torch import nn
@@ -23,7 +22,7 @@ from titan_launch.parallel.expert_balance import choices_watched
 from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.report.unit_table import KeyLocator
 from titan_launch.plan.types import ModelPlan
-from titan_launch.precision.audit import Audit, compare, merge_audits
+from titan_launch.precision.audit import compare, merge_audits
 from titan_launch.precision.observation import Observations, look_at_storage, observe
 from titan_launch.train.output import RunOutput
 from titan_launch.train.resolve_job import ResolvedJob
@@ -83,14 +82,21 @@ class PrecisionAudit(Observer):
         audit = merge_audits([compare(plan, self._job.layout, observed) for _, plan, observed, _ in self._watched])
         if self._mesh.pipeline_group is not None:
             audit = merge_audits(on_all_ranks(lambda: audit, self._mesh.pipeline_group))
-        differences = _merge_differences([*audit.differences(self._locate_key), *_other_choices(self._watched)])
+        own = [*audit.differences(self._locate_key), *_other_choices(self._watched)]
+        # All ranks get the same list, so they all stop if one rank has found a difference.
+        differences = list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: own))))
         folder = self._output.folder.path
         on_rank_0(lambda: record_audit(folder, {"differences": differences, **audit.as_data()}))
         for sink in self._output.sinks:
             sink.text("precision_audit", audit.as_markdown())
         _log_views(self._watched)
         if differences and is_tested_release():
-            raise UserError(_explain(folder, differences))
+            reason = (
+                f"{_ENDS} (all dtypes are in {folder / AUDIT_FILE}; usual causes are casts in the model's own forward "
+                "or hooks; debug.audit_precision = false disables the audit)"
+            )
+            # After a UserError the run is not restarted: the audit would fail again.
+            raise UserError("\n  ".join([reason, *differences]))
         if differences:  # on an untested release, differences do not end the run
             _log.warning(
                 "precision audit: the first step was not as planned; the run continues, because this release of "
@@ -98,7 +104,7 @@ class PrecisionAudit(Observer):
                 "\n  ".join(differences),
             )
         else:
-            _log.info("precision audit: %s: as planned", _size(audit))
+            _log.info("precision audit: %d modules, %d units: as planned", len(audit.modules), len(audit.units))
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
         """Remove all hooks."""
@@ -139,26 +145,4 @@ def _log_views(watched: Sequence[_Watched]) -> None:
         _log.info("outputs that are views: %s (%s)", listed(paths), advice)
 
 
-def _merge_differences(differences: list[str]) -> list[str]:
-    """Return the differences of all ranks without duplicates. Collective.
-
-    All ranks get the same list, so they all stop if one rank has found a difference."""
-    return list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: differences))))
-
-
-def _size(audit: Audit) -> str:
-    return f"{len(audit.modules)} modules, {len(audit.units)} units"
-
-
 _ENDS = "precision audit: the first step was not as planned, and the run ends before its update"
-
-
-def _explain(folder: Path, differences: list[str]) -> str:
-    """Return the message of the UserError. After a UserError the run is not restarted: the audit would fail again."""
-    return "\n  ".join(
-        [
-            f"{_ENDS} (all dtypes are in {folder / AUDIT_FILE}; usual causes are casts in the model's own forward "
-            "or hooks; debug.audit_precision = false disables the audit)",
-            *differences,
-        ]
-    )

@@ -126,11 +126,7 @@ def _largest_batch(config: JobConfig, hardware: Hardware, world_size: int) -> in
 
 
 def resolve_auto_modes(
-    config: JobConfig,
-    layout: Layout,
-    built: BuiltModel,
-    hardware: Hardware,
-    attempt: Attempt,
+    config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, attempt: Attempt
 ) -> tuple[JobConfig, str | None]:
     """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
 

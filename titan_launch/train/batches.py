@@ -232,16 +232,11 @@ def build_train_batches(
     config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
 ) -> TrainBatches:
     """Return this rank's microbatches, from a position in the data. Closing `stack` ends the data workers."""
+    workers = Workers(config.data.num_workers, ranks.device.type == "cuda")
 
     def build_loader(start: int) -> Loader:
-        return build_train_loader(
-            part_of(data.train, data.sequence_part),
-            data.order,
-            layout,
-            layout.data_rank(ranks.rank),
-            start=start,
-            workers=Workers(config.data.num_workers, ranks.device.type == "cuda"),
-        )
+        source, dp_rank = part_of(data.train, data.sequence_part), layout.data_rank(ranks.rank)
+        return build_train_loader(source, data.order, layout, dp_rank, start=start, workers=workers)
 
     num_ahead = layout.num_microbatches if config.data.num_workers else 0
     batches = TrainBatches(build_loader, position, num_ahead)
@@ -255,14 +250,8 @@ def build_stream_batches(
     """Return this rank's microbatches of a stream; None for data with an index. Closing `stack` ends the worker."""
     if not isinstance(data.train, StreamSource):
         return None
-    batches = StreamBatches(
-        data.train,
-        layout,
-        layout.data_rank(ranks.rank),
-        data.sequence_part,
-        num_workers=config.data.num_workers,
-        pin_memory=ranks.device.type == "cuda",
-    )
+    workers = Workers(config.data.num_workers, ranks.device.type == "cuda")
+    batches = StreamBatches(data.train, layout, layout.data_rank(ranks.rank), data.sequence_part, workers)
     stack.callback(batches.close)
     return batches
 

@@ -56,11 +56,7 @@ from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
-from titan_launch.train.model import (
-    AssembledModel,
-    allocate_model,
-    assemble_model,
-)
+from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.observers import Observers
 from titan_launch.train.output import build_output
 from titan_launch.train.profiling import StepProfiler

@@ -284,17 +284,7 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
     observed: dict[str, float | Tensor] = {}
     for observer in run.observers:
         observed |= observer.take_metrics()
-    scalars = meter.report(
-        loss_sum=result.loss_sum,
-        items_local=result.items_local,
-        items_global=result.items_global,
-        grad_norm=result.grad_norm,
-        measured=dict(result.parts)
-        | expert_measurements(run)
-        | observed
-        | checkpoint_measurements(run)
-        | values_of_run(run),
-    )
+    scalars = meter.report(expert_measurements(run) | observed | checkpoint_measurements(run) | values_of_run(run))
     warn_of_collapse(run, scalars)
     if run.memory_check is not None:
         is_measured = measurements.is_steady or run.ranks.device.type == "cpu"

@@ -16,7 +16,7 @@ from titan_launch.core.torch_release import is_tested_release
 from titan_launch.loss.interface import Loss
 from titan_launch.metrics.memory import LiveMemory, track
 from titan_launch.metrics.timeline import Timeline
-from titan_launch.metrics.traffic import TrafficCount, count_collectives, profile_exposed_time
+from titan_launch.metrics.traffic import TrafficCount, count_collectives, exposed_time_profiled
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import replicas_of
 from titan_launch.parallel.compile import compile_time
@@ -64,24 +64,17 @@ class MemoryCheck:
             self._advice += ", or plan for another load of the experts (planner.expert_load)"
         if not is_tested_release():
             return
-        if config.compile.enable:
-            _log.info(
-                "memory is not predicted during a run with compile.enable, because it depends on the compiler; the "
-                "command `plan` predicts the memory without compilation"
-            )
-            return
-        if config.float8.enable:
-            _log.info(
-                "memory is not predicted during a run with float8.enable, because the memory that torchao needs is not "
-                "known; the command `plan` predicts the memory with bfloat16 instead of float8"
-            )
-            return
-        if layout.pipeline > 1:
-            _log.info(
-                "memory is not predicted during a run with parallelism.pipeline_parallel_degree = %d; the command "
-                "`plan` predicts it",
-                layout.pipeline,
-            )
+        obstacles = {
+            "compile.enable, because it depends on the compiler; the command `plan` predicts the memory without "
+            "compilation": config.compile.enable,
+            "float8.enable, because the memory that torchao needs is not known; the command `plan` predicts the memory "
+            "with bfloat16 instead of float8": config.float8.enable,
+            f"parallelism.pipeline_parallel_degree = {layout.pipeline}; the command `plan` predicts it": (
+                layout.pipeline > 1
+            ),
+        }
+        if obstacle := next((text for text, applies in obstacles.items() if applies), None):
+            _log.info("memory is not predicted during a run with %s", obstacle)
             return
         planned = with_hardware(config, hardware)
         recordings = Recordings(planned, layout, hardware.kernels, recorder=None)
@@ -183,7 +176,7 @@ class StepMeasurements(Observer):
             self._watched.enter_context(self._memory_tracked(step.microbatches[0]))
         is_profiled = self._timeline.is_profiled  # PyTorch has one profiler
         if self._profile_freq and step.number % self._profile_freq == 0 and not is_profiled:
-            self._watched.enter_context(self._profiled())
+            self._watched.enter_context(exposed_time_profiled(self._train_step.device, self._seen))
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
         """Keep the measurements of the step."""
@@ -238,9 +231,3 @@ class StepMeasurements(Observer):
             memory.hold(self._train_step.gradients.receive_buffers(), Category.ACTIVATIONS)
             yield
             self._seen[MEASURED] = ledger.footprint().peak_bytes / GIB
-
-    @contextmanager
-    def _profiled(self) -> Iterator[None]:
-        with profile_exposed_time(self._train_step.device) as exposed:
-            yield
-        self._seen["comm/exposed_s"] = exposed.seconds

@@ -50,12 +50,7 @@ class StageFacts:
 class ScheduledStage(PipelineStage):
     """PyTorch's pipeline stage, changed so that FSDP2 works in it as it does without a pipeline."""
 
-    def __init__(
-        self,
-        local: LocalStage,
-        boundaries: tuple[Tensor, ...],
-        facts: StageFacts,
-    ):
+    def __init__(self, local: LocalStage, boundaries: tuple[Tensor, ...], facts: StageFacts):
         """`boundaries`: tensors like those that enter the stages of the model, and like the last output."""
         index = local.stage.index
         stage_inputs, stage_outputs = (_with_gradient(tensor) for tensor in boundaries[index : index + 2])
@@ -209,8 +204,13 @@ class PipelinedStep:
         return sum(sums, start=torch.zeros(loss.num_sums, device=self._device))
 
     def schedule_for(self, microbatches: list[Batch]) -> Any:
-        """Return PyTorch's schedule of a step with these microbatches."""
-        return self._schedule(len(microbatches), microbatches[0].inputs)
+        """Return PyTorch's schedule of a step with these microbatches. Schedules are reused: each allocates receive
+        buffers."""
+        number, inputs = len(microbatches), microbatches[0].inputs
+        key = (number, inputs.shape)
+        if key not in self._schedules:
+            self._schedules[key] = self._build_schedule(number, inputs)
+        return self._schedules[key][0]
 
     @property
     def computes_loss(self) -> bool:
@@ -225,14 +225,6 @@ class PipelinedStep:
             self._is_abandoned = True
             self._schedules.clear()  # frees the tensors of the step
             raise
-
-    def _schedule(self, num_microbatches: int, inputs: Tensor) -> Any:
-        """Return the schedule for a number of microbatches. Schedules are reused: each allocates receive buffers."""
-        key = (num_microbatches, inputs.shape)
-        if key not in self._schedules:
-            self._schedules[key] = self._build_schedule(num_microbatches, inputs)
-        schedule, _ = self._schedules[key]
-        return schedule
 
     def receive_buffers(self) -> Iterator[Tensor]:
         """Yield the tensors into which the stages have received, and which live until the next step."""

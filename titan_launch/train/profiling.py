@@ -53,12 +53,13 @@ class StepProfiler(Observer):
     def before_step(self, step: WatchedStep) -> None:
         """Profile the step if it is in the job's window, or if the signal has come."""
         first, config = self._config.start_step, self._config
-        is_planned = first is not None and first <= step.number < first + config.num_steps and self._is_chosen
+        is_planned = first is not None and first <= step.number < first + config.num_steps
+        is_planned &= self._ranks.rank in config.ranks
         if not (is_planned or self._was_signalled):
             return
         self._step = step.number
         if self._profile is None:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device == "cuda" else [])]
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._ranks.device.type == "cuda" else [])]
             self._profile = profile(activities=activities, record_shapes=True)
             self._profile.start()
             self._timeline.is_profiled = True
@@ -80,18 +81,10 @@ class StepProfiler(Observer):
         if self._profile is not None:
             self._end()
 
-    @property
-    def _is_chosen(self) -> bool:
-        return self._ranks.rank in self._config.ranks
-
-    @property
-    def _device(self) -> str:
-        return self._ranks.device.type
-
     def _end(self) -> profile:
         ended, self._profile = self._profile, None
         assert ended is not None
-        if self._device == "cuda":
+        if self._ranks.device.type == "cuda":
             torch.cuda.synchronize(self._ranks.device)
         ended.stop()
         self._timeline.is_profiled = False
@@ -103,7 +96,7 @@ class StepProfiler(Observer):
         try:
             self._folder.mkdir(exist_ok=True)
             ended.export_chrome_trace(str(trace))
-            order = f"self_{self._device}_time_total"
+            order = f"self_{self._ranks.device.type}_time_total"
             self._file(".txt").write_text(ended.key_averages().table(sort_by=order, row_limit=_ROWS))
             if self._takes_snapshots:
                 write_memory_snapshot(str(self._file(".pickle")))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titan_launch.core.errors import ConfigError, RunError, UserError
+from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.metrics.timeline import OTHER
 from titan_launch.models.blocks import has_forward
 from titan_launch.plan.advice import Advice
@@ -101,8 +102,6 @@ def _held(run: Run) -> list[str]:
 
 
 def _num_bytes(tensor: object) -> int:
-    from titan_launch.distributed.dtensor import local_tensor
-
     return local_tensor(tensor).nbytes if isinstance(tensor, torch.Tensor) else 0
 
 
