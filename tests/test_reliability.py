@@ -22,8 +22,8 @@ from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.checkpoint import writer
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps
 from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import RunError, UserError, format_key
-from titan_launch.train.build import build_run
+from titan_launch.core.errors import RunError, UserError
+from titan_launch.train.build import Surroundings, build_run
 from titan_launch.train.explain import explain_full_disk
 from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.loop import due_now, ending, fit, report, train_one_step
@@ -66,7 +66,7 @@ def run_signalled_while_writing(job: dict[str, Any]) -> str:
     stop = StopRequest()
     with stop.listening(), ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer._RecordedStream, "write", write_and_signal(writer._RecordedStream.write))
-        run = build_run(JobConfig.model_validate(job), this_rank(), stack, format_key, stop)
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack, Surroundings(stop=stop))
         fit(run)
         return ending(run)
 
@@ -136,7 +136,7 @@ def warnings_with_a_full_disk_from_step_3_to_30(job: dict[str, Any]) -> list[str
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("titan_launch.metrics").addHandler(handler)
     with ExitStack() as stack:
-        run = build_run(config, this_rank(), stack, quiet=True)
+        run = build_run(config, this_rank(), stack, Surroundings(quiet=True))
         while run.progress.step < config.training.steps:
             result = train_one_step(run)
             if run.progress.step == 3:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.distributed import run_ranks
 from tests.parallel.divided_model import HEADS, PLAN, Model
 from tests.tensors import assert_equal, full_state, full_tensor
-from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
+from tests.train.jobs import TINY_ARGS, explained, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ParallelismConfig
@@ -65,7 +65,8 @@ def train_one(job: dict[str, Any], folder: Path) -> Trained:
     job = {**tiny_job(folder, **sections), "model": job["model"]}
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        reports = [report(run, train_one_step(run), due_now(run)) for _ in range(2)]
+        with explained(run):
+            reports = [report(run, train_one_step(run), due_now(run)) for _ in range(2)]
         names = ("train/loss", "train/grad_norm", "validation/loss", "validation/accuracy")
         seen = {name: torch.tensor([scalars[name] for scalars in reports if name in scalars]) for name in names}
         seen = {name: values for name, values in seen.items() if len(values)}

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.precision.steps import train, wrapped
-from tests.train.jobs import fit_explained, this_rank, tiny_job
+from tests.train.jobs import explained, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UNSET, ConfigError, Problem, format_key
 from titan_launch.core.torch_release import NEWEST_TESTED, torch_release
 from titan_launch.precision.diagnosis import Failure, explain, explain_dtypes
 from titan_launch.train.build import build_run
+from titan_launch.train.loop import fit
 
 DIM = 16
 
@@ -423,9 +424,10 @@ def failure_of(config: JobConfig) -> ConfigError:
     model, plan, _ = wrapped(config)
     with pytest.raises((RuntimeError, ValueError, AssertionError, AttributeError)) as raised:
         train(model, config)
-    explained = explain_dtypes(raised.value, model, plan, config.precision)
-    assert explained is not None, raised.value
-    return explained
+    found = explain_dtypes(raised.value, model, plan, config.precision)
+    assert found is not None, raised.value
+    found.__cause__ = raised.value
+    return found
 
 
 def words(problem: Problem) -> str:
@@ -501,9 +503,9 @@ def what_no_job_can_provoke() -> None:
     model.layers[0].norm.float()
     with pytest.raises(AssertionError) as raised:
         train(model, config)
-    explained = explain_dtypes(raised.value, model, plan, config.precision)
-    assert explained is not None
-    (problem,) = explained.problems
+    found = explain_dtypes(raised.value, model, plan, config.precision)
+    assert found is not None
+    (problem,) = found.problems
     assert (format_key(problem.key), words(problem)) == (
         "precision",
         "layers.0.norm.weight was cast to float32 after it was sharded, and its unit is stored in bfloat16; remove "
@@ -537,8 +539,8 @@ def in_a_run(folder: Path) -> None:
         sections["model"] = {"name": f"{__name__}:Model", "args": {"block": block}}
         with ExitStack() as stack:
             run = build_run(JobConfig.model_validate(sections), this_rank(), stack)
-            with pytest.raises(ConfigError, match=r'match = "layers\.\*\.proj"'):
-                fit_explained(run)
+            with pytest.raises(ConfigError, match=r'match = "layers\.\*\.proj"'), explained(run):
+                fit(run)
             assert run.progress.step == steps_done
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,18 +136,23 @@ def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
     """Train a job on this rank and return its whole parameters and buffers."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        fit_explained(run)
+        with explained(run):
+            fit(run)
         return full_state(run.model)
 
 
-def fit_explained(run: Run) -> None:
-    """Train a run to its end. Raise errors as `train` does."""
+@contextmanager
+def explained(run: Run) -> Iterator[None]:
+    """Raise the errors of a run in the block as `train` raises them."""
     try:
-        fit(run)
+        yield
     except Exception as error:
-        assert error.__traceback__ is not None
-        error.__traceback__ = error.__traceback__.tb_next  # without this file, which would count as the user's code
-        raise (explain(error, run.config, run.watchdog, run) or error) from error.__cause__
+        while error.__traceback__ and error.__traceback__.tb_frame.f_globals["__name__"].startswith("tests."):
+            error.__traceback__ = error.__traceback__.tb_next  # a test's frames would count as the user's code
+        found = explain(error, run.config, run.watchdog, run)
+        if found is None:
+            raise
+        raise found from error
 
 
 def run_job_until(job: dict[str, Any], step: int) -> None:
