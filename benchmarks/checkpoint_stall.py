@@ -66,7 +66,8 @@ def measure(mode: AsyncMode, ranks: Ranks, folder: Path) -> Figures:
             stalls.append(stall)
             writings.append(writing)
             meanwhile += steps
-        size = on_rank_0(lambda: sum(f.stat().st_size for f in (run.folder / "checkpoints/latest").resolve().iterdir()))
+        latest = run.output.folder.path / "checkpoints/latest"
+        size = on_rank_0(lambda: sum(f.stat().st_size for f in latest.resolve().iterdir()))
     return Figures(
         statistics.median(stalls),
         statistics.median(writings),

@@ -47,7 +47,7 @@ from titan_launch.cli import main as launcher_main
 from titan_launch.config.paths import PYTHON_STDLIB, expand_paths
 from titan_launch.config.sections.data import TokensData
 from titan_launch.data.corpora.text import is_text
-from titan_launch.data.loader import build_train_loader
+from titan_launch.data.loader import Workers, build_train_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.packing import pack
 from titan_launch.data.prepare import usable_cores
@@ -95,7 +95,7 @@ def launcher(folder: Path, batch_size: int, num_workers: int) -> Generator[objec
     source = build_source(TokensData(kind="tokens", path=str(folder)), ByteTokenizer(), SEQ_LEN)
     layout = Layout(1, 1, local_batch_size=batch_size, num_microbatches=1)
     order = SampleOrder(len(source), seed=0, shuffle=True)
-    with build_train_loader(source, order, layout, 0, start=0, num_workers=num_workers) as batches:
+    with build_train_loader(source, order, layout, 0, start=0, workers=Workers(num_workers)) as batches:
         yield from batches
 
 

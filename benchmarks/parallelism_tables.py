@@ -24,7 +24,7 @@ from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.memory.replay_engine import ReplayEngine
-from titan_launch.plan.report.modes import Row, compare
+from titan_launch.plan.report.modes import Row, Subject, compare
 from titan_launch.trace.recorder import TorchRecorder
 
 SAMPLES = 512
@@ -90,8 +90,8 @@ def _row(config: JobConfig, layout: Layout) -> Row:
     hardware = hardware_of(config, ranks_on_machine=8)
     recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
     engine = ReplayEngine(config, layout, hardware.kernels, recordings)
-    inventory = recordings.subject().inventory
-    return compare(config, layout, inventory, recordings.flops, hardware, engine, only_own=True).rows[0]
+    subject = Subject(recordings.subject().inventory, recordings.flops, engine)
+    return compare(config, layout, subject, hardware, only_own=True).rows[0]
 
 
 def _shortest(row: Row) -> tuple[float, float]:

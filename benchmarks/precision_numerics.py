@@ -173,8 +173,8 @@ def train(runs: dict[str, Run], figures: dict[str, Figures], steps: int) -> None
         figures[name].training_loss.append(statistics.mean(losses[name][-LAST_STEPS:]))
         pool_statistics(run, "validation", temporarily=False)
         figures[name].validation_loss.append(validation_scalars(run)["validation/loss"])
-        sharded = replace(run.layout, shard=max(2, run.layout.shard))
-        figures[name].collectives = collectives_of_microbatch(run.plan.units, sharded)
+        sharded = replace(run.job.layout, shard=max(2, run.job.layout.shard))
+        figures[name].collectives = collectives_of_microbatch(run.job.plan.units, sharded)
 
 
 def table(job: str, figures: dict[str, Figures]) -> str:

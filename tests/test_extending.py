@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import make_dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -17,13 +19,16 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.plan.memory.test_optimizer_memory import measure
-from tests.train.jobs import read_metrics, run_job, tiny_job
+from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch import cli
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.hardware import GIB
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.trace.recorder import recorded_engine
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import fit
+from titan_launch.train.observers import Observers
 
 PEAK = "memory/max_active_gib"
 REPO = Path(__file__).parent.parent
@@ -46,9 +51,12 @@ def added(changes: str) -> str:
     return "".join(line[1:] for line in changes.splitlines(keepends=True) if line.startswith("+"))
 
 
-def apply(heading: str) -> None:
-    """Add the new files of a recipe as modules, and its lines to the modules and tables of the package."""
+def apply(heading: str, under: tuple[str, ...] = ("",)) -> None:
+    """Add the new files of a recipe as modules, and its lines to the modules and tables of the package. `under`: first
+    parts of the paths of files to change."""
     for path, changes in files_of(heading):
+        if not path.startswith(under):
+            continue
         name = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         if not (REPO / path).exists():
             sys.modules[name] = ModuleType(name)
@@ -106,6 +114,23 @@ def train(folder: Path) -> dict[str, Any]:
     ]
     bytes_of = [measure({"name": "Signum", **settings}, dtype, (2,), 32) for settings, dtype in cases]
     return {"losses": losses, "elements": elements, "bytes": bytes_of}
+
+
+def observed(folder: Path) -> list[float]:
+    """Train with the observer of the recipe, and return what it reports."""
+    apply("An observer", ("titan_launch/metrics/",))
+    made = importlib.import_module("titan_launch.metrics.largest_gradient").LargestGradient
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(tiny_job(folder)), this_rank(), stack)
+        extended = make_dataclass("Extended", [("largest_gradient", made)], bases=(Observers,), frozen=True)
+        fit(replace(run, observers=extended(*vars(run.observers).values(), made(run.model))))
+    return [report["train/largest_gradient"] for report in read_metrics(folder)]
+
+
+def test_the_observer_of_the_recipe_reports_what_it_has_seen(tmp_path: Path) -> None:
+    found, _ = run_ranks(observed, 2, tmp_path)
+    norms = [report["train/grad_norm"] for report in read_metrics(tmp_path)]
+    assert len(found) == 4 and all(norm / 200 < largest < norm for largest, norm in zip(found, norms, strict=True))
 
 
 def planned_peak(folder: Path) -> float:

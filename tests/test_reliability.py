@@ -22,11 +22,11 @@ from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.checkpoint import writer
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps
 from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import RunError, UserError, format_key
-from titan_launch.train.build import build_run
+from titan_launch.core.errors import RunError, UserError
+from titan_launch.train.build import Surroundings, build_run
+from titan_launch.train.explain import explain_full_disk
 from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.loop import due_now, ending, fit, report, train_one_step
-from titan_launch.train.main import full_disk_explained
 
 REPO = Path(__file__).parent.parent
 
@@ -66,7 +66,7 @@ def run_signalled_while_writing(job: dict[str, Any]) -> str:
     stop = StopRequest()
     with stop.listening(), ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer._RecordedStream, "write", write_and_signal(writer._RecordedStream.write))
-        run = build_run(JobConfig.model_validate(job), this_rank(), stack, format_key, stop)
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack, Surroundings(stop=stop))
         fit(run)
         return ending(run)
 
@@ -136,7 +136,7 @@ def warnings_with_a_full_disk_from_step_3_to_30(job: dict[str, Any]) -> list[str
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("titan_launch.metrics").addHandler(handler)
     with ExitStack() as stack:
-        run = build_run(config, this_rank(), stack, quiet=True)
+        run = build_run(config, this_rank(), stack, Surroundings(quiet=True))
         while run.progress.step < config.training.steps:
             result = train_one_step(run)
             if run.progress.step == 3:
@@ -172,10 +172,12 @@ def test_files_that_find_no_room_at_the_start_end_the_run_with_one_sentence(smal
     text = (
         f"^{small_disk}/tiny cannot be written to: No space left on device; make room, and run the same command again "
     )
-    with pytest.raises(RunError, match=text + "with --checkpoint.load=latest"), full_disk_explained(config):
+    with pytest.raises(OSError) as full:
         (small_disk / "file").write_bytes(b"x" * 10_000_000)
-    with pytest.raises(FileExistsError), full_disk_explained(config):
+    assert re.match(text + "with --checkpoint.load=latest", str(explain_full_disk(full.value, config)))
+    with pytest.raises(FileExistsError) as exists:
         small_disk.mkdir()
+    assert explain_full_disk(exists.value, config) is None
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(small_disk: Path) -> None:

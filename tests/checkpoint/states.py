@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.tensors import full_state, full_tensor
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
-from titan_launch.checkpoint.state import Progress, TrainingState
+from titan_launch.checkpoint.state import ModelAndOptimizer, Progress, TrainingState
 from titan_launch.config.sections.checkpoint import CheckpointConfig
+from titan_launch.distributed.random_state import RandomState
 from titan_launch.parallel.batchnorm import RunningStatistics
 
 ORIGIN = Origin(
@@ -65,7 +66,8 @@ def trained(steps: int, replicas: int = 1, width: int = 7) -> Trained:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     progress = Progress()
     statistics = RunningStatistics(model)
-    state = TrainingState(model, optimizer, {"progress": progress}, statistics, CPU, seed=0, stream=dist.get_rank())
+    weights, random = ModelAndOptimizer(model, optimizer), RandomState(CPU, 0, dist.get_rank())
+    state = TrainingState(weights, {"progress": progress}, statistics, random)
     result = Trained(model, optimizer, progress, state)
     for _ in range(steps):
         result.step()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader
+from titan_launch.data.loader import Loader, Workers, build_train_loader, build_validation_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.plan.layout import Layout
 
@@ -37,7 +37,7 @@ def layout(dp: int, local: int) -> Layout:
 
 def train_loader(split: Layout, rank: int, start: int = 0, num_workers: int = 0) -> Loader:
     order = SampleOrder(NUM_SAMPLES, seed=1, shuffle=True)
-    return build_train_loader(Numbers(), order, split, rank, start=start, num_workers=num_workers)
+    return build_train_loader(Numbers(), order, split, rank, start=start, workers=Workers(num_workers))
 
 
 def global_batches(split: Layout, steps: int, start: int = 0, num_workers: int = 0) -> list[list[list[int]]]:
@@ -99,7 +99,7 @@ class Wide(Numbers):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_large_batches_arrive_unchanged_and_integers_are_widened(num_workers: int) -> None:
     order = SampleOrder(NUM_SAMPLES, seed=1, shuffle=False)
-    with build_train_loader(Wide(), order, layout(1, 4), 0, start=0, num_workers=num_workers) as loader:
+    with build_train_loader(Wide(), order, layout(1, 4), 0, start=0, workers=Workers(num_workers)) as loader:
         inputs, targets, _ = next(iter(loader))
     assert torch.equal(inputs, torch.arange(4.0)[:, None].expand(4, 1 << 18))
     assert torch.equal(targets, torch.arange(4)) and targets.dtype == torch.int64
@@ -122,7 +122,7 @@ def validation_batches(dp: int, local: int, max_samples: int | None, num_workers
             dp_rank=rank,
             dp_size=dp,
             parts=[range(min(NUM_SAMPLES, max_samples or NUM_SAMPLES))],
-            num_workers=num_workers,
+            workers=Workers(num_workers),
         ) as loader:
             first = [batch.targets for batch in loader]
             assert [batch.targets.tolist() for batch in loader] == [targets.tolist() for targets in first]

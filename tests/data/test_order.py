@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from titan_launch.data.loader import build_train_loader
+from titan_launch.data.loader import Workers, build_train_loader
 from titan_launch.data.order import MixtureOrder, Order, SampleOrder, block_size
 from titan_launch.data.sources import SampleSource
 from titan_launch.data.sources.mixture import MixtureSource
@@ -187,7 +187,7 @@ def read(stream: tuple[Order, SampleSource], layout: Layout, start: int, steps: 
     order, source = stream
     read_samples: list[list[list[int]]] = [[] for _ in range(steps)]
     for rank in range(layout.data_parallel):
-        with build_train_loader(source, order, layout, rank, start=start, num_workers=workers) as loader:
+        with build_train_loader(source, order, layout, rank, start=start, workers=Workers(workers)) as loader:
             microbatches = iter(loader)
             for step in read_samples:
                 step.append([next(microbatches)[0].tolist() for _ in range(layout.num_microbatches)])

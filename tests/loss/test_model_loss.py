@@ -29,7 +29,7 @@ from titan_launch.plan.layout import plan_layout
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.model import build_on_all_ranks, shard_model
-from titan_launch.train.step import TrainStep, validate
+from titan_launch.train.step import MicrobatchesInTurn, TrainStep, Update, validate
 
 CPU = torch.device("cpu")
 SEED = 5
@@ -120,7 +120,8 @@ def train_with_own_loss() -> dict[tuple[str, str], tuple[dict[str, Tensor], list
         strategy, guard = Accumulation(config.gradient_accumulation), StepGuard(DebugConfig(), CPU)
         loss = build_loss(model, plan, config, 61)
         assert isinstance(loss, ModelLoss)
-        step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, mesh, CPU, loss)
+        gradients, update = MicrobatchesInTurn(model, strategy, CPU), Update(optimizer, guard, MAX_NORM)
+        step = TrainStep(model, gradients, loss, update, mesh, CPU)
         norms: list[float] = []
         microbatches: list[Batch] = []
         for inputs, targets in zip(*batches(), strict=True):

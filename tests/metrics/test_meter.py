@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.tensors import Operations
+from titan_launch.core.observer import StepResult, WatchedStep
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.tags import STEP_PARTS, TAGS
+from titan_launch.metrics.timeline import OTHER, Timeline
 
 CPU = torch.device("cpu")
 
@@ -30,34 +33,42 @@ class Clock:
 
 
 def build(clock: Clock, **keys: Any) -> Meter:
-    return Meter(device=CPU, clock=clock, **{"world_size": 1, **keys})
+    return Meter(timeline=Timeline(CPU, clock), **{"world_size": 1, **keys})
 
 
 ZERO = torch.tensor(0)
 
 
+def end_step(meter: Meter, targets: Tensor, loss: Tensor, skipped: Tensor, **others: Any) -> None:
+    values = {"loss_sum": loss, "targets_global": targets, "is_skipped": skipped, "grad_norm": torch.tensor(0.5)}
+    items = {"items_local": torch.tensor(1000), "items_global": torch.tensor(1000)}
+    meter.after_step(STEP, StepResult(parts={}, **{**values, **items, **others}))
+
+
+STEP = WatchedStep(1, is_reported=True, microbatches=())
+
+
 def train(meter: Meter, clock: Clock, *, steps: int, tokens: int = 1000, loss: float = 2.5, skipped: int = 0) -> None:
     """Train steps of 2 s. Half a second of each is a wait for data, a quarter communication within backward."""
     for _ in range(steps):
-        with meter.timeline.part("data"):
-            clock.advance(0.5)
-        with meter.timeline.part("backward"):
-            clock.advance(0.125)
-            with meter.timeline.part("communication"):
-                clock.advance(0.25)
-            clock.advance(0.125)
+        meter.timeline.begin("data")
+        clock.advance(0.5)
+        meter.timeline.begin("backward")
+        clock.advance(0.125)
+        with meter.timeline.inner("communication"):
+            clock.advance(0.25)
+        clock.advance(0.125)
+        meter.timeline.begin(OTHER)
         clock.advance(1.0)
-        meter.end_step(torch.tensor(tokens), torch.tensor(loss), torch.tensor(skipped))
+        end_step(meter, torch.tensor(tokens), torch.tensor(loss), torch.tensor(skipped))
 
 
 def report(meter: Meter, *, loss: float = 2.5, valid: int = 1000, valid_global: int = 1000) -> dict[str, float]:
-    scalars = meter.report(
-        loss_sum=torch.tensor(loss),
-        items_local=torch.tensor(valid),
-        items_global=torch.tensor(valid_global),
-        grad_norm=torch.tensor(0.5),
-    )
-    return scalars | meter.pauses()
+    """Report, with these values of the last step."""
+    if meter._last is not None:
+        items = {"items_local": torch.tensor(valid), "items_global": torch.tensor(valid_global)}
+        meter._last = replace(meter._last, loss_sum=torch.tensor(loss), **items)
+    return meter.report({}) | meter.pauses()
 
 
 def test_a_window_reports_means_and_throughput_of_its_steps() -> None:
@@ -136,7 +147,7 @@ def test_pauses_after_a_report_count_in_it_until_the_next_one() -> None:
 def test_communication_in_a_pause_belongs_to_the_pause() -> None:
     clock = Clock()
     meter = build(clock)
-    with meter.paused("validation"), meter.timeline.part("communication"):
+    with meter.paused("validation"), meter.timeline.inner("communication"):
         clock.advance(100)
     train(meter, clock, steps=1)
     scalars = report(meter)
@@ -176,8 +187,8 @@ def test_a_report_accepts_tensors_that_require_gradients() -> None:
     train(meter, clock, steps=1)
     loss = torch.tensor(1.0, requires_grad=True)
     one = torch.tensor(1)
-    meter.end_step(one, loss, ZERO)
-    assert meter.report(loss_sum=loss, items_local=one, items_global=one, grad_norm=loss)["train/loss"] == 1.75
+    end_step(meter, one, loss, ZERO, grad_norm=loss)
+    assert meter.report({})["train/loss"] == 1.75
 
 
 def test_the_loss_is_the_mean_of_the_steps_that_were_not_skipped() -> None:
@@ -199,9 +210,9 @@ def test_a_report_copies_its_numbers_once_in_each_direction(monkeypatch: pytest.
         clock = Clock()
         meter = build(clock)
         train(meter, clock, steps=1)
-        one, measured = torch.ones(()), {f"measured/{number}": 0.1 * number for number in range(size)}
+        measured = {f"measured/{number}": 0.1 * number for number in range(size)}
         with Operations() as operations:
-            scalars = meter.report(loss_sum=one, items_local=one, items_global=one, grad_norm=one, measured=measured)
+            scalars = meter.report(measured)
         assert {name: scalars[name] for name in measured} == measured  # in float64
         counts.append(operations.counts)
     assert counts[0] == counts[1] and not counts[0]["_local_scalar_dense"]
@@ -226,10 +237,11 @@ def _unequal_ranks() -> dict[str, float]:
     valid, mean, waited = [(600, 2.0, 1.0), (200, 5.0, 7.0), (0, 0.0, 3.0)][rank]
     clock = Clock()
     meter = build(clock, world_size=3)
-    with meter.timeline.part("data"):
-        clock.advance(waited)
+    meter.timeline.begin("data")
+    clock.advance(waited)
+    meter.timeline.begin(OTHER)
     clock.advance(10 - waited)
-    meter.end_step(torch.tensor(800), torch.tensor(mean * valid / 800), ZERO)
+    end_step(meter, torch.tensor(800), torch.tensor(mean * valid / 800), ZERO)
     return report(meter, loss=mean * valid / 800, valid=valid, valid_global=800)
 
 
@@ -262,14 +274,14 @@ def test_a_nan_loss_of_one_rank_is_reported(bad: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_memory_is_per_window() -> None:
     device = torch.device("cuda")
-    meter = Meter(device=device, world_size=1)
+    meter = Meter(timeline=Timeline(device), world_size=1)
     one = torch.ones((), device=device)
     before = torch.cuda.memory_stats(device)["active_bytes.all.current"] / 2**30  # held by earlier tests
 
     def window(gib: float) -> dict[str, float]:
         torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device)
-        meter.end_step(one, one, torch.zeros_like(one))
-        return meter.report(loss_sum=one, items_local=one, items_global=one, grad_norm=one)
+        end_step(meter, one, one, torch.zeros_like(one), items_local=one, items_global=one, grad_norm=one)
+        return meter.report({})
 
     first, second = window(1.0), window(0.25)
     assert first["memory/max_active_gib"] == pytest.approx(before + 1.0, abs=0.01)

@@ -31,7 +31,7 @@ from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.fsdp import discard_pending, fsdp_modules, in_evaluation_mode, without_backward
 from titan_launch.train.health.step_guard import StepGuard
-from titan_launch.train.step import TrainStep
+from titan_launch.train.step import MicrobatchesInTurn, TrainStep, Update
 
 SEQ_LEN = 8
 CHECKPOINTING: list[dict[str, Any]] = [
@@ -101,13 +101,11 @@ class Trained:
         accumulation = Accumulation(config.gradient_accumulation)
         self.step = TrainStep(
             self.model,
-            optimizer,
-            accumulation,
-            StepGuard(DebugConfig(), device),
-            1.0,
+            MicrobatchesInTurn(self.model, accumulation, device),
+            CrossEntropy(LossConfig(chunks=3)),
+            Update(optimizer, StepGuard(DebugConfig(), device), 1.0),
             this_mesh(),
             device,
-            CrossEntropy(LossConfig(chunks=3)),
         )
 
     def state(self) -> dict[str, Tensor]:

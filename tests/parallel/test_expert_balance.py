@@ -19,6 +19,7 @@ from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
+from titan_launch.core.observer import Observer
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.expert_args import ExpertArgs
@@ -160,14 +161,15 @@ def poisoned_and_abandoned(job: dict[str, Any]) -> None:
         assert result.is_skipped == 1
         assert_equal(full_state(run.model), before)
         factor = 1.0
-        run.guard.pop_skipped_steps(run.progress.step)
+        run.step.guard.pop_skipped_steps(run.progress.step)
 
-        def interrupt() -> None:
-            assert run.model.get_buffer("layers.1.moe.load").sum() == 2 * 16 * 2  # samples, tokens, choices
-            raise KeyboardInterrupt
+        class Interrupt(Observer):
+            def before_update(self) -> None:
+                assert run.model.get_buffer("layers.1.moe.load").sum() == 2 * 16 * 2  # samples, tokens, choices
+                raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            run.step([next(run.train_batches) for _ in range(run.layout.num_microbatches)], interrupt)
+            run.step([next(run.batches.train) for _ in range(run.job.layout.num_microbatches)], [Interrupt()])
         run.step.parameters_changed()
         run.optimizer.zero_grad()
         assert_equal(full_state(run.model), before)

@@ -34,7 +34,7 @@ from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.expert_parallel import Dispatch
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.trace.observers import count_exchanges
+from titan_launch.trace.observers import ExchangesCounted
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, fit, report, save, train_one_step
@@ -241,7 +241,7 @@ def counted(config: JobConfig, layout: Layout) -> Traffic:
     initialize(model, built.initializer, 0, torch.device("cpu"))
     strategy, tokens = Accumulation(config.gradient_accumulation), 16
     inputs = torch.randint(0, 61, (1, tokens))
-    with count_collectives(model) as count, count_exchanges(mesh, count):
+    with count_collectives(model) as count, ExchangesCounted(mesh, count):
         for index in range(2):
             strategy.begin_microbatch(model, is_last=index == 1)
             cross_entropy_sum(model(inputs), inputs).backward()

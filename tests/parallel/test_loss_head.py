@@ -96,7 +96,7 @@ def _train(job: dict[str, Any], folder: Path) -> dict[str, Tensor]:
     with ExitStack() as stack:
         config = JobConfig.model_validate({**tiny_job(folder, **sections), "model": job["model"]})
         run = build_run(config, this_rank(), stack)
-        assert (run.plan.loss_head is None) == (config.loss.chunks == 1)
+        assert (run.job.plan.loss_head is None) == (config.loss.chunks == 1)
         reports = [report(run, train_one_step(run), due_now(run)) for _ in range(2)]
         seen = {tag: torch.tensor([scalars[tag] for scalars in reports if tag in scalars]) for tag in TAGS}
         return {**seen, **full_state(run.model)}

@@ -71,8 +71,8 @@ def train(jobs: list[Any]) -> list[Trained]:
 
 def _check_traffic(run: Run, scalars: dict[str, float]) -> None:
     """Check that a rank's stages communicate as their unit tables say, for any order of forwards and backwards."""
-    own = [part for _, part in parts(run.model, run.plan)]
-    planned = sum(collectives_of_step(p.units, run.layout, run.config.gradient_accumulation).total for p in own)
+    own = [part for _, part in parts(run.model, run.job.plan)]
+    planned = sum(collectives_of_step(p.units, run.job.layout, run.config.gradient_accumulation).total for p in own)
     assert scalars["comm/collectives"] == planned
 
 

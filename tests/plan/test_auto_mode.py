@@ -23,6 +23,7 @@ from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.module_selection import checkpointed_modules
+from titan_launch.plan.report.modes import Subject
 from titan_launch.plan.report.table import format_assumptions, format_comparison
 from titan_launch.plan.types import Inventory
 from titan_launch.plan.units.order import plan_resharding
@@ -31,7 +32,7 @@ from titan_launch.plan.units.order import plan_resharding
 def resolved(config: JobConfig, ranks: int = 2) -> Resolution:
     layout, inventory = plan_layout(config.parallelism, config.training, ranks), model_inventory(config)
     engine = PredictedBy(predict, config, layout)
-    return resolve_auto(config, layout, inventory, flops_of, hardware_of(config, ranks), engine)
+    return resolve_auto(config, layout, Subject(inventory, flops_of, engine), hardware_of(config, ranks))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from titan_launch.models.build import build_model
 from titan_launch.precision.audit import Audit, compare
 from titan_launch.precision.observation import look_at_storage, observe
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.build import build_run
+from titan_launch.train.build import Surroundings, build_run
 from titan_launch.train.loop import train_one_step
 
 
@@ -171,7 +171,8 @@ def differences_of_casts(folder: Path) -> None:
     sections = tiny_job(folder, model={**CASTS, "args": {}}, precision=precision)
     sections["model"].pop("args")
     with ExitStack() as stack:
-        run = build_run(JobConfig.model_validate(sections), this_rank(), stack, locate_key=lambda _: "job.toml:7")
+        process = Surroundings(locate_key=lambda _: "job.toml:7")
+        run = build_run(JobConfig.model_validate(sections), this_rank(), stack, process)
         before = full_state(run.model)
         with pytest.raises(UserError) as raised:
             train_one_step(run)

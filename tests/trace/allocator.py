@@ -81,7 +81,7 @@ def _accumulate(config: JobConfig, model: nn.Module, loss: Loss, layout: Layout)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
         microbatch = make_microbatch(config, shape, layout.local_batch_size)
         microbatches = [microbatch] * layout.num_microbatches
-        step(microbatches, loss, valid)
+        step(microbatches, loss, lambda: valid)
         return step
     for index in range(layout.num_microbatches):
         strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)

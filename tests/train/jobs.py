@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from titan_launch.plan.types import ModelPlan
 from titan_launch.trace.recorder import recorded_engine
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
+from titan_launch.train.explain import explain
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
 from titan_launch.train.loop import compared_loss, due_now, fit, is_saved, report, save, train_one_step
 from titan_launch.train.model import build_job_model, shard_model
@@ -134,8 +136,23 @@ def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
     """Train a job on this rank and return its whole parameters and buffers."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        fit(run)
+        with explained(run):
+            fit(run)
         return full_state(run.model)
+
+
+@contextmanager
+def explained(run: Run) -> Iterator[None]:
+    """Raise the errors of a run in the block as `train` raises them."""
+    try:
+        yield
+    except Exception as error:
+        while error.__traceback__ and error.__traceback__.tb_frame.f_globals["__name__"].startswith("tests."):
+            error.__traceback__ = error.__traceback__.tb_next  # a test's frames would count as the user's code
+        found = explain(error, run.config, run.watchdog, run)
+        if found is None:
+            raise
+        raise found from error
 
 
 def run_job_until(job: dict[str, Any], step: int) -> None:

@@ -106,7 +106,7 @@ def train(model: str, sections: dict[str, Any], folder: Path, is_packed: bool) -
     measured = []
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        rank, ranks = run.layout.data_rank(run.ranks.rank), run.layout.data_parallel
+        rank, ranks = run.job.layout.data_rank(run.ranks.rank), run.job.layout.data_parallel
 
         def batches(step: int) -> list[Batch]:
             whole = [packed(step, sample) for sample in range(len(LENGTHS))] if is_packed else [alone(step)]

@@ -46,8 +46,9 @@ def ema_job(folder: Path, **sections: Any) -> dict[str, Any]:
 
 
 def average_of(run: Run) -> State:
-    assert run.ema is not None
-    return {name: full_tensor(tensor) for name, tensor in run.ema.state_dict().items()}
+    ema = run.observers.ema
+    assert ema is not None
+    return {name: full_tensor(tensor) for name, tensor in ema.state_dict().items()}
 
 
 def saved_average(folder: Path, step: int = 6) -> State:
@@ -219,8 +220,8 @@ def validated(job: dict[str, Any]) -> tuple[dict[str, float], dict[str, float], 
         dtype = getattr(torch, config.precision.storage_dtype)
         for name, tensor in [*plain.named_parameters(), *plain.named_buffers()]:
             tensor.data.copy_(after[f"ema.{name}"].to(dtype) if f"ema.{name}" in after else after[name])
-        assert run.validation_batches is not None
-        expected = validate(plain, run.validation_batches, run.ranks.device, run.step.loss)
+        assert run.batches.validation is not None
+        expected = validate(plain, run.batches.validation, run.ranks.device, run.step.loss)
         return scalars, expected, before, after
 
 

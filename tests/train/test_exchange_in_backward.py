@@ -147,7 +147,7 @@ def abandon_and_repeat(job: dict[str, Any]) -> None:
             run = build(job, stack)
             replicas = replicas_of(run.optimizer)
             assert replicas is not None
-            microbatches = [next(run.train_batches) for _ in range(run.layout.num_microbatches)]
+            microbatches = [next(run.batches.train) for _ in range(run.job.layout.num_microbatches)]
             run.step(microbatches)
             if is_abandoned:
                 with pytest.raises(Abandoned), replicas.watched(failing_at_third()):

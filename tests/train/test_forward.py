@@ -13,9 +13,10 @@ from torch import nn
 
 from tests.distributed import run_command
 from titan_launch.core.errors import ConfigError
+from titan_launch.data.sources import Batch
 from titan_launch.loss.interface import Loss
 from titan_launch.loss.outputs import logits_check
-from titan_launch.train.forward import check_embeddings, check_signature, forward_explained
+from titan_launch.train.forward import check_embeddings, check_signature, explain_forward, run_model
 
 MODEL = """
 import torch
@@ -326,9 +327,10 @@ class Masked(nn.Module):
 
 def test_a_plain_attribute_on_another_device_is_named() -> None:
     model, inputs = nn.Sequential(Masked()), torch.ones(2, 2)
-    with pytest.raises(ConfigError) as caught, forward_explained(model, inputs, Loss()):
-        model(inputs)
-    assert "the model's forward fails at" in str(caught.value) and str(caught.value).endswith(
+    with pytest.raises(RuntimeError) as caught:
+        run_model(model, Batch(inputs, inputs), Loss())
+    explained = str(explain_forward(caught.value))
+    assert "the model's forward fails at" in explained and explained.endswith(
         "; Masked (0) holds a tensor on meta in the plain attribute masks, and the launcher moves only parameters and "
         'buffers to cpu; register it in __init__: self.register_buffer("masks", ..., persistent=False)'
     )

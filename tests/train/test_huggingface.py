@@ -88,7 +88,7 @@ def global_batches(job: dict[str, Any]) -> list[Batch]:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         for _ in range(STEPS):
             everybody: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everybody, next(run.train_batches))
+            dist.all_gather_object(everybody, next(run.batches.train))
             batches.append(Batch(*(torch.cat([batch[part] for batch in everybody]) for part in (0, 1))))
     return batches
 

@@ -164,7 +164,7 @@ def peft_alone(folder: Path, model: int) -> PeftResult:
         optimizer = torch.optim.AdamW(pairs.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
         for _ in range(STEPS):
             optimizer.zero_grad()
-            microbatches = [next(run.train_batches) for _ in range(run.layout.num_microbatches)]
+            microbatches = [next(run.batches.train) for _ in range(run.job.layout.num_microbatches)]
             inputs, targets_of = (torch.cat([batch[index] for batch in microbatches]) for index in (0, 1))
             loss = F.cross_entropy(wrapped(inputs).flatten(0, 1), targets_of.flatten())
             loss.backward()
@@ -276,14 +276,19 @@ def audited(folder: Path) -> tuple[list[str], dict[str, dict[str, Any]], list[tu
         run = build_run(
             JobConfig.model_validate(lora_job(folder, "audit", precision=FP32_ADAPTERS)), this_rank(), stack
         )
-        with observe(run.model, run.plan) as observed:
+        with observe(run.model, run.job.plan) as observed:
             train_one_step(run)
             look_at_storage(run.model, observed)
-        audit = compare(run.plan, run.layout, observed)
+        audit = compare(run.job.plan, run.job.layout, observed)
     seen = {row.name: {f.what: f.observed for f in row.findings if f.observed} for row in audit.modules}
-    units = [(len(unit.modules), unit.reason) for unit in run.plan.boundaries if unit.is_trained]
+    units = [(len(unit.modules), unit.reason) for unit in run.job.plan.boundaries if unit.is_trained]
     modules = {name: seen[name] for name in ("layers.0.attention.wq", "layers.0.attention.wq.lora")}
-    return audit.differences(), modules, units, dict(summary_of_job(run.config, run.plan, run.layout))["adapters"]
+    return (
+        audit.differences(),
+        modules,
+        units,
+        dict(summary_of_job(run.config, run.job.plan, run.job.layout))["adapters"],
+    )
 
 
 def test_adapters_in_fp32_on_a_base_in_bf16_are_in_place_or_one_unit(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, record, run_job, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.run import CommConfig
+from titan_launch.core.observer import WatchedStep
+from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.metrics.tags import STEP_PARTS
+from titan_launch.metrics.timeline import Timeline
 from titan_launch.models.decoder import mixture_of_experts
 from titan_launch.models.decoder.mixture_of_experts import Choice
 from titan_launch.plan.hardware import GIB, hardware_of
@@ -252,20 +255,12 @@ def test_a_peak_memory_that_differs_from_the_plan_by_more_than_10_percent_is_log
 def test_windows_without_validation_or_checkpoint_are_steady_after_the_first() -> None:
     """The first window includes allocations of the first step. Others may include the memory of a validation or a
     checkpoint."""
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
+    device = torch.device("cuda")  # whose memory is not measured in single steps
+    step: Any = SimpleNamespace(device=device, loss=CrossEntropy())
     with ExitStack() as stack:
-        measurements = StepMeasurements(
-            CommConfig(),
-            model,
-            optimizer,
-            None,
-            None,  # type: ignore[arg-type]  # used only to measure the memory of a CPU
-            torch.device("cuda"),
-            first_step=5,
-            is_compiled=False,
-            stack=stack,
-        )
+        job = JobConfig.model_validate({"model": {"name": "llama3"}})
+        measurements = StepMeasurements(job, step, Timeline(torch.device("cpu")), None, stack)
+        measurements.before_step(WatchedStep(5, is_reported=False, microbatches=()))
         steady = [measurements.is_steady]
         for last, only_training in ((6, True), (8, False), (10, True)):
             measurements.end_window(last, only_training)

@@ -247,12 +247,12 @@ def measure(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
                 run.optimizer.zero_grad()
                 found.append(ledger.footprint().peak_bytes - before)
         states = [value for state in run.optimizer.state.values() for value in state.values() if value.ndim]
-        planned, groups = Ledger(), group_sizes([(run.plan, run.plan)], config.optimizer, run.layout)
+        planned, groups = Ledger(), group_sizes([(run.job.plan, run.job.plan)], config.optimizer, run.job.layout)
         planned.enter(StepPoint(0, "step", ""))
         gradients = sum(local_tensor(parameter).nbytes for parameter in run.model.parameters())
         planned.allocate(gradients, Category.GRADIENTS)
-        temporaries = temporary_bytes(config.optimizer, groups, run.layout.optimizer_shards)
-        book_update(planned, temporaries, exchanged_units(run.plan, run.layout).values(), run.layout, False)
+        temporaries = temporary_bytes(config.optimizer, groups, run.job.layout.optimizer_shards)
+        book_update(planned, temporaries, exchanged_units(run.job.plan, run.job.layout).values(), run.job.layout, False)
         return {
             "state": (sum(local_tensor(state).nbytes for state in states), state_bytes(config.optimizer, groups)),
             "update": (min(found[1:]), planned.footprint().peak_bytes - gradients),

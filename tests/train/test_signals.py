@@ -16,9 +16,9 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import Stopped, format_key
+from titan_launch.core.errors import Stopped
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS
-from titan_launch.train.build import build_run
+from titan_launch.train.build import Surroundings, build_run
 from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.loop import ending, fit
 
@@ -48,7 +48,8 @@ class StopAt(StopRequest):
 def run_stopped(job: dict[str, Any], nth: int, number: int = signal.SIGTERM) -> str:
     """Train until the signal. Return the last message of the run."""
     with ExitStack() as stack:
-        run = build_run(JobConfig.model_validate(job), this_rank(), stack, format_key, StopAt(nth, int(number)))
+        process = Surroundings(stop=StopAt(nth, int(number)))
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack, process)
         assert not multiprocessing.active_children(), "these jobs need no process that writes checkpoints"
         fit(run)
         return ending(run)

@@ -24,7 +24,7 @@ from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.health.step_guard import StepGuard
-from titan_launch.train.step import TrainStep
+from titan_launch.train.step import MicrobatchesInTurn, TrainStep, Update
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 2, 8, 8
 MAX_NORM = 0.5
@@ -80,7 +80,8 @@ def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[d
     guard = StepGuard(DebugConfig(), ranks.device)
     strategy = Accumulation(config.gradient_accumulation)
     loss = build_loss(model, plan, config, 61)
-    step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, this_mesh(), ranks.device, loss)
+    gradients, update = MicrobatchesInTurn(model, strategy, ranks.device), Update(optimizer, guard, MAX_NORM)
+    step = TrainStep(model, gradients, loss, update, this_mesh(), ranks.device)
     norms = []
     for count, batch in steps or [(layout.num_microbatches, batch) for batch in zip(*batches(), strict=True)]:
         # Microbatch-major, as the loader deals them: round m goes to ranks 0, 1, ...

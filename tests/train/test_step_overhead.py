@@ -36,7 +36,7 @@ def quiet_step(job: dict[str, Any]) -> dict[str, int]:
 
         stack.enter_context(mock.patch("titan_launch.train.step.forward_backward", uncounted))
         with operations:
-            run.step([next(run.train_batches)])
+            run.step([next(run.batches.train)])
             run.control.agree()
         return dict(operations.counts)
 

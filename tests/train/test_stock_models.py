@@ -128,7 +128,7 @@ def first_loss_in_plain_pytorch(job: dict[str, Any]) -> float:
     """Return the loss of the factory's module under the job's seed, on the job's first batch."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        inputs, targets, _ = next(run.train_batches)
+        inputs, targets, _ = next(run.batches.train)
         gc.collect()
         assert not any(isinstance(thing, HostValues) for thing in gc.get_objects())  # their memory is freed
     torch.manual_seed(SEED)

@@ -12,6 +12,7 @@ from tests.tensors import assert_equal
 from tests.train.jobs import run_and_interrupt, run_job, run_job_until, tiny_job
 from titan_launch.config.sections.data import FactoryData
 from titan_launch.core.errors import ConfigError, RunError
+from titan_launch.data.loader import Workers
 from titan_launch.data.sources import StreamSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.plan.layout import Layout
@@ -62,7 +63,7 @@ def test_a_stream_goes_on_after_a_rollback() -> None:
     source = build_source(config, ByteTokenizer(), 4)
     assert isinstance(source, StreamSource)
     layout = Layout(replicate=1, shard=1, local_batch_size=2, num_microbatches=1)
-    batches = StreamBatches(source, layout, 0, None, num_workers=0, pin_memory=False)
+    batches = StreamBatches(source, layout, 0, None, Workers())
     firsts = [next(batches).inputs[:, 0].tolist()]
     saved = batches.state_dict()
     firsts.append(next(batches).inputs[:, 0].tolist())

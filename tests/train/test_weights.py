@@ -59,7 +59,7 @@ def whole_states(jobs: list[tuple[str, str]]) -> list[tuple[dict[str, Tensor], i
                 run = build_run(load_job(path, [override]).config, this_rank(), stack)
             assert len(headers_read) == 1
             headers_read.clear()
-            weights = find_weights(run.config.model, run.plan.inventory)
+            weights = find_weights(run.config.model, run.job.plan.inventory)
             states.append((full_state(run.model), load_weights(run.model, weights), weights.num_bytes))
     return states
 
@@ -123,7 +123,7 @@ def plain_losses(path: str, folder: str) -> list[float]:
             load_job(path, ["--training.local_batch_size=4", "--job.name=alone"]).config, this_rank(), stack
         )
         for _ in range(STEPS):
-            inputs, targets, _ = next(run.train_batches)
+            inputs, targets, _ = next(run.batches.train)
             loss = F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()

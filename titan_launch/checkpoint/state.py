@@ -192,25 +192,23 @@ class TrainingState:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        parts: Mapping[str, Part],
+        weights: ModelAndOptimizer,
+        parts: Mapping[str, Part | None],
         local_statistics: LocalStatistics,
-        device: torch.device,
-        seed: int,
-        stream: int,
+        random: RandomState,
         pipeline: dist.ProcessGroup | None = None,
         base: BaseWeights | None = None,
     ):
-        """`seed`, `stream`: seed and stream number of this rank's random generators. `pipeline`: process group of the
-        ranks that hold the pipeline stages of the model. None without pipeline parallelism. `base`: the folder with the
-        values of parameters that checkpoints omit. None: checkpoints omit nothing."""
+        """`parts`: by name in a checkpoint, in the order in which they are loaded, after the weights; None: a part that
+        this run does not have. `pipeline`: process group of the ranks that hold the pipeline stages of the model. None
+        without pipeline parallelism. `base`: the folder with the values of parameters that checkpoints omit. None:
+        checkpoints omit nothing."""
         self._pipeline = pipeline
         self.base = base
-        self.weights = ModelAndOptimizer(model, optimizer)
-        self.parts = dict(parts)
-        self.random = RandomState(device, seed, stream)
-        self.random_key = random_key(stream)
+        self.weights = weights
+        self.parts = {name: part for name, part in parts.items() if part is not None}
+        self.random = random
+        self.random_key = random_key(random.stream)
         self.local_statistics = local_statistics
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

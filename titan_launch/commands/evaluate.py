@@ -51,10 +51,11 @@ def run(arguments: Namespace) -> int:
     check_chat(arguments, "single_turn")
     model = load_model(arguments)
 
-    from titan_launch.inference.evaluation import ChatForm, as_json, evaluate, tables
+    from titan_launch.inference.evaluation import ChatForm, EvaluatedModel, as_json, evaluate, tables
 
     chat = ChatForm(arguments.system, not arguments.single_turn) if arguments.chat else None
-    results = evaluate(model, tasks, arguments.limit, arguments.num_fewshot, arguments.batch_size, include, chat)
+    evaluated = EvaluatedModel(model, arguments.batch_size)
+    results = evaluate(evaluated, tasks, arguments.limit, arguments.num_fewshot, include, chat)
     for table in tables(results):
         say(table)
     if out is not None:

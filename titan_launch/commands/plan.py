@@ -37,7 +37,7 @@ from titan_launch.plan.job import configured_choice, is_auto, plan_job, possible
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import HELD
 from titan_launch.plan.memory.replay_engine import ReplayEngine
-from titan_launch.plan.report.modes import Comparison, Engine, Row, compare, estimate_reserved
+from titan_launch.plan.report.modes import Comparison, Row, Subject, compare, estimate_reserved
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.report.table import (
     accuracy,
@@ -56,8 +56,7 @@ from titan_launch.plan.report.unit_table import (
     model_name,
     summary_of_job,
 )
-from titan_launch.plan.step_time import FlopsOf
-from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.plan.types import ModelPlan
 
 EngineName = Literal["replay", "trace"]
 
@@ -150,22 +149,13 @@ class PlanOptions:
 
 
 @dataclass(frozen=True)
-class _Subject:
-    """The model of a job, and the engine that predicts the job's memory."""
-
-    inventory: Inventory
-    flops_of: FlopsOf
-    engine: Engine
-    engine_name: EngineName
-
-
-@dataclass(frozen=True)
 class _Planned:
     """All results of a plan."""
 
     layout: Layout
     hardware: Hardware
-    subject: _Subject
+    engine_name: EngineName
+    subject: Subject
     comparison: Comparison
     resolution: Resolution
     plan: ModelPlan
@@ -308,8 +298,7 @@ def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "re
 
     def predict(config: JobConfig, layout: Layout) -> Comparison:
         config = with_unsharded_parameters(config, layout)
-        subject = _subject(config, layout, hardware, engine)
-        return compare(config, layout, subject.inventory, subject.flops_of, hardware, subject.engine, only_own=True)
+        return compare(config, layout, _subject(config, layout, hardware, engine), hardware, only_own=True)
 
     return with_local_batch_size(config, largest_batch(config, world_size, hardware, predict))
 
@@ -325,12 +314,11 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
         choices, _ = possible_choices(config, layout, subject.inventory, options.only_own)
         subject.engine.record_ahead(choices)
         subject.engine.predict_ahead(choices)
-    model = (subject.inventory, subject.flops_of)
-    comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own)
+    comparison = compare(config, layout, subject, hardware, options.only_own)
     resolution = resolve(comparison, hardware)
     plan = plan_job(resolution.config, subject.inventory)
     best = resolution if is_auto(config) else None if options.only_own else recommend(comparison, hardware)
-    planned = _Planned(layout, hardware, subject, comparison, resolution, plan, chooses_batch, best)
+    planned = _Planned(layout, hardware, options.engine, subject, comparison, resolution, plan, chooses_batch, best)
     is_needed = resolution.row.verdict not in (None, "fits") and best is None and not options.only_own
     return _advised(planned) if is_needed or options.advises else planned
 
@@ -353,23 +341,23 @@ def _advised(planned: _Planned) -> _Planned:
     return replace(planned, advice=found, sufficient_ranks=ranks)
 
 
-def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName) -> _Subject:
+def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName) -> Subject:
     return (_traced if engine == "trace" else _replayed)(config, layout, hardware)
 
 
-def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
+def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
     recordings = recordings_of(config, layout, hardware.kernels)
     engine = ReplayEngine(config, layout, hardware.kernels, recordings)
-    return _Subject(recordings.subject().inventory, recordings.flops, engine, "replay")
+    return Subject(recordings.subject().inventory, recordings.flops, engine)
 
 
-def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
+def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
     with torch_needed(config):
         from titan_launch.trace.trace_engine import trace_engine
 
     engine = trace_engine(config, layout, hardware.kernels)
     recordings = recordings_of(config, layout, hardware.kernels)
-    return _Subject(recordings.subject().inventory, recordings.flops, engine, "trace")
+    return Subject(recordings.subject().inventory, recordings.flops, engine)
 
 
 def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
@@ -383,7 +371,7 @@ def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
         format_assumptions(
             planned.hardware,
             planned.has_flops,
-            planned.subject.engine_name,
+            planned.engine_name,
             config,
             describe_load(config, planned.plan, planned.layout),
         ),
@@ -493,7 +481,7 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
         "float8": list(planned.plan.float8),
         "units": describe_units(planned.plan, planned.layout, locate_key),
         "collectives_per_step": asdict(planned.resolution.row.traffic.collectives),
-        "engine": planned.subject.engine_name,
+        "engine": planned.engine_name,
         "torch_release": planned_release(),
         "assumptions": asdict(planned.hardware),
         "rows": describe_comparison(planned.comparison, planned.resolution.row),

@@ -78,7 +78,7 @@ def _registered() -> torch.library.Library:
             return attention(q, k, v, others.get("scale"))
         return forward.call_boxed(dispatch, q, k, v, *options, **others)
 
-    def differentiate(
+    def differentiate(  # noqa: PLR0913 - the signature is PyTorch's
         dispatch: Any,
         grad: Tensor,
         q: Tensor,
@@ -101,7 +101,7 @@ def _registered() -> torch.library.Library:
     return library
 
 
-def takes(
+def takes(  # noqa: PLR0913 - the signature is PyTorch's
     q: Tensor,
     k: Tensor,
     v: Tensor,

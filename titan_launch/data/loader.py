@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -37,9 +37,9 @@ class Loader:
     Worker processes stay alive between iterations, until `close`. Call `close`, or use the loader as a context manager.
     """
 
-    def __init__(self, data: Any, *, num_workers: int, pin_memory: bool, **options: Any):
+    def __init__(self, data: Any, workers: Workers, **options: Any):
         """`data`, `options`: data set and further arguments of PyTorch's loader."""
-        self._loader = _build_data_loader(data, num_workers, pin_memory, options)
+        self._loader = _build_data_loader(data, workers, options)
         # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so
         # this call must end them before.
         atexit.register(self.close)
@@ -71,15 +71,21 @@ class Loader:
         self.close()
 
 
+class Workers(NamedTuple):
+    """The processes that read batches."""
+
+    number: int = 0
+    """0: the main process reads."""
+
+    pin_memory: bool = False
+    """True: batches are in page-locked memory, from which copies to a GPU need not wait."""
+
+
+NO_WORKERS = Workers()
+
+
 def build_train_loader(
-    source: SampleSource,
-    order: Order,
-    layout: Layout,
-    dp_rank: int,
-    *,
-    start: int,
-    num_workers: int = 0,
-    pin_memory: bool = False,
+    source: SampleSource, order: Order, layout: Layout, dp_rank: int, *, start: int, workers: Workers = NO_WORKERS
 ) -> Loader:
     """Return an endless loader of the microbatches of data-parallel rank `dp_rank`.
 
@@ -88,7 +94,7 @@ def build_train_loader(
     The next microbatch takes the next positions. So the samples of a step do not depend on ranks and microbatches.
     """
     reader, batches = _TrainReader(source, order), _TrainBatches(layout, dp_rank, start)
-    return _indexed_loader(reader, batches, num_workers, pin_memory)
+    return _indexed_loader(reader, batches, workers)
 
 
 def samples_of_step(order: Order, layout: Layout, position: int) -> list[list[list[int]]]:
@@ -104,8 +110,7 @@ def build_validation_loader(
     dp_rank: int,
     dp_size: int,
     parts: Sequence[range] | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
+    workers: Workers = NO_WORKERS,
 ) -> Loader:
     """Return a loader of the samples in `parts`, each on exactly one of the `dp_size` ranks, in order.
 
@@ -114,7 +119,7 @@ def build_validation_loader(
     targets are all `IGNORED_TARGET`, fill the last batches of a part. Every iteration starts with the first sample.
     """
     batches = _ValidationBatches(parts or [range(len(source))], local_batch_size, dp_rank, dp_size)
-    return _indexed_loader(_ValidationReader(source), batches, num_workers, pin_memory)
+    return _indexed_loader(_ValidationReader(source), batches, workers)
 
 
 def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> int:
@@ -303,14 +308,11 @@ def _packed(batch: Sample | UserError) -> _Packed | UserError:
 class StreamLoader(Loader):
     """Iterable over the batches of one part of a stream. Its state is that of torchdata's loader: plain data."""
 
-    def __init__(
-        self, source: StreamSource, part: int, parts: int, batch_size: int, *, num_workers: int, pin_memory: bool
-    ):
+    def __init__(self, source: StreamSource, part: int, parts: int, batch_size: int, workers: Workers):
         """`part`: number of the part, from 0 to `parts` - 1."""
         super().__init__(
             _StreamPart(source, part, parts),
-            num_workers=num_workers,
-            pin_memory=pin_memory,
+            workers,
             batch_size=batch_size,
             collate_fn=_stacked,
             snapshot_every_n_steps=1,
@@ -358,31 +360,28 @@ def _stacked(samples: list[Sample | UserError]) -> _Packed | UserError:
     return error or _Packed(tuple(map(torch.stack, zip(*samples, strict=True))))
 
 
-def _indexed_loader(
-    reader: BatchReader, batches: Iterable[Sequence[int]], num_workers: int, pin_memory: bool
-) -> Loader:
+def _indexed_loader(reader: BatchReader, batches: Iterable[Sequence[int]], workers: Workers) -> Loader:
     """Return a loader of batches that `reader` reads. `batches`: what `reader` turns into a batch, for each batch."""
     return Loader(
         _ErrorsAsBatches(reader),
-        num_workers=num_workers,
-        pin_memory=pin_memory,
+        workers,
         batch_sampler=batches,
         collate_fn=_packed,
         snapshot_every_n_steps=None,  # its state is not used
     )
 
 
-def _build_data_loader(data: Any, num_workers: int, pin_memory: bool, options: dict[str, Any]) -> Any:
+def _build_data_loader(data: Any, workers: Workers, options: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(
             data,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            persistent_workers=num_workers > 0,
+            num_workers=workers.number,
+            pin_memory=workers.pin_memory,
+            persistent_workers=workers.number > 0,
             # Fork shares the source's memory. Fork is not safe on macOS, and not the default from Python 3.14 on.
-            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+            multiprocessing_context="fork" if workers.number and sys.platform == "linux" else None,
             worker_init_fn=_ignore_stop_signals,
             # With the default generator, starting an iteration would change the random numbers of dropout.
             generator=torch.Generator(),

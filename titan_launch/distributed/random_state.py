@@ -58,7 +58,7 @@ class RandomState:
         """`stream`: index of this rank's stream. Ranks with the same stream draw the same numbers."""
         self._device = device
         self._seed = seed
-        self._stream = stream
+        self.stream = stream
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of all generators as tensors."""
@@ -97,7 +97,7 @@ class RandomState:
 
     def seed_new_stream(self, step: int) -> None:
         """Seed a stream that the checkpoint of `step` does not contain, from the job's seed, stream and step."""
-        digest = hashlib.blake2b(f"{self._seed}/{self._stream}/{step}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self._seed}/{self.stream}/{step}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
         torch.manual_seed(seed % 2**63)
         random.seed(seed)

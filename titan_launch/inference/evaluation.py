@@ -165,11 +165,10 @@ def _score(logits: Tensor, wanted: Tensor) -> tuple[float, bool]:
 
 
 def evaluate(
-    model: LanguageModel,
+    evaluated: EvaluatedModel,
     tasks: Sequence[str],
     limit: int | None = None,
     num_fewshot: int | None = None,
-    batch_size: int = 8,
     include_path: Path | None = None,
     chat: ChatForm | None = None,
 ) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def evaluate(
     manager = _find_tasks(tasks, include_path)
     with replaced(evaluator, "get_git_commit_hash", partial(commit_of, Path.cwd())):  # lm_eval prints git's error
         results: dict[str, Any] = evaluator.simple_evaluate(
-            EvaluatedModel(model, batch_size),
+            evaluated,
             tasks=list(tasks),
             limit=limit,
             num_fewshot=num_fewshot,
@@ -191,7 +190,7 @@ def evaluate(
             apply_chat_template=chat is not None,
             **form,
         )
-    results["config"].update(model=model.description, apply_chat_template=chat is not None, **form)
+    results["config"].update(model=evaluated.model.description, apply_chat_template=chat is not None, **form)
     return results
 
 

@@ -121,7 +121,7 @@ def _add_classes(
     return largest, sum_exp, wanted, logit_sum
 
 
-def _gradient(
+def _gradient(  # noqa: PLR0913 - a compiled function takes tensors and numbers
     logits: Tensor,
     index: Tensor,
     largest: Tensor,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.distributed.dtensor import local_tensor, number_of_copies
 from titan_launch.plan.types import is_within
 
@@ -18,23 +19,22 @@ _NORMS = ("learned/grad_norm", "learned/param_norm", "learned/update_norm")
 _OUTPUTS = ("activations/rms", "activations/underflow", "activations/overflow")
 
 
-class Learned:
+class Learned(Observer):
     """Measurements of modules in the steps that are reported. The host does not wait for the device."""
 
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
         paths: Sequence[str],
-        groups: Mapping[str, Sequence[str]],
-        with_outputs: bool,
+        groups: Mapping[str, Sequence[str]] | None,
         device: torch.device,
         stack: ExitStack,
         replicas: int = 1,
     ):
         """`modules`: this rank's modules by path, the root first. `paths`: modules of the whole model that are
-        measured, each alone. `groups`: paths of modules whose outputs are measured together, by name. `with_outputs`:
-        False if outputs are not measured. `replicas`: number of replicas over which the optimizer is sharded: each has
-        all parameters, but a part of each gradient. Closing `stack` removes all hooks."""
+        measured, each alone. `groups`: paths of modules whose outputs are measured together, by name; None if no
+        outputs are measured. `replicas`: number of replicas over which the optimizer is sharded: each has all
+        parameters, but a part of each gradient. Closing `stack` removes all hooks."""
         self._paths = paths
         named = [
             (name, p) for name, p in modules[""].named_parameters() if any(is_within(name, path) for path in paths)
@@ -46,33 +46,25 @@ class Learned:
         self._members, self._owners = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
         self._norms = torch.zeros(len(_NORMS), len(paths), device=device)
         self._before: list[Tensor] = []
-        self._step, self._is_on = 0, False
-        self._names = [*paths, *groups] if with_outputs else []
+        self._is_measured, self._is_on = False, False
+        outputs = {} if groups is None else {**{path: [path] for path in paths}, **groups}
+        self._names = [*outputs]
         self._outputs = torch.zeros(len(self._names), 1 + len(_OUTPUTS), device=device)
-        for index, members in enumerate([*([path] for path in paths), *groups.values()] if with_outputs else []):
+        for index, members in enumerate(outputs.values()):
             for path in members:
                 if path in modules:  # else another pipeline rank has it
                     hook = modules[path].register_forward_hook(_output_hook(self, index))
                     stack.callback(hook.remove)
 
-    @contextmanager
-    def measuring(self, step: int) -> Iterator[None]:
-        """Measure a step during the block, which calls `before_update`. The parameters are copied until its end."""
-        self._step, self._is_on = step, True
-        self._outputs.zero_()
-        try:
-            yield
-        finally:
-            self._is_on = False
-            if self._before:
-                after = self._locals()
-                torch._foreach_sub_(self._before, after)
-                self._norms[2] = self._squares(self._before) / self._replicas
-            self._before = []
+    def before_step(self, step: WatchedStep) -> None:
+        """Measure the step if it will be reported."""
+        self._is_measured = self._is_on = step.is_reported
+        if self._is_on:
+            self._outputs.zero_()
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Measure gradients and parameters, when all gradients of the step are complete."""
+        """Measure gradients and parameters. The parameters are copied until the end of the step."""
         if not self._is_on:
             return
         values = self._locals()
@@ -80,6 +72,17 @@ class Learned:
         gradients = [local_tensor(gradient).float() for gradient in gradients]
         self._norms[0], self._norms[1] = self._squares(gradients), self._squares(values) / self._replicas
         self._before = values
+
+    def after_step(self, step: WatchedStep, result: StepResult) -> None:
+        """Measure the update."""
+        if self._before:
+            torch._foreach_sub_(self._before, self._locals())
+            self._norms[2] = self._squares(self._before) / self._replicas
+        self._is_on, self._before = False, []
+
+    def abandon_step(self, error: BaseException) -> None:
+        """Drop the copies of the parameters."""
+        self._is_on, self._before = False, []
 
     def _locals(self) -> list[Tensor]:
         """Return copies in fp32 of this rank's parts of the parameters."""
@@ -107,9 +110,10 @@ class Learned:
         """True during a step that is measured."""
         return self._is_on
 
-    def take(self, step: int) -> dict[str, Tensor]:
-        """Return the measurements of a step by tag, the same on all ranks; empty if it was not measured. Collective."""
-        if step != self._step:
+    def take_metrics(self) -> dict[str, Tensor]:
+        """Return the measurements of the last step by tag, the same on all ranks; empty if it was not measured.
+        Collective."""
+        if not self._is_measured:
             return {}
         together = torch.cat([self._norms.flatten(), self._outputs.flatten()])
         if dist.is_initialized():

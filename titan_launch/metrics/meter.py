@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_launch.config.sections.data import SampleUnit
+from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.metrics.tags import PAUSES, STEP_PARTS, tag_of
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.plan.hardware import GIB
@@ -20,15 +20,16 @@ from titan_launch.plan.hardware import GIB
 _WINDOW_TARGETS = "targets in the window"
 
 
-class Meter:
+class Meter(Observer):
     """Collector of the metrics of `titan_launch.metrics.tags` over a window, which is the time between two reports.
 
-        with meter.timeline.part("data"):
-            batch = next(batches)
-        ...                                     # forward, backward
-        meter.end_step(...)
+        meter.timeline.begin("data")
+        batch = next(batches)
+        meter.timeline.begin("forward")
+        ...
+        meter.after_step(step, result)
         if is_time_to_report:
-            scalars = meter.report(...)
+            scalars = meter.report(measured)
         with meter.paused("validation"):
             ...
         scalars |= meter.pauses()
@@ -39,13 +40,11 @@ class Meter:
     def __init__(
         self,
         *,
-        device: torch.device,
+        timeline: Timeline,
         world_size: int,
         unit: SampleUnit = "tokens",
         flops_per_step_per_device: float | None = None,
         peak_flops: float | None = None,
-        timeline: Timeline | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ):
         """`world_size`: number of ranks of the default process group; with 1 no group is needed.
 
@@ -53,23 +52,24 @@ class Meter:
 
         `flops_per_step_per_device`: FLOPs including ignored positions. If None, no TFLOP/s are reported. `peak_flops`:
         peak of one device in FLOP/s. If None, no MFU is reported. `timeline`: the timeline in which the step counts its
-        parts; None: a new one.
+        parts.
         """
-        self._device = device
+        self._device = timeline.device
+        self._clock = timeline.clock
         self._world_size = world_size
         self._unit = unit
         self._flops_per_step = flops_per_step_per_device
         self._peak_flops = peak_flops
-        self._clock = clock
-        self.timeline = Timeline(device, clock) if timeline is None else timeline
+        self.timeline = timeline
         """The parts of the window's time on this rank."""
 
         self._targets, self._losses, self._counted = (
-            torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)
+            torch.zeros((), dtype=torch.float64, device=self._device) for _ in range(3)
         )
         self._pauses = dict.fromkeys(PAUSES, 0.0)
         self._told_pauses: dict[str, float] = {}
         self._reported_steps = 0
+        self._last: StepResult | None = None
         self.timeline.take()
         self._start_window()
 
@@ -104,49 +104,37 @@ class Meter:
         told = self.pauses()
         return {tag: told[tag] for tag in changed}
 
-    def end_step(self, num_targets: Tensor, loss_sum: Tensor, is_skipped: Tensor) -> None:
-        """Count a step that the host has finished. The device may still run it.
-
-        `num_targets`: number of valid targets of the step over all ranks. `loss_sum`: sum of this rank's losses of the
-        step divided by the number of the loss's items. `is_skipped`: 1 if the step was skipped, else 0; the loss of a
-        skipped step does not count. All have one element.
-        """
-        self._targets += num_targets
-        self._losses += torch.where(is_skipped == 0, loss_sum.detach(), 0)
-        self._counted += is_skipped == 0
+    def after_step(self, step: WatchedStep, result: StepResult) -> None:
+        """Count a step that the host has finished. The device may still run it. The loss of a skipped step does not
+        count."""
+        self._targets += result.targets_global
+        self._losses += torch.where(result.is_skipped == 0, result.loss_sum.detach(), 0)
+        self._counted += result.is_skipped == 0
         self._steps += 1
+        self._last = result
 
-    def report(
-        self,
-        *,
-        loss_sum: Tensor,
-        items_local: Tensor,
-        items_global: Tensor,
-        grad_norm: Tensor,
-        measured: Mapping[str, float | Tensor] | None = None,
-    ) -> dict[str, float]:
+    def report(self, measured: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return the metrics of the window by tag, and start the next window.
 
         Every rank must call this method at the same step. The method runs two all-reduces, one for sums and one for
         maxima. It copies the results to the host in one transfer, which waits for the device. Metrics that are reduced
         over ranks are equal on all ranks. `time/step_s` and throughputs are measured on this rank.
 
-        `loss_sum`: sum of this rank's losses of the last step divided by `items_global`. It is reported only if all
-        steps of the window were skipped. `items_local`, `items_global`: number of the loss's items (valid targets, or
-        pairs of answers) of the last step on this rank and on all ranks. `grad_norm`: norm of the whole gradient, equal
-        on all ranks. All four have one element. `measured`: further metrics of this rank by tag; all ranks pass the
-        same tags.
+        The loss of the last step is reported only if all steps of the window were skipped. `measured`: further metrics
+        of this rank by tag; all ranks pass the same tags.
         """
-        if not self._steps:
-            raise RuntimeError("report() was called without a step since the last report; call end_step first")
+        if self._last is None:
+            raise RuntimeError("report() was called without a step since the last report; call after_step first")
+        last = self._last
         values = self._combine(
             {
-                "train/loss": torch.where(self._counted > 0, self._losses / self._counted, loss_sum),
-                "train/loss_max": _own_mean(loss_sum, items_local, items_global),
-                "train/grad_norm": grad_norm,
+                "train/loss": torch.where(self._counted > 0, self._losses / self._counted, last.loss_sum),
+                "train/loss_max": _own_mean(last.loss_sum, last.items_local, last.items_global),
+                "train/grad_norm": last.grad_norm,
                 _WINDOW_TARGETS: self._targets,
                 **_memory(self._device),
-                **(measured or {}),
+                **last.parts,
+                **measured,
             }
         )
         targets = values.pop(_WINDOW_TARGETS)
@@ -210,7 +198,7 @@ class Meter:
         return dict(zip(names["sum"] + names["max"] + names["same"], combined, strict=True)) | unchanged
 
     def _start_window(self) -> None:
-        self._steps = 0
+        self._steps, self._last = 0, None
         self._paused_s = 0.0
         for total in (self._targets, self._losses, self._counted):
             total.zero_()

@@ -192,7 +192,7 @@ TAGS = [
         "same",
         "Position in the data, in epochs. Samples that a rollback skipped count. With a mixture, an epoch has as many "
         "samples as all sources.",
-        value=lambda run: run.progress.data_position / run.order.num_samples,
+        value=lambda run: run.progress.data_position / run.batches.order.num_samples,
     ),
     Tag(
         "data/share/<source>",
@@ -394,7 +394,7 @@ TAGS = [
         "same",
         "Memory in GiB that a rank may use, as the planner assumes it: that of its device, its part of the host's "
         "memory, or `planner.memory_gib`.",
-        value=lambda run: run.hardware.memory_gib,
+        value=lambda run: run.job.hardware.memory_gib,
     ),
     Tag(
         "memory/max_active_gib",

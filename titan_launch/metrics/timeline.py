@@ -6,40 +6,30 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-_OTHER = "other"
+OTHER = "other"
+"""The part of the time that belongs to no other part."""
 
 
-class Parts(Protocol):
-    """Something that counts time by part."""
+class Parts:
+    """Something that counts time by part. This base class counts nothing: the parts of a traced step."""
 
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Count the time of a block under a part. Inside of another part, the time counts only under the inner one."""
+    def begin(self, part: str) -> None:
+        """Count the time from now on under a part, until the next call."""
 
-    def named(self, name: str) -> AbstractContextManager[Any]:
-        """Name a block, such as a microbatch, in a profile."""
-
-
-class Uncounted:
-    """Counts nothing: the parts of a traced step."""
-
-    def named(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
+    def group(self, name: str) -> None:
+        """Name the following parts together in a profile, such as those of a microbatch, until the next call. "" names
+        nothing."""
 
 
-UNCOUNTED = Uncounted()
+UNCOUNTED = Parts()
 
 
-class Timeline:
+class Timeline(Parts):
     """The time of a rank, divided into parts. A moment belongs to the innermost part that it lies in, so the parts add
     up to the whole time.
 
@@ -49,15 +39,17 @@ class Timeline:
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
+        self.device = device
+        self.clock = clock
         self._on_cuda = device.type == "cuda"
-        self._clock = clock
-        self._part = _OTHER
-        self.failed_part: str | None = None
-        """The innermost part that an error has left; None without an error."""
+        self.part = OTHER
+        """The present part. After an error it is the part that the error has left."""
 
         self.is_profiled = False
         """True while a profile is made, in which the blocks have names."""
 
+        self._group_range: AbstractContextManager[Any] = nullcontext()
+        self._part_range: AbstractContextManager[Any] = nullcontext()
         self._is_whole = False
         """True in a block whose inner parts do not count."""
 
@@ -70,47 +62,56 @@ class Timeline:
         self._unused: list[Any] = []
         self._mark()
 
+    def begin(self, part: str) -> None:
+        self._enter(part)
+        self._part_range = self._renamed(self._part_range, "" if part == OTHER else part)
+
+    def group(self, name: str) -> None:
+        self._part_range = self._renamed(self._part_range, "")
+        self._group_range = self._renamed(self._group_range, name)
+
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time of the block under a part. Backward may call this method in a thread of autograd, while the
-        thread of the step waits."""
-        before = self._part
-        self._enter(name)
-        try:
-            with self.named(name):
-                yield
-        except BaseException:
-            self.failed_part = self.failed_part or name
-            raise
-        finally:
-            self._enter(before)
+    def inner(self, part: str) -> Iterator[None]:
+        """Count the time of the block under a part, and then again under the part around it. Backward may call this
+        method in a thread of autograd, while the thread of the step waits."""
+        before = self.part
+        self._enter(part)
+        with self._named(part):
+            yield
+        self._enter(before)
 
     @contextmanager
     def whole(self, name: str) -> Iterator[None]:
         """Count the time of the block under a part, with the time of all parts inside of it."""
-        with self.part(name):
+        with self.inner(name):
             self._is_whole = True
             try:
                 yield
             finally:
                 self._is_whole = False
 
-    def named(self, name: str) -> AbstractContextManager[Any]:
-        """Name a block in a profile, if one is made."""
-        return record_function(name) if self.is_profiled else nullcontext()
+    def _named(self, name: str) -> AbstractContextManager[Any]:
+        return record_function(name) if name and self.is_profiled else nullcontext()
 
-    def _enter(self, name: str) -> None:
-        if name != self._part and not self._is_whole:
-            self._part = name
+    def _renamed(self, before: AbstractContextManager[Any], name: str) -> AbstractContextManager[Any]:
+        """End a range of a profile and begin the next one. Return it."""
+        before.__exit__(None, None, None)
+        after = self._named(name)
+        after.__enter__()
+        return after
+
+    def _enter(self, part: str) -> None:
+        if part != self.part and not self._is_whole:
+            self.part = part
             self._mark()
 
     def _mark(self) -> None:
         if not self._on_cuda:
-            self._marks.append((self._clock(), self._part))
+            self._marks.append((self.clock(), self.part))
             return
         event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
         event.record()
-        self._marks.append((event, self._part))
+        self._marks.append((event, self.part))
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each part since the last call, and begin anew.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -93,7 +93,7 @@ def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None
     @contextmanager
     def counted(unit: str, communicates: bool) -> Iterator[None]:
         timeline.last_unit = unit
-        with timeline.part("communication") if communicates else nullcontext():
+        with timeline.inner("communication") if communicates else nullcontext():
             yield
 
     paths = {id(module): path for path, module in model.named_modules()}
@@ -132,23 +132,16 @@ class Kernel(NamedTuple):
         return self.name.startswith(("ncclDevKernel", "ncclKernel"))
 
 
-@dataclass
-class ExposedTime:
-    """Result of `profile_exposed_time`: exposed communication time in seconds, set at the end of the block."""
-
-    seconds: float = 0.0
-
-
 @contextmanager
-def profile_exposed_time(device: torch.device) -> Iterator[ExposedTime]:
-    """Profile the kernels of a CUDA device until the end of the block. The end of the block waits for the device."""
-    found = ExposedTime()
+def exposed_time_profiled(device: torch.device, seen: dict[str, float]) -> Iterator[None]:
+    """Profile the kernels of a CUDA device until the end of the block, and then note the exposed communication time in
+    `seen`, by tag. The end of the block waits for the device."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        yield found
+        yield
         torch.cuda.synchronize(device)
     results = profiler.profiler
     assert results is not None and results.kineto_results is not None, "the profiler has run"
-    found.seconds = exposed_seconds(
+    seen["comm/exposed_s"] = exposed_seconds(
         Kernel(event.name(), event.start_ns(), event.end_ns())
         for event in results.kineto_results.events()
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()

@@ -49,8 +49,6 @@ def take_inventory(
     head: tuple[str, ...] = (),
     embeddings: tuple[str, ...] = (),
     pipeline_order: tuple[str, ...] = (),
-    output_layer: str | None = None,
-    blocks_origin: str = "",
 ) -> Inventory:
     """Return the table of the modules of a model that is not wrapped yet. The model may be on the meta device.
 
@@ -70,7 +68,7 @@ def take_inventory(
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
-    return Inventory(modules, blocks, head, embeddings, pipeline_order, output_layer, blocks_origin)
+    return Inventory(modules, blocks, head, embeddings, pipeline_order)
 
 
 _STACKED = (Experts, StackedLoRA)

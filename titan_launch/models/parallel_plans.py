@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import get_args
 
 from torch import Tensor, nn
@@ -58,23 +57,22 @@ parameters."""
 _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
 
 
-@contextmanager
-def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
-    """Replace an error about shapes by a ConfigError, if it comes from a user's model under tensor parallelism."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if degree == 1 or model.is_of_package or not _ABOUT_SHAPES.search(str(error)):
-            raise
-        location, text = user_location(error), str(error).partition("\n")[0]
-        reason = (
-            f"the model fails{f' at {location}' if location else ''} with 1/{degree} of the heads and features on "
-            "each rank; check that the model's attribute tensor_parallel has matching styles for connected layers, "
-            "that reshapes use -1 in place of the number of heads, and that the number of heads is a multiple of the "
-            "degree. See docs/how_to/parallelism.md "
-            f"(PyTorch: {text})"
-        )
-        raise config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,)) from error
+def explain_shapes(error: BaseException, model: ModelConfig, degree: int) -> ConfigError | None:
+    """Return the ConfigError for an error about shapes of a user's model under tensor parallelism; None for a different
+    error."""
+    if not isinstance(error, (RuntimeError, ValueError)) or not _ABOUT_SHAPES.search(str(error)):
+        return None
+    if degree == 1 or model.is_of_package:
+        return None
+    location, text = user_location(error), str(error).partition("\n")[0]
+    reason = (
+        f"the model fails{f' at {location}' if location else ''} with 1/{degree} of the heads and features on "
+        "each rank; check that the model's attribute tensor_parallel has matching styles for connected layers, "
+        "that reshapes use -1 in place of the number of heads, and that the number of heads is a multiple of the "
+        "degree. See docs/how_to/parallelism.md "
+        f"(PyTorch: {text})"
+    )
+    return config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,))
 
 
 def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_launch.config.sections.training import EMAConfig
+from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.distributed.dtensor import Shard, local_tensor
 from titan_launch.optim.groups import trainable_paths
 from titan_launch.optim.registry import replicas_of
@@ -29,7 +30,7 @@ def update_weight(config: EMAConfig, step: int) -> float:
     return 1 - (min(config.decay, (1 + earlier) / (10 + earlier)) if config.warmup else config.decay)
 
 
-class WeightEMA:
+class WeightEMA(Observer):
     """The average: for each trainable parameter a float32 DTensor, sharded like the parameter. A shared parameter has
     one average. If the optimizer is sharded over replicas, so is the average: it is a plain tensor, of this replica's
     chunk. Only `in_model` communicates then."""
@@ -46,6 +47,10 @@ class WeightEMA:
             for p in self._names
         }
         self.load_state_dict({})
+
+    def after_step(self, step: WatchedStep, result: StepResult) -> None:
+        """Update the average."""
+        self.update(step.number, result.is_skipped)
 
     @torch.no_grad()
     def update(self, step: int, is_skipped: Tensor) -> None:

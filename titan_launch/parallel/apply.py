@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import nn
 
-from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
-from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
+from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.models.spec import TensorStyle
@@ -30,15 +29,9 @@ def parallelize(
     model: nn.Module,
     plan: ModelPlan,
     mesh: Mesh,
-    *,
+    config: JobConfig,
     styles: Mapping[str, TensorStyle] | None,
-    parallelism: ParallelismConfig,
-    batchnorm: BatchNormConfig,
     statistics_group: dist.ProcessGroup | None,
-    activation_checkpoint: ActivationCheckpointConfig,
-    compilation: CompileConfig,
-    float8: Float8Config,
-    offloads: bool,
 ) -> None:
     """Prepare a model on the meta device for distributed training, in place; nothing is allocated.
 
@@ -52,24 +45,25 @@ def parallelize(
     6. Compile around activation checkpointing, so that one graph contains both forwards. With tensor parallelism a
        graph cannot contain both, so compilation is inside. FSDP2's hooks cannot be in a graph, and stay outside.
     7. Offload activations around compiled forwards and checkpoints, so that it sees all that backward needs of them.
-    8. Apply FSDP2 last, because it shards the parameters that exist at its call. `offloads`: shards stay on the host.
+    8. Apply FSDP2 last, because it shards the parameters that exist at its call.
     """
+    activation_checkpoint = config.activation_checkpoint
     cast_storage(model, plan)
-    convert_to_float8(model, plan, float8)
+    convert_to_float8(model, plan, config.float8)
     if mesh.tensor is not None:
         assert styles is not None, "check_tensor_plan comes first"
-        apply_tensor_parallel(model, styles, mesh.tensor, parallelism, plan.loss_head is not None)
+        apply_tensor_parallel(model, styles, mesh.tensor, config.parallelism, plan.loss_head is not None)
     divide_experts(model, mesh)
-    prepare_batch_norms(model, batchnorm, mesh.layout.num_microbatches, statistics_group)
+    prepare_batch_norms(model, config.batchnorm, mesh.layout.num_microbatches, statistics_group)
     prepare_experts(model, plan, mesh.layout, mesh.context, mesh.ranks.device_type)
     if checkpoints_compiled(activation_checkpoint, mesh.layout.tensor):
-        compile_pieces(model, plan, compilation, activation_checkpoint)
+        compile_pieces(model, plan, config.compile, activation_checkpoint)
         checkpoint_activations(model, plan.checkpointed, activation_checkpoint)
     else:
         checkpoint_activations(model, plan.checkpointed, activation_checkpoint)
-        compile_pieces(model, plan, compilation, activation_checkpoint)
+        compile_pieces(model, plan, config.compile, activation_checkpoint)
     if activation_checkpoint.offload:
         offload_activations(model, outermost(plan.inventory.blocks), mesh.ranks.device_type)
-    apply_fsdp(model, plan, mesh, offloads)
+    apply_fsdp(model, plan, mesh, config.training.enable_cpu_offload)
     if not CAN_SHARE_UNITS:
         cast_in_second_forward(model, plan, plan.checkpointed)

@@ -105,7 +105,7 @@ class _Normalize(torch.autograd.Function):
     """Normalization by the statistics of all ranks' batches. Its gradient includes the path through them."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd sees only tensors that are arguments themselves
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,

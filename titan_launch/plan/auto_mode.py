@@ -15,10 +15,8 @@ from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import is_auto, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.report.modes import Comparison, Engine, Row, compare
+from titan_launch.plan.report.modes import Comparison, Row, Subject, compare
 from titan_launch.plan.report.table import format_comparison, format_limit
-from titan_launch.plan.step_time import FlopsOf
-from titan_launch.plan.types import Inventory
 
 SET_BY_JOB = "set by the job"
 """The reason for the choice of a job without `auto`."""
@@ -70,21 +68,14 @@ def recommend(comparison: Comparison, hardware: Hardware) -> Resolution | None:
     return _best(comparison.config, comparison.rows, hardware, by_time=True)
 
 
-def resolve_auto(
-    config: JobConfig,
-    layout: Layout,
-    inventory: Inventory,
-    flops_of: FlopsOf,
-    hardware: Hardware,
-    engine: Engine,
-) -> Resolution:
+def resolve_auto(config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware) -> Resolution:
     """Predict the choices that the job sets or `auto` may take, and return the best one.
 
     Raises the ConfigErrors of `compare` and `resolve`. If no choice fits, the error contains the table of all choices.
     """
-    comparison = compare(config, layout, inventory, flops_of, hardware, engine, only_own=True)
+    comparison = compare(config, layout, subject, hardware, only_own=True)
     if is_auto(config) and not any(row.verdict == "fits" for row in comparison.rows):
-        comparison = compare(config, layout, inventory, flops_of, hardware, engine)
+        comparison = compare(config, layout, subject, hardware)
     return resolve(comparison, hardware)
 
 

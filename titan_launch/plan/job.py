@@ -17,7 +17,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import checkpointed_modules, compiled_modules, float8_modules, loss_head
 from titan_launch.plan.pipeline import plan_stages
 from titan_launch.plan.types import Inventory, ModelPlan, Unit
-from titan_launch.plan.units.fsdp_units import plan_model
+from titan_launch.plan.units.fsdp_units import UnitLimits, plan_model
 from titan_launch.plan.units.order import plan_resharding
 
 
@@ -124,17 +124,13 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
     inventory = freeze(inventory, config.training, bool(config.lora.targets))
     checkpointed = checkpointed_modules(inventory, config.activation_checkpoint)
     resharding = plan_resharding(config.parallelism, config.gradient_accumulation)
-    expert_parallel = config.parallelism.expert_parallel_degree
-    is_pipelined = config.parallelism.pipeline_parallel_degree > 1
-    plan = plan_model(
-        inventory,
-        config.precision,
-        resharding,
-        CAN_SHARE_UNITS,
-        expert_parallel,
-        is_pipelined,
-        MIXES_DTYPES_IN_UNIT,
+    limits = UnitLimits(
+        share_units=CAN_SHARE_UNITS,
+        expert_parallel=config.parallelism.expert_parallel_degree,
+        is_pipelined=config.parallelism.pipeline_parallel_degree > 1,
+        mixes_dtypes=MIXES_DTYPES_IN_UNIT,
     )
+    plan = plan_model(inventory, config.precision, resharding, limits)
     plan = replace(
         plan,
         checkpointed=checkpointed,

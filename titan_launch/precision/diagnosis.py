@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os.path import commonpath
 from pathlib import Path
@@ -24,20 +23,15 @@ from titan_launch.precision.observation import dtype_of
 _MODEL, _ACCUMULATION_MODE = ("model", "name"), ("gradient_accumulation", "mode")
 
 
-@contextmanager
-def dtype_failures_explained(model: nn.Module, plan: ModelPlan, precision: PrecisionConfig) -> Iterator[None]:
-    """Replace dtype errors of forwards and backwards in the block by a ConfigError with a remedy.
-
-    This also applies to errors from the boundaries of FSDP2 units. PyTorch's error is the cause of the ConfigError.
-    Other errors are raised unchanged.
-    """
-    try:
-        yield
-    except (RuntimeError, ValueError, AssertionError, AttributeError) as error:
-        problem = explain(Failure(error, model, plan, precision))
-        if problem is None:
-            raise
-        raise ConfigError([problem]) from error
+def explain_dtypes(
+    error: BaseException, model: nn.Module, plan: ModelPlan, precision: PrecisionConfig
+) -> ConfigError | None:
+    """Return the ConfigError, with a remedy, for a dtype error of a forward or backward, also of the boundaries of
+    FSDP2 units. Return None for a different error. `model`: the whole model or a pipeline stage, with its plan."""
+    if not isinstance(error, (RuntimeError, ValueError, AssertionError, AttributeError)):
+        return None
+    problem = explain(Failure(error, model, plan, precision))
+    return None if problem is None else ConfigError([problem])
 
 
 class Failure:

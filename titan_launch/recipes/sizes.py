@@ -17,6 +17,7 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.memory.replay_engine import ReplayEngine
+from titan_launch.plan.report.modes import Subject
 
 _LARGEST_MICROBATCH = 64
 
@@ -101,7 +102,7 @@ def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf
         layout = plan_layout(job.parallelism, job.training, machine.ranks)
         try:
             engine = _BySize(job, layout, hardware.kernels, recordings_of)
-            resolution = resolve_auto(job, layout, engine.inventory, engine.flops, hardware, engine)
+            resolution = resolve_auto(job, layout, Subject(engine.inventory, engine.flops, engine), hardware)
         except ConfigError:
             return  # neither this microbatch nor a larger one fits
         row, limit = resolution.row, hardware.memory_gib or 0.0

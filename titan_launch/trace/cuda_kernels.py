@@ -135,7 +135,7 @@ def _layer_norm(
     return output
 
 
-def scaled_dot_product_attention(
+def scaled_dot_product_attention(  # noqa: PLR0913 - the signature is PyTorch's
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -170,7 +170,7 @@ def scaled_dot_product_attention(
     return _attention_of_all_scores(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _attention_of_all_scores(
+def _attention_of_all_scores(  # noqa: PLR0913 - the signature is PyTorch's
     query: Tensor,
     key: Tensor,
     value: Tensor,

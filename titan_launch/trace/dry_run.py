@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -22,7 +21,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.modes import estimate_reserved, judge
 from titan_launch.plan.report.table import format_gib, format_limit
 from titan_launch.plan.report.unit_table import summary_of_batch
-from titan_launch.trace.step import TracedStep, assemble_without_values
+from titan_launch.trace.step import TracedStep, assembled_without_values
 from titan_launch.trace.trace_engine import trace_rank
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_model_optimizer
@@ -40,8 +39,7 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     check_param_groups(built.module, config.optimizer, built.head)
     check_stacks(built.module, config.optimizer, built.head, layout)
     plan = plan_precision(config, built)
-    with ExitStack() as stack:
-        model, _ = assemble_without_values(config, built, plan, layout, hardware.kernels, rank, stack)
+    with assembled_without_values(config, built, plan, layout, hardware.kernels, rank) as (model, _):
         optimizer = build_model_optimizer(config, model)
         _update(model, optimizer)
         held = list(_describe_rank(model, optimizer))

@@ -121,17 +121,6 @@ def _collect(module: nn.Module, path: str, blocks: set[str], around: set[str], f
             found.append(child_path)
 
 
-@contextmanager
-def count_exchanges(mesh: Mesh, count: TrafficCount) -> Iterator[None]:
-    """Add to `count` the traffic of this rank along the tensor, context, pipeline and expert axes, until the end of the
-    block.
-
-    The bytes are those of ring algorithms (see `plan.communication`). Collectives over other groups do not count.
-    """
-    with _Exchanges(mesh, count):
-        yield
-
-
 _SENT_SHARE: dict[str, Callable[[int], Fraction]] = {
     "all_reduce": lambda n: Fraction(2 * (n - 1), n),
     "all_gather_into_tensor": lambda n: Fraction(n - 1),
@@ -161,10 +150,14 @@ _OF_FSDP = ("_allgather_base_", "_reduce_scatter_base_")
 _SENDS_NOTHING = ("recv_", "barrier", "wait_tensor", "_wrap_tensor_autograd")
 
 
-class _Exchanges(TorchDispatchMode):
+class ExchangesCounted(TorchDispatchMode):
     """A dispatch mode that counts collectives, both functional ones and those of a process group."""
 
     def __init__(self, mesh: Mesh, count: TrafficCount):
+        """Add to `count` the traffic of this rank along the tensor, context, pipeline and expert axes.
+
+        The bytes are those of ring algorithms (see `plan.communication`). Collectives over other groups do not count.
+        """
         super().__init__()
         axes = {"tensor": mesh.tensor, "context": mesh.context, "pipeline": mesh.pipeline, "expert": mesh.expert}
         self._axes: dict[str, tuple[str, int]] = {

@@ -127,7 +127,7 @@ class PipelineRecorder:
             )
             self._runs = self._microbatches_to_run()
             self.notes.clear()
-            step(microbatches, loss, num_items)
+            step(microbatches, loss, lambda: num_items)
         composed = list(self._composed(self.notes))
         # The schedule frees the output of the last microbatch after its backward. In the composed notes it is then
         # freed twice, because the first microbatch, whose notes were copied, freed its output in backward.

@@ -33,7 +33,6 @@ from titan_launch.metrics.memory import is_in_backward
 from titan_launch.metrics.traffic import TrafficCount
 from titan_launch.models.blocks import remove_blocks
 from titan_launch.models.build import BuiltModel
-from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.parallel import fsdp
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
@@ -65,9 +64,9 @@ from titan_launch.plan.pipeline import parts_on_rank
 from titan_launch.plan.step_time import Flops
 from titan_launch.plan.types import ModelPlan, outermost, parent
 from titan_launch.precision.observation import dtype_of
-from titan_launch.trace.observers import StepPoints, count_exchanges
+from titan_launch.trace.observers import ExchangesCounted, StepPoints
 from titan_launch.trace.pipeline_recorder import Mark, Note, PipelineRecorder
-from titan_launch.trace.step import assemble_without_values, watched_memory, watched_parts
+from titan_launch.trace.step import assembled_without_values, watched_memory, watched_parts
 from titan_launch.trace.trace_engine import (
     check_release,
     failures_explained,
@@ -198,7 +197,7 @@ class TorchRecorder:
                 if all(map(is_uniform, tapes)):
                     return tapes
                 log_whole_trace("its blocks do not all allocate the same memory")
-        with failures_explained(job.model), shapes_explained(job.model, layout.tensor):
+        with failures_explained(job.model):
             return record(tuple(Blocks(outermost(part.inventory.blocks)) for part in parts))
 
     def works_in_fork(self) -> bool:
@@ -248,7 +247,8 @@ def _record(
     with ExitStack() as stack:
         stack.enter_context(hooks_watched(on_hook))
         stack.enter_context(replaced(fsdp, "end_forward", noted_end_forward))
-        assembled, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
+        without_values = assembled_without_values(config, built, plan, layout, kernels, rank)
+        assembled, batches = stack.enter_context(without_values)
         model, frozen, mesh = assembled.module, assembled.frozen, assembled.mesh
         path_of |= {module: path for path, module in model.named_modules()}
         if frozen is not None:
@@ -259,8 +259,8 @@ def _record(
         steps = StepPoints(recorder)
         memory = stack.enter_context(watched_memory(model, recorder))
         path_of |= {root: root_path(None if pipeline is None else index) for index, root in enumerate(roots(model))}
-        stack.enter_context(watched_parts(model, plan, steps, config.precision))
-        stack.enter_context(count_exchanges(mesh, _Exchanges(recorder)))
+        stack.enter_context(watched_parts(config, model, plan, steps))
+        stack.enter_context(ExchangesCounted(mesh, _Exchanges(recorder)))
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         loss = build_loss(model, plan, config, batches.num_classes, has_values=False, frozen=frozen)
         hold_frozen(memory, loss)

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
-from titan_launch.config.sections.precision import PrecisionConfig
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
@@ -53,12 +52,12 @@ from titan_launch.plan.memory.ledger import (
 from titan_launch.plan.pipeline import counts_to_run, scaled_to_step
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit, gradients_leave_early
 from titan_launch.plan.types import ModelPlan
-from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, sends_held, silence
-from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
+from titan_launch.trace.observers import ExchangesCounted, StepPoints, modules_in_order
 from titan_launch.train.batches import make_microbatch, sample_format
 from titan_launch.train.build import build_replica_shards
+from titan_launch.train.explain import ModelFacts, explained_in_trace
 from titan_launch.train.kernel_choice import use_planned_kernels
 from titan_launch.train.measure import hold_frozen
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
@@ -108,8 +107,7 @@ def trace_step(
     errors, as a run does. (A matrix product of fake tensors accepts two dtypes.) Other errors of the model's forward
     and backward are raised unchanged.
     """
-    with ExitStack() as stack:
-        model, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
+    with assembled_without_values(config, built, plan, layout, kernels, rank) as (model, batches):
         held_on_host = on_host(config.training, kernels)
         if layout.pipeline == 1:
             num_microbatches = min(layout.num_microbatches, MICROBATCHES)
@@ -122,38 +120,37 @@ def trace_step(
         return replace(traced[0], footprint=footprint)
 
 
-def assemble_without_values(
-    config: JobConfig,
-    built: BuiltModel,
-    plan: ModelPlan,
-    layout: Layout,
-    kernels: Kernels,
-    rank: int,
-    stack: ExitStack,
-) -> tuple[AssembledModel, Batches]:
-    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Return it and the
+@contextmanager
+def assembled_without_values(
+    config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int
+) -> Iterator[tuple[AssembledModel, Batches]]:
+    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Yield it and the
     microbatches.
 
-    Until `stack` is closed, this process acts as that rank, tensors are fake, and operations save the same tensors for
-    backward as `kernels`. No layer is converted to float8, because the memory that torchao needs is not known.
+    In the block this process acts as that rank, tensors are fake, and operations save the same tensors for backward as
+    `kernels`. No layer is converted to float8, because the memory that torchao needs is not known.
     """
-    stack.enter_context(silence())
-    stack.enter_context(fake_process_group(layout.world_size, rank))
-    if kernels == "cpu":
-        stack.enter_context(sends_held())
-    mesh = build_mesh(layout, "cpu")
-    device = find_device(config.planner.device or "") if kernels == "cuda" else None
-    if device is not None and device.capability is not None:
-        use_planned_kernels(config, built, plan, layout, device.capability)
-    batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
-    model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
-    stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-    stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load))
-    if Category.PARAMETERS in on_host(config.training, kernels):
-        stack.enter_context(copies_from_host())
-    attention_device = torch.device("meta" if kernels == "cuda" else "cpu")  # PyTorch has no ring attention for CPUs
-    allocate_model(model, config, torch.device("cpu"), stack, initial_values=False, attention_device=attention_device)
-    return model, batches
+    with ExitStack() as stack:
+        stack.enter_context(silence())
+        stack.enter_context(fake_process_group(layout.world_size, rank))
+        if kernels == "cpu":
+            stack.enter_context(sends_held())
+        mesh = build_mesh(layout, "cpu")
+        device = find_device(config.planner.device or "") if kernels == "cuda" else None
+        if device is not None and device.capability is not None:
+            use_planned_kernels(config, built, plan, layout, device.capability)
+        batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
+        model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load))
+        if Category.PARAMETERS in on_host(config.training, kernels):
+            stack.enter_context(copies_from_host())
+        # PyTorch has no ring attention for CPUs.
+        attention_device = torch.device("meta" if kernels == "cuda" else "cpu")
+        allocate_model(
+            model, config, torch.device("cpu"), stack, initial_values=False, attention_device=attention_device
+        )
+        yield model, batches
 
 
 def _trace_microbatches(
@@ -176,9 +173,9 @@ def _trace_microbatches(
         stored = memory.returning_for(Category.GRADIENTS, ReplicaShards.stored)
         for name, function in (("start", start), ("stored", stored)):
             stack.enter_context(replaced(ReplicaShards, name, function))
-        stack.enter_context(watched_parts(model, plan, step_points, config.precision))
+        stack.enter_context(watched_parts(config, model, plan, step_points))
         count = stack.enter_context(count_collectives(model, *([] if frozen is None else [frozen.module])))
-        stack.enter_context(count_exchanges(mesh, count))
+        stack.enter_context(ExchangesCounted(mesh, count))
         groups = _group_sizes(config, model, plan, mesh.layout)
         ledger.allocate(state_bytes(config.optimizer, groups), Category.OPTIMIZER)
         ledger.allocate(ema_bytes(config.ema, groups), Category.EMA)
@@ -217,15 +214,15 @@ def watched_memory(model: nn.Module, ledger: Ledger) -> Iterator[LiveMemory]:
 
 
 @contextmanager
-def watched_parts(model: nn.Module, plan: ModelPlan, points: StepPoints, precision: PrecisionConfig) -> Iterator[None]:
-    """Observe the points of a step in a model, or in the stages of this rank, and explain errors of dtypes there, until
-    the end of the block."""
+def watched_parts(config: JobConfig, model: nn.Module, plan: ModelPlan, points: StepPoints) -> Iterator[None]:
+    """Observe the points of a step in a model, or in the stages of this rank, and explain its errors, until the end of
+    the block."""
     with ExitStack() as stack:
         for module, part in parts(model, plan):
             order = modules_in_order(module, part.inventory)
             stack.enter_context(points.watch(module, order, _makes_logits(model, module)))
-            stack.enter_context(dtype_failures_explained(module, part, precision))
-        yield
+        with explained_in_trace(ModelFacts(config, model, plan)):
+            yield
 
 
 def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
@@ -275,7 +272,7 @@ class _Accumulation:
         microbatch = self.memory.paused(self.batches.make)()  # on the host
         strategy = Accumulation(config.gradient_accumulation, self.replicas)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
-        step([microbatch] * self.num_microbatches, self.loss, num_items)
+        step([microbatch] * self.num_microbatches, self.loss, lambda: num_items)
         traffic = self.count.take()
         return scaled_to_step(traffic, self.num_microbatches, layout, config.gradient_accumulation)
 

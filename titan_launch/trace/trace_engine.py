@@ -23,7 +23,6 @@ from titan_launch.core.errors import ConfigError, UserError, config_error
 from titan_launch.core.import_string import user_location, user_traceback
 from titan_launch.core.torch_release import NEWEST_TESTED, is_tested_release, torch_release
 from titan_launch.models.blocks import remove_blocks
-from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_job, with_choice
@@ -53,7 +52,7 @@ def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kern
         short = _trace_short(config, plan, layout, kernels, rank, shortcut)
         if short is not None:
             return short
-    with failures_explained(config.model), shapes_explained(config.model, layout.tensor):
+    with failures_explained(config.model):
         return _trace_without(config, plan, layout, kernels, rank, ())
 
 

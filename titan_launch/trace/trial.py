@@ -106,7 +106,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         for _ in range(_STEPS):
             microbatches = [batches.make() for _ in range(count)]
             if pipelined is not None:
-                pipelined(microbatches, loss, valid)
+                pipelined(microbatches, loss, lambda: valid)
             else:
                 for index, microbatch in enumerate(microbatches):
                     strategy.begin_microbatch(model.module, is_last=index == count - 1)

@@ -3,64 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import NamedTuple
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
+from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError, listed
+from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.core.torch_release import is_tested_release
-from titan_launch.distributed.collectives import on_all_ranks
+from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
+from titan_launch.distributed.mesh import Mesh
 from titan_launch.parallel.compile import eager
 from titan_launch.parallel.expert_balance import choices_watched
 from titan_launch.parallel.pipeline import parts
+from titan_launch.plan.report.unit_table import KeyLocator
 from titan_launch.plan.types import ModelPlan
-from titan_launch.precision.audit import Audit, compare, merge_audits
+from titan_launch.precision.audit import compare, merge_audits
 from titan_launch.precision.observation import Observations, look_at_storage, observe
-from titan_launch.train.run import Run
+from titan_launch.train.output import RunOutput
+from titan_launch.train.resolve_job import ResolvedJob
 from titan_launch.train.run_folder.records import AUDIT_FILE, record_audit
 
 _log = logging.getLogger(__name__)
 
 
-def audits(run: Run) -> bool:
+def is_audited(config: JobConfig) -> bool:
     """Return True if `debug.audit_precision` enables the audit. By default it is on for custom and debug models."""
-    model = run.config.model
-    by_default = not model.is_of_package or model.flavor == "debug"
-    wanted = run.config.debug.audit_precision
+    by_default = not config.model.is_of_package or config.model.flavor == "debug"
+    wanted = config.debug.audit_precision
     return by_default if wanted is None else wanted
-
-
-@contextmanager
-def audit_of_step(run: Run, step: int) -> Iterator[Callable[[], None] | None]:
-    """Audit the step in the block if `step` is the first step of this process and the audit is enabled.
-
-    Yield a function that the step must call before its update; None if the step is not audited. The function raises
-    UserError on all ranks if the observed dtypes or collectives differ from the plan, or if activation checkpointing
-    chooses other experts in its second forward. An audited step runs without compilation. The audit does not change the
-    step's results.
-    """
-    if step != run.first_step or not audits(run):
-        yield None
-        return
-    with ExitStack() as stack:
-        watched = [
-            _Watched(
-                module, plan, stack.enter_context(observe(module, plan)), stack.enter_context(choices_watched(module))
-            )
-            for module, plan in parts(run.model, run.plan)
-        ]
-        stack.enter_context(eager(run.config.compile))
-        try:
-            yield lambda: _compare_with_plan(run, watched)
-        except CheckpointError as error:  # an expert had another number of rows in the second forward
-            other_choices = _other_choices(watched)
-            if not other_choices:
-                raise
-            raise UserError("\n  ".join([_ENDS, *other_choices])) from error
 
 
 class _Watched(NamedTuple):
@@ -73,28 +48,79 @@ class _Watched(NamedTuple):
     """The result of `choices_watched`."""
 
 
-def _compare_with_plan(run: Run, watched: Sequence[_Watched]) -> None:
-    for module, _, observed, _ in watched:
-        look_at_storage(module, observed)
-    audit = merge_audits([compare(plan, run.layout, observed) for _, plan, observed, _ in watched])
-    if run.mesh.pipeline_group is not None:
-        audit = merge_audits(on_all_ranks(lambda: audit, run.mesh.pipeline_group))
-    differences = _merge_differences([*audit.differences(run.locate_key), *_other_choices(watched)])
-    if run.ranks.is_rank_0:
-        record_audit(run.folder, {"differences": differences, **audit.as_data()})
-        for sink in run.sinks:
+class PrecisionAudit(Observer):
+    """The audit of the first step of this process, which runs without compilation, with the same results."""
+
+    def __init__(self, job: ResolvedJob, model: nn.Module, mesh: Mesh, output: RunOutput, locate_key: KeyLocator):
+        self._job = job
+        self._model = model
+        self._mesh = mesh
+        self._output = output
+        self._locate_key = locate_key
+        self._watched: list[_Watched] = []
+        self._is_due = True
+        self._hooks = ExitStack()
+
+    def before_step(self, step: WatchedStep) -> None:
+        """Watch the step if it is the first one."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        for module, plan in parts(self._model, self._job.plan):
+            observed = self._hooks.enter_context(observe(module, plan))
+            other_choices = self._hooks.enter_context(choices_watched(module))
+            self._watched.append(_Watched(module, plan, observed, other_choices))
+        self._hooks.enter_context(eager(self._job.config.compile))
+
+    def before_update(self) -> None:
+        """Raise UserError on all ranks if the observed dtypes or collectives of the step differ from the plan, or if
+        activation checkpointing chose other experts in its second forward."""
+        if not self._watched:
+            return
+        for module, _, observed, _ in self._watched:
+            look_at_storage(module, observed)
+        audit = merge_audits([compare(plan, self._job.layout, observed) for _, plan, observed, _ in self._watched])
+        if self._mesh.pipeline_group is not None:
+            audit = merge_audits(on_all_ranks(lambda: audit, self._mesh.pipeline_group))
+        own = [*audit.differences(self._locate_key), *_other_choices(self._watched)]
+        # All ranks get the same list, so they all stop if one rank has found a difference.
+        differences = list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: own))))
+        folder = self._output.folder.path
+        on_rank_0(lambda: record_audit(folder, {"differences": differences, **audit.as_data()}))
+        for sink in self._output.sinks:
             sink.text("precision_audit", audit.as_markdown())
-    _log_views(watched)
-    if differences and is_tested_release():
-        raise UserError(_explain(run, differences))
-    if differences:  # on an untested release, differences do not end the run
-        _log.warning(
-            "precision audit: the first step was not as planned; the run continues, because this release of PyTorch is "
-            "not tested:\n  %s",
-            "\n  ".join(differences),
-        )
-    else:
-        _log.info("precision audit: %s: as planned", _size(audit))
+        _log_views(self._watched)
+        if differences and is_tested_release():
+            reason = (
+                f"{_ENDS} (all dtypes are in {folder / AUDIT_FILE}; usual causes are casts in the model's own forward "
+                "or hooks; debug.audit_precision = false disables the audit)"
+            )
+            # After a UserError the run is not restarted: the audit would fail again.
+            raise UserError("\n  ".join([reason, *differences]))
+        if differences:  # on an untested release, differences do not end the run
+            _log.warning(
+                "precision audit: the first step was not as planned; the run continues, because this release of "
+                "PyTorch is not tested:\n  %s",
+                "\n  ".join(differences),
+            )
+        else:
+            _log.info("precision audit: %d modules, %d units: as planned", len(audit.modules), len(audit.units))
+
+    def after_step(self, step: WatchedStep, result: StepResult) -> None:
+        """Remove all hooks."""
+        self._hooks.close()
+        self._watched.clear()
+
+    def abandon_step(self, error: BaseException) -> None:
+        """Remove all hooks. What they saw explains the error."""
+        self._hooks.close()
+
+    def explain(self, error: BaseException) -> UserError | None:
+        """Return the UserError for experts that had another number of rows in the second forward of activation
+        checkpointing; None for a different error."""
+        if not isinstance(error, CheckpointError) or not (other_choices := _other_choices(self._watched)):
+            return None
+        return UserError("\n  ".join([_ENDS, *other_choices]))
 
 
 def _other_choices(watched: Sequence[_Watched]) -> list[str]:
@@ -119,26 +145,4 @@ def _log_views(watched: Sequence[_Watched]) -> None:
         _log.info("outputs that are views: %s (%s)", listed(paths), advice)
 
 
-def _merge_differences(differences: list[str]) -> list[str]:
-    """Return the differences of all ranks without duplicates. Collective.
-
-    All ranks get the same list, so they all stop if one rank has found a difference."""
-    return list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: differences))))
-
-
-def _size(audit: Audit) -> str:
-    return f"{len(audit.modules)} modules, {len(audit.units)} units"
-
-
 _ENDS = "precision audit: the first step was not as planned, and the run ends before its update"
-
-
-def _explain(run: Run, differences: list[str]) -> str:
-    """Return the message of the UserError. After a UserError the run is not restarted: the audit would fail again."""
-    return "\n  ".join(
-        [
-            f"{_ENDS} (all dtypes are in {run.folder / AUDIT_FILE}; usual causes are casts in the model's own forward "
-            "or hooks; debug.audit_precision = false disables the audit)",
-            *differences,
-        ]
-    )

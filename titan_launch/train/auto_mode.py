@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -58,15 +58,8 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     output_layer = built.head[-1] if built.head else None
     if output_layer is None and config.loss.chunks > 1 and config.data.unit == "tokens":
         output_layer = find_output_layer(built.module, seq_len)
-    return take_inventory(
-        built.module,
-        built.blocks,
-        built.head,
-        built.embeddings,
-        built.pipeline_order,
-        output_layer,
-        built.blocks_origin,
-    )
+    inventory = take_inventory(built.module, built.blocks, built.head, built.embeddings, built.pipeline_order)
+    return replace(inventory, output_layer=output_layer, blocks_origin=built.blocks_origin)
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
@@ -133,13 +126,7 @@ def _largest_batch(config: JobConfig, hardware: Hardware, world_size: int) -> in
 
 
 def resolve_auto_modes(
-    config: JobConfig,
-    layout: Layout,
-    built: BuiltModel,
-    hardware: Hardware,
-    folder: Path,
-    attempt: Attempt,
-    ranks: Ranks,
+    config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, attempt: Attempt
 ) -> tuple[JobConfig, str | None]:
     """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
 
@@ -149,28 +136,26 @@ def resolve_auto_modes(
     """
     if not is_auto(config):
         return config, None
-    choice, reason = on_rank_0(lambda: _decide(config, layout, built, hardware, folder, attempt))
+    choice, reason = on_rank_0(lambda: _decide(config, layout, built, hardware, attempt))
     _log.info("auto: %s", reason)
     return with_choice(config, choice), reason
 
 
-def _decide(
-    config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, folder: Path, attempt: Attempt
-) -> Decision:
+def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, attempt: Attempt) -> Decision:
     try:
-        return _recorded(config, folder, attempt) or _resolved(config, layout, built, hardware)
+        return _recorded(config, attempt) or _resolved(config, layout, built, hardware)
     except ConfigError:
         raise
     except (UserError, RunError) as error:
         raise UserError(f'{error}\nor set a mode instead of "auto"') from error
 
 
-def _recorded(config: JobConfig, folder: Path, attempt: Attempt) -> Decision | None:
+def _recorded(config: JobConfig, attempt: Attempt) -> Decision | None:
     """Return the modes that a resumed run began with, if the job still allows them.
 
     Modes sum gradients in different orders, so a change of modes would change the results.
     """
-    recorded = recorded_modes(folder, config, attempt)
+    recorded = recorded_modes(config.job.run_folder, config, attempt)
     if recorded is None:
         return None
     own_accumulation, own_checkpointing = config.gradient_accumulation, config.activation_checkpoint

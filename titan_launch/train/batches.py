@@ -19,6 +19,7 @@ from titan_launch.data.epochs import steps_of
 from titan_launch.data.loader import (
     FetchedAhead,
     Loader,
+    Workers,
     build_train_loader,
     build_validation_loader,
     num_validation_batches,
@@ -81,6 +82,20 @@ class ValidationBatches:
 
     def __iter__(self) -> Iterator[tuple[str, Batch]]:
         return zip(self.names, self.loader, strict=True)
+
+
+@dataclass(frozen=True)
+class RunBatches:
+    """The batches of a rank."""
+
+    order: Order
+    """The order of the training samples."""
+
+    train: TrainBatches | StreamBatches
+    """An endless iterator over this rank's microbatches."""
+
+    validation: ValidationBatches | None
+    """None if the run has no validation source."""
 
 
 @dataclass(frozen=True)
@@ -217,17 +232,11 @@ def build_train_batches(
     config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
 ) -> TrainBatches:
     """Return this rank's microbatches, from a position in the data. Closing `stack` ends the data workers."""
+    workers = Workers(config.data.num_workers, ranks.device.type == "cuda")
 
     def build_loader(start: int) -> Loader:
-        return build_train_loader(
-            part_of(data.train, data.sequence_part),
-            data.order,
-            layout,
-            layout.data_rank(ranks.rank),
-            start=start,
-            num_workers=config.data.num_workers,
-            pin_memory=ranks.device.type == "cuda",
-        )
+        source, dp_rank = part_of(data.train, data.sequence_part), layout.data_rank(ranks.rank)
+        return build_train_loader(source, data.order, layout, dp_rank, start=start, workers=workers)
 
     num_ahead = layout.num_microbatches if config.data.num_workers else 0
     batches = TrainBatches(build_loader, position, num_ahead)
@@ -241,14 +250,8 @@ def build_stream_batches(
     """Return this rank's microbatches of a stream; None for data with an index. Closing `stack` ends the worker."""
     if not isinstance(data.train, StreamSource):
         return None
-    batches = StreamBatches(
-        data.train,
-        layout,
-        layout.data_rank(ranks.rank),
-        data.sequence_part,
-        num_workers=config.data.num_workers,
-        pin_memory=ranks.device.type == "cuda",
-    )
+    workers = Workers(config.data.num_workers, ranks.device.type == "cuda")
+    batches = StreamBatches(data.train, layout, layout.data_rank(ranks.rank), data.sequence_part, workers)
     stack.callback(batches.close)
     return batches
 
@@ -268,8 +271,7 @@ def build_validation_batches(
         dp_rank=layout.data_rank(ranks.rank),
         dp_size=layout.data_parallel,
         parts=list(data.validation_parts.values()),
-        num_workers=validation.data.num_workers,
-        pin_memory=ranks.device.type == "cuda",
+        workers=Workers(validation.data.num_workers, ranks.device.type == "cuda"),
     )
     stack.callback(loader.close)
     names = [

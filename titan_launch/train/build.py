@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from titan_launch.checkpoint.state import Progress, TrainingState
+from titan_launch.checkpoint.state import ModelAndOptimizer, Part, Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import format_key
 from titan_launch.cpu.switch import cpu_speedups
-from titan_launch.data.order import Order
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
+from titan_launch.distributed.random_state import RandomState, random_stream
 from titan_launch.loss.build import build_loss
 from titan_launch.metrics.learned import Learned
 from titan_launch.metrics.sinks import ConsoleSink, import_sinks
@@ -37,8 +39,15 @@ from titan_launch.plan.replica_shards import gradients_leave_early
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.plan.types import ModelPlan
 from titan_launch.plan.units.rule_assignment import matched_modules
+from titan_launch.train.audit import PrecisionAudit, is_audited
 from titan_launch.train.base_weights import RunBase
-from titan_launch.train.batches import build_data, build_stream_batches, build_train_batches, build_validation_batches
+from titan_launch.train.batches import (
+    RunBatches,
+    build_data,
+    build_stream_batches,
+    build_train_batches,
+    build_validation_batches,
+)
 from titan_launch.train.early_stopping import build_early_stopping
 from titan_launch.train.flops import flops_of_run
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
@@ -47,14 +56,12 @@ from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
-from titan_launch.train.model import (
-    AssembledModel,
-    allocate_model,
-    assemble_model,
-)
+from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
+from titan_launch.train.observers import Observers
+from titan_launch.train.output import build_output
 from titan_launch.train.profiling import StepProfiler
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job, resolve_steps
-from titan_launch.train.run import Run, build_meter, build_sinks, log_job, log_run
+from titan_launch.train.run import Run, build_meter, log_job, log_run
 from titan_launch.train.run_folder.attempt import this_attempt
 from titan_launch.train.run_folder.folder import (
     OpenRunFolder,
@@ -66,39 +73,47 @@ from titan_launch.train.run_folder.folder import (
 from titan_launch.train.run_folder.logs import LogFile
 from titan_launch.train.run_folder.records import record_run, record_units
 from titan_launch.train.run_folder.resume import (
+    ConsumedSamples,
+    Resumable,
     Sources,
     advice_without_folder,
     load_run,
     open_checkpoints,
-    training_state,
 )
-from titan_launch.train.step import TrainStep
+from titan_launch.train.step import MicrobatchesInTurn, TrainStep, Update
 
 
-def build_run(
-    config: JobConfig,
-    ranks: Ranks,
-    stack: ExitStack,
-    locate_key: KeyLocator = format_key,
-    stop: StopRequest | None = None,
-    log_file: LogFile | None = None,
-    watchdog: Watchdog | None = None,
-    quiet: bool = False,
-) -> Run:
+@dataclass(frozen=True)
+class Surroundings:
+    """What the process of a rank gives to its run."""
+
+    locate_key: KeyLocator = format_key
+    """Returns the file and line of a key."""
+
+    stop: StopRequest | None = None
+    """It is checked for a signal after every step."""
+
+    log_file: LogFile | None = None
+    """It writes to the run folder as soon as the folder exists, like the watchdog."""
+
+    watchdog: Watchdog | None = None
+    quiet: bool = False
+    """True: no reports and no progress on the console."""
+
+
+def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surroundings | None = None) -> Run:
     """Build everything that training needs. Collective. Closing `stack` closes all parts of the run.
-
-    `locate_key` returns the file and line of a key. `stop` is checked for a signal after every step. `log_file` and
-    `watchdog` write to the run folder as soon as it exists. `quiet`: no reports and no progress on the console.
 
     Checks that need no memory run first: division of ranks, model, precision rules, data. Then memory is allocated.
     Files are written last.
     """
-    watchdog = watchdog or Watchdog(config.comm, ranks)
+    process = process or Surroundings()
+    watchdog = process.watchdog or Watchdog(config.comm, ranks)
     job = resolve_job(config, ranks, this_attempt())
     config = job.config
-    log_job(job, locate_key)
+    log_job(job, process.locate_key)
     on_rank_0(lambda: bool(import_sinks(config.metrics)))  # a missing package is an error before memory is allocated
-    use_kernels(config, job.built, job.plan, job.layout, ranks.device, stack)
+    refusals = use_kernels(config, job.built, job.plan, job.layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
 
     adapters = list(adapters_of(job.built.module))  # before pipeline stages divide the model
@@ -116,65 +131,64 @@ def build_run(
     unfreezing = Unfreezing(model.module, job.plan)
     ema = build_ema(config.ema, model.module, optimizer)
 
-    folder = open_run_folder(job, ranks, log_file, watchdog, stack)
-    progress, guard = Progress(), StepGuard(config.debug, ranks.device)
+    folder = open_run_folder(job, ranks, process.log_file, watchdog, stack)
+    progress = Progress()
     timeline = Timeline(ranks.device)
     stack.enter_context(communication_counted(model.module, timeline))
-    step = build_step(config, model, optimizer, guard, ranks, data.num_classes, timeline)
+    step = build_step(config, model, optimizer, ranks.device, data.num_classes, timeline)
     stream = build_stream_batches(config, data, job.layout, ranks, stack)
     base = RunBase(model.module, config, job.plan.inventory)
     early_stopping = build_early_stopping(config.validation, checkpoint_folder(folder.path), progress)
-    others = {"guard": guard, "stream": stream, "ema": ema, "early_stopping": early_stopping}
-    state = training_state(
-        config, model.module, optimizer, progress, data.order, others, step.statistics, mesh, ranks, base
-    )
+    parts: dict[str, Part | None] = {
+        "progress": progress,
+        "consumed": ConsumedSamples(data.order, progress),
+        "guard": step.guard,
+        "stream": stream,
+        "ema": ema,
+        "early_stopping": early_stopping,
+    }
+    weights = ModelAndOptimizer(model.module, optimizer)
+    random = RandomState(ranks.device, config.training.seed, random_stream(ranks.rank, config.parallelism))
+    state = TrainingState(weights, parts, step.statistics, random, mesh.pipeline_group, base)
     second: Sources = {} if model.frozen is None else {format_key(model.frozen.key): model.frozen.load()}
-    sources: Sources = {**data.sources, **second}
-    checkpoints = open_checkpoints(job.requested, folder.path, state, progress, sources, ranks, stack)
-    load_or_begin(job, folder.path, state, progress, sources, data.order, base, adapters, ema)
+    resumable = Resumable(state, progress, data.order, {**data.sources, **second}, base)
+    checkpoints = open_checkpoints(job.requested, folder.path, resumable, ranks, stack)
+    load_or_begin(job, folder.path, resumable, adapters, ema)
     job = resolve_steps(job, data, progress)
     config = job.config
     on_rank_0(lambda: record_run(folder.path, job.requested, job.attempt, stack))
-    on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
+    on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, process.locate_key)))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data, folder.path)
-    first_step = progress.step + 1
-    console = ConsoleSink(total_steps=config.training.total_steps) if ranks.is_rank_0 and not quiet else None
+    train_batches = stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack)
+    validation_batches = build_validation_batches(config, data, job.layout, ranks, stack)
+    meter = build_meter(job, ranks, timeline, flops)
+    learned = build_learned(config, job.plan, model.module, ranks, stack, job.layout.optimizer_replicas)
+    profiler = StepProfiler(config.profiling, folder.path, ranks, timeline, stack)
+    measurements = StepMeasurements(config, step, timeline, ema, stack)
+    console = ConsoleSink(total_steps=config.training.total_steps) if ranks.is_rank_0 and not process.quiet else None
+    output = build_output(job, folder, progress, console, stack)
+    audit = PrecisionAudit(job, model.module, mesh, output, process.locate_key) if is_audited(config) else None
     return Run(
-        config=config,
-        folder=folder.path,
-        held_folder=folder,
+        job=job,
         ranks=ranks,
-        layout=job.layout,
-        hardware=job.hardware,
         mesh=mesh,
-        plan=job.plan,
         model=model.module,
         optimizer=optimizer,
         unfreezing=unfreezing,
-        ema=ema,
         step=step,
-        guard=guard,
         progress=progress,
+        first_step=progress.step + 1,
         state=state,
-        control=StepCoordinator(stop or StopRequest(), config.checkpoint.interval_minutes),
-        early_stopping=early_stopping,
-        first_step=first_step,
-        order=data.order,
-        train_batches=stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack),
-        validation_batches=build_validation_batches(config, data, job.layout, ranks, stack),
         checkpoints=checkpoints,
-        meter=build_meter(job, ranks, timeline, flops),
-        learned=build_learned(config, job.plan, model.module, ranks, stack, job.layout.optimizer_replicas),
-        profiler=StepProfiler(config.profiling, folder.path, ranks, timeline, stack),
-        measurements=StepMeasurements(
-            config.comm, model.module, optimizer, ema, step, ranks.device, first_step, config.compile.enable, stack
-        ),
+        batches=RunBatches(data.order, train_batches, validation_batches),
+        observers=Observers(console, meter, profiler, measurements, audit, learned, ema),
         memory_check=memory_check,
-        sinks=build_sinks(job, folder.path, progress, console, stack),
-        console=console,
+        output=output,
+        control=StepCoordinator(process.stop or StopRequest(), config.checkpoint.interval_minutes),
+        early_stopping=early_stopping,
         watchdog=watchdog,
-        locate_key=locate_key,
+        refusals=refusals,
     )
 
 
@@ -207,24 +221,15 @@ def open_run_folder(
 
 
 def load_or_begin(
-    job: ResolvedJob,
-    folder: Path,
-    state: TrainingState,
-    progress: Progress,
-    sources: Sources,
-    order: Order,
-    base: RunBase,
-    adapters: Sequence[Adapter],
-    ema: WeightEMA | None,
+    job: ResolvedJob, folder: Path, run: Resumable, adapters: Sequence[Adapter], ema: WeightEMA | None
 ) -> None:
     """Load the checkpoint from which the run starts, or else the weights that the job names, if any. Collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
-    is_loaded = load_run(job.requested, folder, load, state, progress, sources, order, base)
-    if not is_loaded:
+    if not load_run(job.requested, folder, load, run):
         if job.config.model.weights is not None:
-            base.begin()
+            run.base.begin()
         if job.config.lora.adapter is not None:
-            base.begin_adapters(adapters, job.config.lora)
+            run.base.begin_adapters(adapters, job.config.lora)
         if ema is not None:
             ema.load_state_dict({})  # the average begins with these weights
 
@@ -241,10 +246,8 @@ def build_learned(
     for unit in plan.boundaries:
         if unit.key is not None:
             groups.setdefault(format_key(unit.key), []).extend(unit.modules)
-    outputs = {} if config.compile.enable else groups
     modules = {path: module for path, module in model.named_modules() if not isinstance(module, PassThrough)}
-    with_outputs = not config.compile.enable
-    return Learned(modules, paths, outputs, with_outputs, ranks.device, stack, replicas)
+    return Learned(modules, paths, None if config.compile.enable else groups, ranks.device, stack, replicas)
 
 
 def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer:
@@ -264,29 +267,22 @@ def build_step(
     config: JobConfig,
     model: AssembledModel,
     optimizer: Optimizer,
-    guard: StepGuard,
-    ranks: Ranks,
+    device: torch.device,
     num_classes: int,
     timeline: Timeline,
 ) -> TrainStep:
     """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size.
     `timeline` counts the parts of the step's time."""
     accumulation = Accumulation(config.gradient_accumulation, replicas_of(optimizer))
-    pipeline, pipelined = pipeline_of(model.module), None
-    if pipeline is not None:
+    pipeline = pipeline_of(model.module)
+    gradients: MicrobatchesInTurn | PipelinedStep
+    if pipeline is None:
+        gradients = MicrobatchesInTurn(model.module, accumulation, device, timeline)
+    else:
         from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second
 
-        pipelined = PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device, timeline)
-    return TrainStep(
-        model.module,
-        optimizer,
-        accumulation,
-        guard,
-        config.training.max_norm,
-        model.mesh,
-        ranks.device,
-        build_loss(model.module, model.plan, config, num_classes, frozen=model.frozen),
-        timeline,
-        pipelined=pipelined,
-        after_update=scale_update(model.module, config.float8),
-    )
+        gradients = PipelinedStep(pipeline, config.parallelism, accumulation, device, timeline)
+    loss = build_loss(model.module, model.plan, config, num_classes, frozen=model.frozen)
+    guard, after = StepGuard(config.debug, device), scale_update(model.module, config.float8)
+    update = Update(optimizer, guard, config.training.max_norm, after)
+    return TrainStep(model.module, gradients, loss, update, model.mesh, device)

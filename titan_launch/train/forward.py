@@ -9,7 +9,6 @@ import linecache
 import re
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -51,26 +50,26 @@ def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = Fal
 def run_model(model: nn.Module, batch: Batch, loss: Loss) -> Any:
     """Return the outputs of a model without pipeline stages that `loss.sums` reads. `batch` is on the model's device.
 
-    Raises ConfigError for a wrong forward, as `forward_explained` does.
+    `explain_forward` explains errors. Call `loss.prepare` before.
     """
-    loss.prepare(*batch)
-    with loss.given(batch.targets), forward_explained(model, batch.inputs, loss):
+    with loss.given(batch.targets):
         arguments = document_arguments(model, batch.documents) | loss.arguments(model, batch.targets)
         return loss.select(model(batch.inputs, **arguments), batch.targets)
 
 
-@contextmanager
-def forward_explained(model: nn.Module, inputs: Tensor, loss: Loss) -> Iterator[None]:
-    """Raise ConfigError when a model's forward fails because it expects other inputs, because an embedding has too few
-    rows, or because of a tensor on another device."""
-    try:
-        yield
-    except Exception as error:
-        unit: SampleUnit = "images" if inputs.is_floating_point() else "tokens"
-        problem = _explanation(error, model, inputs, loss.contract(unit))
-        if problem is None:
-            raise
-        raise problem from error
+def explain_forward(error: BaseException) -> ConfigError | None:
+    """Return the ConfigError for a forward that failed because it expects other inputs, because an embedding has too
+    few rows, or because of a tensor on another device. Return None for a different error."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    calls = (index for index, (frame, _) in enumerate(frames) if frame.f_code is run_model.__code__)
+    start = next(calls, None)
+    if start is None or not isinstance(error, Exception):
+        return None
+    # The call itself has the inputs of the microbatch. A reference to them elsewhere would prolong their life.
+    call = frames[start][0].f_locals
+    inputs, loss = call["batch"].inputs, call["loss"]
+    unit: SampleUnit = "images" if inputs.is_floating_point() else "tokens"
+    return _explanation(error, frames[start:], call["model"], inputs, loss.contract(unit))
 
 
 def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
@@ -127,10 +126,11 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
                 handles.append(module.register_forward_pre_hook(partial(compare, path), prepend=True))
 
 
-def _explanation(error: Exception, model: nn.Module, inputs: Tensor, contract: str) -> ConfigError | None:
+def _explanation(
+    error: Exception, frames: list[tuple[FrameType, int]], model: nn.Module, inputs: Tensor, contract: str
+) -> ConfigError | None:
     """Return the ConfigError that replaces an error in a forward: wrong use of its arguments, an embedding with too
     few rows, or a tensor that is a plain attribute on another device. Return None for any other error."""
-    frames = list(traceback.walk_tb(error.__traceback__))
     user_frames = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
     if isinstance(error, ConfigError) or not user_frames:
         return None

@@ -49,14 +49,16 @@ _SAFE_CUDNN = 91501
 
 def use_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, device: torch.device, stack: ExitStack
-) -> None:
-    """Apply the section `[kernels]`, and log the chosen kernels.
+) -> Sequence[str]:
+    """Apply the section `[kernels]`, and log the chosen kernels. Return a list to which the reasons are added for which
+    the backend of `kernels.attention` later refuses calls.
 
     Closing `stack` ends the choice of attention kernels. The precision of matrix products stays set. Raise ConfigError
     if the device, or the shape of the model's attention, does not allow a setting. The devices of all ranks are alike,
     so all ranks raise the same error.
     """
     kernels = config.kernels
+    refusals = [] if kernels.attention == "auto" else stack.enter_context(_refusals_collected())
     if device.type != "cuda":
         problems = list(missing_on_cpu(config))
         if problems:
@@ -64,7 +66,7 @@ def use_kernels(
         if kernels.attention != "auto":
             stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
             _log.info("attention: %s", kernels.attention)
-        return
+        return refusals
     check_tensor_cores(config.float8, device)
     if config.float8.enable and not config.float8.emulate and not config.compile.enable:
         _log.warning(
@@ -91,6 +93,7 @@ def use_kernels(
         if built.attention is None:  # this model may pass masks, with which cuDNN's gradients can be NaN (issue 196678)
             tried = tuple(name for name in tried if name != "cudnn")
         stack.enter_context(sdpa_kernel([BACKENDS[name] for name in tried], set_priority=True))
+    return refusals
 
 
 def use_planned_kernels(
@@ -132,25 +135,18 @@ def _choose_attention(
     return found
 
 
-@contextmanager
-def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
-    """Raise ConfigError if the backend that `kernels.attention` names refuses a call of attention in the block.
+def explain_refusal(error: BaseException, kernels: KernelsConfig, refusals: Sequence[str]) -> ConfigError | None:
+    """Return the ConfigError if the backend that `kernels.attention` names has refused a call of attention; None for a
+    different error.
 
-    PyTorch reports a refusal only when attention is called. The error includes the reasons in PyTorch's warnings.
+    PyTorch reports a refusal only when attention is called. `refusals`: the reasons in PyTorch's warnings before.
     """
-    if kernels.attention == "auto":
-        yield  # the backend math accepts every call
-        return
-    with _refusals_collected() as reasons:
-        try:
-            yield
-        except RuntimeError as error:
-            if _NO_KERNEL not in str(error):
-                raise
-            place = user_location(error)
-            where = f" at {place}" if place else ""
-            reason = f'cannot be used{where}: {_listed(reasons)}; set "auto", which finds a usable backend, or "math"'
-            raise config_error(("kernels", "attention"), reason, kernels.attention) from error
+    if kernels.attention == "auto" or not isinstance(error, RuntimeError) or _NO_KERNEL not in str(error):
+        return None  # of several backends, math accepts every call
+    place = user_location(error)
+    where = f" at {place}" if place else ""
+    reason = f'cannot be used{where}: {_listed(refusals)}; set "auto", which finds a usable backend, or "math"'
+    return config_error(("kernels", "attention"), reason, kernels.attention)
 
 
 def set_precision(kernels: KernelsConfig) -> None:

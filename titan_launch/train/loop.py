@@ -6,7 +6,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,26 +15,24 @@ from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.checkpoint.retention import best_steps, validation_losses
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import Stopped, format_key
+from titan_launch.core.observer import StepResult, WatchedStep
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.data.order import MixtureOrder
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.tags import TAGS
-from titan_launch.models.parallel_plans import shapes_explained
+from titan_launch.metrics.timeline import OTHER
 from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence
 from titan_launch.parallel.expert_balance import describe_collapse
-from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.units.rule_assignment import is_mixture_of_experts
-from titan_launch.precision.diagnosis import dtype_failures_explained
-from titan_launch.train.audit import audit_of_step, audits
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
-from titan_launch.train.kernel_choice import attention_failures_explained
+from titan_launch.train.health.watchdog import TRAINING, VALIDATING
 from titan_launch.train.measure import MEASURED
 from titan_launch.train.run import Run
 from titan_launch.train.run_folder.folder import checkpoint_folder
 from titan_launch.train.run_folder.resume import NOTHING_SAVED, SAME_COMMAND, how_to_resume
-from titan_launch.train.step import StepResult, validate
+from titan_launch.train.step import validate
 
 
 @contextmanager
@@ -158,11 +156,11 @@ def fit(run: Run) -> None:
             collect_garbage(run.progress.step)
     run.watchdog.enter("ending", run.progress.step, is_slow=True)
     if run.checkpoints is not None:
-        with run.meter.paused("checkpoint"):
+        with run.observers.meter.paused("checkpoint"):
             run.checkpoints.finish()
-    if pauses := run.meter.late_pauses():
-        write(run, pauses)
-    clear_progress(run)
+    if pauses := run.observers.meter.late_pauses():
+        run.output.write(run.progress.step, pauses)
+    run.output.clear_progress()
     _log.info("%s", ending(run))
 
 
@@ -203,7 +201,7 @@ def has_ended_early(run: Run) -> bool:
 def early_ending(run: Run) -> str:
     """Return a text that says how early stopping ended the run, with its result. Collective."""
     assert run.early_stopping is not None
-    folder, newest = checkpoint_folder(run.folder), run.progress.step
+    folder, newest = checkpoint_folder(run.output.folder.path), run.progress.step
     best, *_ = on_rank_0(lambda: [*best_steps(validation_losses(folder)), newest])
     of_total = f"ended after step {newest} of {run.config.training.total_steps}"
     result = f"the result is {folder / checkpoint_name(best)}"
@@ -213,34 +211,35 @@ def early_ending(run: Run) -> str:
 def result(run: Run) -> str:
     """Return a text that names the checkpoint of a finished run, or the run folder if no checkpoint is saved."""
     if run.checkpoints is None:
-        return f"{NOTHING_SAVED}; the reports are in {run.folder}"
-    return f"the result is {checkpoint_folder(run.folder) / checkpoint_name(run.progress.step)}"
+        return f"{NOTHING_SAVED}; the reports are in {run.output.folder.path}"
+    return f"the result is {checkpoint_folder(run.output.folder.path) / checkpoint_name(run.progress.step)}"
 
 
 def train_one_step(run: Run) -> StepResult:
     """Fetch a step's microbatches, train on them, and advance the run's progress."""
-    step = run.progress.step + 1
-    run.watchdog.enter("loading data", step)
-    with run.meter.timeline.part("data"):
-        microbatches = [next(run.train_batches) for _ in range(run.layout.num_microbatches)]
-    run.watchdog.enter("forward, backward and update", step)
+    number = run.progress.step + 1
+    run.watchdog.enter("loading data", number)
+    timeline = run.observers.meter.timeline
+    timeline.begin("data")
+    microbatches = [next(run.batches.train) for _ in range(run.job.layout.num_microbatches)]
+    timeline.begin(OTHER)
+    run.watchdog.enter(TRAINING, number)
     unfreeze(run)
-    set_lr(run.optimizer, run.config.optimizer.lr, current_lr_factor(run, step))
-    with (
-        failures_explained(run),
-        run.profiler.watching(step),
-        run.measurements.watching(step, microbatches, run.meter.timeline.is_profiled),
-        audit_of_step(run, step) as before_update,
-        learned_in_step(run, step, before_update) as before_update,
-    ):
-        result = run.step(microbatches, before_update)
-        if run.ema is not None:
-            run.ema.update(step, result.is_skipped)
-    run.progress.step = step
-    run.progress.samples_seen += run.layout.global_batch_size
-    run.meter.end_step(result.targets_global, result.loss_sum, result.is_skipped)
-    if run.console is not None:
-        run.console.progress(step)
+    set_lr(run.optimizer, run.config.optimizer.lr, current_lr_factor(run, number))
+    step = WatchedStep(number, due_after_step(run.config, number, run.first_step, 0, False).report, microbatches)
+    observers = list(run.observers)
+    try:
+        for observer in observers:
+            observer.before_step(step)
+        result = run.step(microbatches, observers)
+        for observer in reversed(observers):
+            observer.after_step(step, result)
+    except BaseException as error:
+        for observer in reversed(observers):
+            observer.abandon_step(error)
+        raise
+    run.progress.step = number
+    run.progress.samples_seen += run.job.layout.global_batch_size
     return result
 
 
@@ -248,28 +247,8 @@ def unfreeze(run: Run) -> None:
     """Train the parameters that `training.unfreeze` freezes until the run's last finished step."""
     num_unfrozen = run.unfreezing.apply(run.progress.step)
     if num_unfrozen:
-        clear_progress(run)
+        run.output.clear_progress()
         _log.info("step %d: %d parameters are trained from now on", run.progress.step + 1, num_unfrozen)
-
-
-@contextmanager
-def learned_in_step(
-    run: Run, step: int, before_update: Callable[[], None] | None
-) -> Iterator[Callable[[], None] | None]:
-    """Measure `metrics.modules` in the block if the step will be reported. Yield the function to call before the
-    update, which also calls `before_update`."""
-    learned = run.learned
-    if learned is None or not due_after_step(run.config, step, run.first_step, 0, False).report:
-        yield before_update
-        return
-
-    def both() -> None:
-        learned.before_update()
-        if before_update is not None:
-            before_update()
-
-    with learned.measuring(step):
-        yield both
 
 
 def last_warm_up_step(run: Run) -> int:
@@ -278,19 +257,7 @@ def last_warm_up_step(run: Run) -> int:
     This is the first step of this process. With `compile.enable` it is the second step if the first is audited, because
     an audited step is not compiled.
     """
-    return run.first_step + (run.config.compile.enable and audits(run))
-
-
-@contextmanager
-def failures_explained(run: Run) -> Iterator[None]:
-    """Replace an error of forward or backward by a ConfigError if dtypes, tensor parallelism or the attention backend
-    caused the error."""
-    with ExitStack() as stack:
-        stack.enter_context(attention_failures_explained(run.config.kernels))
-        stack.enter_context(shapes_explained(run.config.model, run.layout.tensor))
-        for module, plan in parts(run.model, run.plan):
-            stack.enter_context(dtype_failures_explained(module, plan, run.config.precision))
-        yield
+    return run.first_step + (run.config.compile.enable and run.observers.audit is not None)
 
 
 def end_warm_up(run: Run) -> None:
@@ -306,12 +273,6 @@ def current_lr_factor(run: Run, step: int) -> float:
     return lr_factor(run.config.lr_scheduler, step, run.config.training.total_steps)
 
 
-def clear_progress(run: Run) -> None:
-    """Remove the progress bar before another line is printed."""
-    if run.console is not None:
-        run.console.clear()
-
-
 def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
     """Write the metrics of the step, and of all steps since the last report, to all sinks. Return the metrics by tag.
 
@@ -319,21 +280,14 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
     the device. A metric that is not combined over ranks has this rank's value.
     """
     step = run.progress.step
-    scalars = run.meter.report(
-        loss_sum=result.loss_sum,
-        items_local=result.items_local,
-        items_global=result.items_global,
-        grad_norm=result.grad_norm,
-        measured=dict(result.parts)
-        | expert_measurements(run)
-        | ({} if run.learned is None else run.learned.take(step))
-        | run.measurements.take()
-        | checkpoint_measurements(run)
-        | values_of_run(run),
-    )
+    meter, measurements = run.observers.meter, run.observers.measurements
+    observed: dict[str, float | Tensor] = {}
+    for observer in run.observers:
+        observed |= observer.take_metrics()
+    scalars = meter.report(expert_measurements(run) | observed | checkpoint_measurements(run) | values_of_run(run))
     warn_of_collapse(run, scalars)
     if run.memory_check is not None:
-        is_measured = run.measurements.is_steady or run.ranks.device.type == "cpu"
+        is_measured = measurements.is_steady or run.ranks.device.type == "cpu"
         is_measured &= run.unfreezing.is_finished  # the prediction is for steps that train all of these parameters
         scalars |= run.memory_check.scalars(scalars.get(MEASURED) if is_measured else None)
     scalars |= learning_rates(run, step)
@@ -344,17 +298,10 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
         if run.early_stopping is not None and (loss := compared_loss(scalars)) is not None:
             scalars |= run.early_stopping.observe(loss)
     scalars |= perplexities(run, scalars)
-    scalars |= run.meter.pauses()
-    run.measurements.end_window(step, only_training=not due.pool)
-    write(run, scalars)
+    scalars |= meter.pauses()
+    measurements.end_window(step, only_training=not due.pool)
+    run.output.write(step, scalars)
     return scalars
-
-
-def write(run: Run, scalars: Mapping[str, float]) -> None:
-    """Write metrics of the last finished step to all sinks."""
-    run.held_folder.check()
-    for sink in run.sinks:
-        sink.write(run.progress.step, scalars)
 
 
 def learning_rates(run: Run, step: int) -> dict[str, float]:
@@ -379,8 +326,8 @@ def values_of_run(run: Run) -> dict[str, float]:
     """Return the metrics that `TAGS` defines as functions of the run, and those of the sources of a mixture, by tag."""
     found = {tag.name: tag.value(run) for tag in TAGS if tag.value is not None}
     values = {name: value for name, value in found.items() if value is not None}
-    if isinstance(run.order, MixtureOrder):
-        for name, (share, epochs) in run.order.progress(run.progress.data_position).items():
+    if isinstance(run.batches.order, MixtureOrder):
+        for name, (share, epochs) in run.batches.order.progress(run.progress.data_position).items():
             values |= {f"data/share/{name}": share, f"data/epoch/{name}": epochs}
             if run.config.data.unit == "tokens":
                 num_tokens = round(share * run.progress.data_position) * run.config.training.seq_len
@@ -390,7 +337,7 @@ def values_of_run(run: Run) -> dict[str, float]:
 
 def expert_measurements(run: Run) -> dict[str, Tensor]:
     """Return this rank's part of the `experts/*` metrics by tag; empty if the model has no mixtures of experts."""
-    layers = [module.path for module in run.plan.inventory.modules if is_mixture_of_experts(module)]
+    layers = [module.path for module in run.job.plan.inventory.modules if is_mixture_of_experts(module)]
     return run.step.experts.take(layers) if layers else {}
 
 
@@ -398,7 +345,7 @@ def warn_of_collapse(run: Run, scalars: Mapping[str, float]) -> None:
     """Warn once of each mixture of experts that has collapsed since the last report."""
     collapsed = run.step.experts.newly_collapsed(scalars)
     if collapsed and run.ranks.is_rank_0:
-        clear_progress(run)
+        run.output.clear_progress()
         _log.warning("%s", describe_collapse(run.progress.step, collapsed))
 
 
@@ -411,7 +358,7 @@ def checkpoint_measurements(run: Run) -> dict[str, float]:
 def pool_statistics(run: Run, purpose: str, temporarily: bool) -> dict[str, float]:
     """Pool BatchNorm's running statistics over all ranks. Return the `batchnorm/*` metrics by tag; an empty dict
     without BatchNorm. The time counts as that of `purpose`, a pause of training."""
-    with run.meter.paused(purpose):
+    with run.observers.meter.paused(purpose):
         divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
         if run.mesh.pipeline_group is not None:
             divergence = largest_divergence(on_all_ranks(lambda: divergence, run.mesh.pipeline_group))
@@ -426,13 +373,14 @@ def pool_statistics(run: Run, purpose: str, temporarily: bool) -> dict[str, floa
 def validation_scalars(run: Run) -> dict[str, float]:
     """Validate the parameters, their moving average or both, and return the metrics by tag. Call this function after
     `pool_statistics`. The time does not count as training time."""
-    weights = "parameters" if run.ema is None else run.config.ema.validate_with
+    ema = run.observers.ema
+    weights = "parameters" if ema is None else run.config.ema.validate_with
     scalars: dict[str, float] = {}
-    with run.meter.paused("validation"), failures_explained(run):
+    with run.observers.meter.paused("validation"):
         if weights != "ema":
             scalars |= validated(run)
-        if run.ema is not None and weights != "parameters":
-            with run.ema.in_model(run.step.parameters_changed):
+        if ema is not None and weights != "parameters":
+            with ema.in_model(run.step.parameters_changed):
                 of_average = validated(run)
             scalars |= {tag.replace("/", "/ema_", 1): value for tag, value in of_average.items()}
     return scalars
@@ -446,8 +394,8 @@ def compared_loss(scalars: Mapping[str, float]) -> float | None:
 
 def validated(run: Run) -> dict[str, float]:
     """Validate the model as it is, and return the `validation/*` metrics by tag."""
-    assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
-    batches = run.watchdog.each_batch_as_phase(run.validation_batches, "validating", run.progress.step)
+    assert run.batches.validation is not None, "config.rules demands validation.data with validation.freq"
+    batches = run.watchdog.each_batch_as_phase(run.batches.validation, VALIDATING, run.progress.step)
     return validate(run.model, batches, run.ranks.device, run.step.loss)
 
 
@@ -457,9 +405,9 @@ def save(run: Run, validation_loss: float | None = None) -> None:
     The time for which training waits does not count as training time.
     """
     assert run.checkpoints is not None
-    clear_progress(run)
+    run.output.clear_progress()
     run.watchdog.enter("saving a checkpoint", run.progress.step, is_slow=True)
-    with run.meter.paused("checkpoint"):
+    with run.observers.meter.paused("checkpoint"):
         run.checkpoints.save(validation_loss)
     run.step.statistics.unpool()
     run.control.saved()

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import Provenance
-from titan_launch.core.errors import RunError
 from titan_launch.distributed.process_group import process_group
 from titan_launch.distributed.random_state import random_stream, seed_everything
 from titan_launch.distributed.torch_private import warn_of_untested_release
-from titan_launch.train.build import build_run
+from titan_launch.train.build import Surroundings, build_run
+from titan_launch.train.explain import explain
 from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.health.flight_recorder import configure_flight_recorder
-from titan_launch.train.health.out_of_memory import out_of_memory_explained
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.loop import fit
+from titan_launch.train.run import Run
 from titan_launch.train.run_folder.logs import console_log, rank_log
-from titan_launch.train.run_folder.resume import how_to_resume
 
 
 def train(
@@ -33,7 +29,7 @@ def train(
     `log_level`: lowest level of the messages on the console. `quiet`: no reports and no progress on the console. The
     log files and the other sinks get everything.
     """
-    with full_disk_explained(config), ExitStack() as stack:
+    with ExitStack() as stack:
         log_file = stack.enter_context(rank_log())
         configure_flight_recorder(config.job.run_folder, config.comm.flight_recorder_size)
         timeout = config.comm.init_timeout_seconds
@@ -45,25 +41,18 @@ def train(
             config.training.seed + random_stream(ranks.rank, config.parallelism), config.debug.deterministic
         )
         watchdog = stack.enter_context(Watchdog(config.comm, ranks))
-        with watchdog.errors_explained():
-            run = build_run(config, ranks, stack, provenance.place, stop, log_file, watchdog, quiet)
+        run: Run | None = None
+        try:
+            process = Surroundings(provenance.place, stop, log_file, watchdog, quiet)
+            run = build_run(config, ranks, stack, process)
             stop.mark_run_built()
-            with out_of_memory_explained(run), run.profiler.snapshot_on_failure():
-                fit(run)
-
-
-@contextmanager
-def full_disk_explained(config: JobConfig) -> Iterator[None]:
-    """Raise RunError if the disk is full when a file of the run folder is created. (If the disk has no room for a
-    report or a checkpoint, the run logs a warning, and training continues.)"""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        reason = f"{config.job.run_folder} cannot be written to: {os.strerror(error.errno)}"
-        advice = how_to_resume(config) if config.checkpoint.enable else "begin again (checkpoint.enable is false)"
-        raise RunError(f"{reason}; make room, and {advice}") from error
+            fit(run)
+        except BaseException as error:
+            explained = explain(error, config, watchdog, run)
+            watchdog.publish_failure()
+            if explained is None:
+                raise
+            raise explained from error
 
 
 def _ignore_warnings() -> None:

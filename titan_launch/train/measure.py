@@ -7,18 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import RunError, UserError
+from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.core.torch_release import is_tested_release
-from titan_launch.data.sources import Batch
 from titan_launch.loss.interface import Loss
 from titan_launch.metrics.memory import LiveMemory, track
-from titan_launch.metrics.traffic import TrafficCount, count_collectives, profile_exposed_time
+from titan_launch.metrics.timeline import Timeline
+from titan_launch.metrics.traffic import TrafficCount, count_collectives, exposed_time_profiled
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import replicas_of
 from titan_launch.parallel.compile import compile_time
@@ -66,24 +64,17 @@ class MemoryCheck:
             self._advice += ", or plan for another load of the experts (planner.expert_load)"
         if not is_tested_release():
             return
-        if config.compile.enable:
-            _log.info(
-                "memory is not predicted during a run with compile.enable, because it depends on the compiler; the "
-                "command `plan` predicts the memory without compilation"
-            )
-            return
-        if config.float8.enable:
-            _log.info(
-                "memory is not predicted during a run with float8.enable, because the memory that torchao needs is not "
-                "known; the command `plan` predicts the memory with bfloat16 instead of float8"
-            )
-            return
-        if layout.pipeline > 1:
-            _log.info(
-                "memory is not predicted during a run with parallelism.pipeline_parallel_degree = %d; the command "
-                "`plan` predicts it",
-                layout.pipeline,
-            )
+        obstacles = {
+            "compile.enable, because it depends on the compiler; the command `plan` predicts the memory without "
+            "compilation": config.compile.enable,
+            "float8.enable, because the memory that torchao needs is not known; the command `plan` predicts the memory "
+            "with bfloat16 instead of float8": config.float8.enable,
+            f"parallelism.pipeline_parallel_degree = {layout.pipeline}; the command `plan` predicts it": (
+                layout.pipeline > 1
+            ),
+        }
+        if obstacle := next((text for text, applies in obstacles.items() if applies), None):
+            _log.info("memory is not predicted during a run with %s", obstacle)
             return
         planned = with_hardware(config, hardware)
         recordings = Recordings(planned, layout, hardware.kernels, recorder=None)
@@ -147,58 +138,56 @@ def hold_frozen(memory: LiveMemory, loss: Loss) -> None:
         memory.hold(loss.frozen.buffers(), Category.BUFFERS)
 
 
-class StepMeasurements:
-    """Measurements of steps, collected between two reports.
-
-    with measurements.watching(step, microbatches):
-        run.step(microbatches)
-    scalars = measurements.take()
-    """
+class StepMeasurements(Observer):
+    """Measurements of steps, collected between two reports."""
 
     def __init__(
-        self,
-        config: CommConfig,
-        model: nn.Module,
-        optimizer: Optimizer,
-        ema: WeightEMA | None,
-        train_step: TrainStep,
-        device: torch.device,
-        first_step: int,
-        is_compiled: bool,
-        stack: ExitStack,
+        self, config: JobConfig, train_step: TrainStep, timeline: Timeline, ema: WeightEMA | None, stack: ExitStack
     ):
-        """`is_compiled`: True if the model is compiled. The memory of a compiled model cannot be measured on a CPU.
-        Closing `stack` removes all hooks."""
-        self._profile_freq = config.profile_freq
-        self._model = model
-        self._optimizer = optimizer
+        """The memory of a compiled model cannot be measured on a CPU. Closing `stack` removes all hooks."""
+        self._profile_freq = config.comm.profile_freq
         self._ema = ema
         self._train_step = train_step
-        self._device = device
-        self._first_step = first_step
-        self._tracks_memory = device.type == "cpu" and not is_compiled and is_tested_release()
+        self._timeline = timeline
+        is_compiled = config.compile.enable
+        self._tracks_memory = train_step.device.type == "cpu" and not is_compiled and is_tested_release()
         self._traffic: TrafficCount | None = None
-        if config.count_traffic and is_tested_release():
+        if config.comm.count_traffic and is_tested_release():
             frozen = train_step.loss.frozen
-            models = [model] if frozen is None else [model, frozen]
-            self._traffic = stack.enter_context(count_collectives(*models, replicas=replicas_of(optimizer)))
+            models = [train_step.model] if frozen is None else [train_step.model, frozen]
+            counted = count_collectives(*models, replicas=replicas_of(train_step.optimizer))
+            self._traffic = stack.enter_context(counted)
         self._compile_time = stack.enter_context(compile_time()) if is_compiled else None
         self._seen: dict[str, float] = {}
-        self._begin_window(first_step, only_training=True)
+        self._watched = ExitStack()
+        """The measurement of the present step."""
 
-    @contextmanager
-    def watching(self, step: int, microbatches: Sequence[Batch], is_profiled: bool = False) -> Iterator[None]:
-        """Measure a training step, number `step` of the run, during the block. `is_profiled`: True if `[profiling]`
-        profiles the step; PyTorch has one profiler, so exposed time is not measured then."""
-        with ExitStack() as stack:
-            if self._tracks_memory and step == self._first_step + STEADY_STEP - 1:
-                stack.enter_context(self._memory_tracked(microbatches))
-            if self._profile_freq and step % self._profile_freq == 0 and not is_profiled:
-                stack.enter_context(self._profiled())
-            yield
+        self._first_step: int | None = None
+        """The first step of this process."""
+
+        self._steps = self._window_start = 0
+        self._only_training = True
+
+    def before_step(self, step: WatchedStep) -> None:
+        """Measure the step's memory or communication, if it is due."""
+        if self._first_step is None:
+            self._first_step = self._window_start = step.number
+        if self._tracks_memory and step.number == self._first_step + STEADY_STEP - 1:
+            self._watched.enter_context(self._memory_tracked(step.microbatches))
+        is_profiled = self._timeline.is_profiled  # PyTorch has one profiler
+        if self._profile_freq and step.number % self._profile_freq == 0 and not is_profiled:
+            self._watched.enter_context(exposed_time_profiled(self._train_step.device, self._seen))
+
+    def after_step(self, step: WatchedStep, result: StepResult) -> None:
+        """Keep the measurements of the step."""
+        self._watched.close()
         self._steps += 1
 
-    def take(self) -> dict[str, float]:
+    def abandon_step(self, error: BaseException) -> None:
+        """Drop the measurements of the step."""
+        self._watched.__exit__(type(error), error, error.__traceback__)
+
+    def take_metrics(self) -> dict[str, float]:
         """Return the measurements of this rank since the last call by tag, and reset them."""
         seen, self._seen = self._seen, {}
         if self._compile_time is not None:
@@ -217,41 +206,29 @@ class StepMeasurements:
     def is_steady(self) -> bool:
         """True if only training has run since the last report, and the first step of this process is not among the
         steps."""
-        return self._only_training and self._window_start > self._first_step
+        return self._only_training and self._first_step is not None and self._window_start > self._first_step
 
     def end_window(self, step: int, only_training: bool) -> None:
         """Begin the measurements for the next report, after the report of `step`. Drop the traffic since the last
-        `take`.
+        `take_metrics`.
 
         `only_training`: True if neither a validation nor a checkpoint follows before the next step."""
         if self._traffic is not None:
             self._traffic.take()
-        self._begin_window(step + 1, only_training)
-
-    def _begin_window(self, next_step: int, only_training: bool) -> None:
-        self._steps = 0
-        self._window_start = next_step
-        self._only_training = only_training
+        self._steps, self._window_start, self._only_training = 0, step + 1, only_training
 
     @contextmanager
-    def _memory_tracked(self, microbatches: Sequence[Batch]) -> Iterator[None]:
+    def _memory_tracked(self, microbatches: Sequence[Sequence[Tensor | None]]) -> Iterator[None]:
         """Measure active memory. As on a GPU, the inputs of only one microbatch count."""
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))
-        with track(self._model, ledger, self._optimizer) as memory:
+        with track(self._train_step.model, ledger, self._train_step.optimizer) as memory:
             if self._ema is not None:
                 memory.hold(self._ema.tensors, Category.EMA)
             memory.hold([self._train_step.statistics.saved], Category.BUFFERS)
             memory.hold(microbatches[0], Category.INPUTS)
             memory.ignore(tensor for microbatch in microbatches[1:] for tensor in microbatch)
             hold_frozen(memory, self._train_step.loss)
-            if self._train_step.pipelined is not None:
-                memory.hold(self._train_step.pipelined.receive_buffers(), Category.ACTIVATIONS)
+            memory.hold(self._train_step.gradients.receive_buffers(), Category.ACTIVATIONS)
             yield
             self._seen[MEASURED] = ledger.footprint().peak_bytes / GIB
-
-    @contextmanager
-    def _profiled(self) -> Iterator[None]:
-        with profile_exposed_time(self._device) as exposed:
-            yield
-        self._seen["comm/exposed_s"] = exposed.seconds

@@ -249,19 +249,7 @@ def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mes
         group = mesh.statistics_group(config.comm.init_timeout_seconds)
 
     def wrap(module: nn.Module, plan: ModelPlan) -> None:
-        parallelize(
-            module,
-            plan,
-            mesh,
-            styles=built.tensor_parallel,
-            parallelism=config.parallelism,
-            batchnorm=config.batchnorm,
-            statistics_group=group,
-            activation_checkpoint=config.activation_checkpoint,
-            compilation=config.compile,
-            float8=config.float8,
-            offloads=config.training.enable_cpu_offload,
-        )
+        parallelize(module, plan, mesh, config, built.tensor_parallel, group)
 
     if plan.stages:
         divide(built.module, plan, mesh, token_shards(config.parallelism), wrap)

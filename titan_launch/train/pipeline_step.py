@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -31,77 +32,45 @@ from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
 
 
-def build_schedule(
-    name: str,
-    num_microbatches: int,
-    pipeline: Pipeline,
-    inputs: Tensor,
-    accumulation: AccumulationStrategy,
-    device: torch.device,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    given: Callable[[int], AbstractContextManager[None]],
-    timeline: Parts,
-) -> tuple[Any, list[ScheduledStage]]:
-    """Return PyTorch's schedule `name`, which does not scale gradients, and this rank's stages.
+@dataclass(frozen=True)
+class StageFacts:
+    """What all stages of a rank have in common."""
 
-    `inputs`: inputs of one microbatch. `loss`: function of a microbatch's (outputs, targets) that returns its part of
-    the step's loss. `given`: function of a microbatch's index that returns the context of its forward. `timeline`
-    counts the time of forwards and backwards.
-    """
-    boundaries = pipeline.boundaries.of(inputs)
-    stages = [
-        ScheduledStage(
-            local,
-            len(pipeline.plan.stages),
-            boundaries[local.stage.index : local.stage.index + 2],
-            accumulation,
-            pipeline,
-            device,
-            splits_backward=name in SPLIT_BACKWARD_SCHEDULES,
-            given=given,
-            timeline=timeline,
-        )
-        for local in pipeline.local
-    ]
-    kind = get_schedule_class(name)
-    what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-    return kind(what, num_microbatches, loss_fn=loss, scale_grads=False), stages
+    pipeline: Pipeline
+    accumulation: AccumulationStrategy
+    device: torch.device
+    splits_backward: bool
+    given: Callable[[int], AbstractContextManager[None]]
+    """Function of a microbatch's index that returns the context of its forward."""
+
+    timeline: Parts
+    """It counts the time of forwards and backwards."""
 
 
 class ScheduledStage(PipelineStage):
     """PyTorch's pipeline stage, changed so that FSDP2 works in it as it does without a pipeline."""
 
-    def __init__(
-        self,
-        local: LocalStage,
-        num_stages: int,
-        boundaries: tuple[Tensor, ...],
-        accumulation: AccumulationStrategy,
-        pipeline: Pipeline,
-        device: torch.device,
-        splits_backward: bool,
-        given: Callable[[int], AbstractContextManager[None]],
-        timeline: Parts,
-    ):
+    def __init__(self, local: LocalStage, boundaries: tuple[Tensor, ...], facts: StageFacts):
+        """`boundaries`: tensors like those that enter the stages of the model, and like the last output."""
         index = local.stage.index
-        stage_inputs, stage_outputs = (_with_gradient(tensor) for tensor in boundaries)
+        stage_inputs, stage_outputs = (_with_gradient(tensor) for tensor in boundaries[index : index + 2])
         super().__init__(
             HiddenModule(local.module),
             index,
-            num_stages,
-            device,
+            len(facts.pipeline.plan.stages),
+            facts.device,
             input_args=stage_inputs,
             output_args=stage_outputs,
-            group=pipeline.group,
+            group=facts.pipeline.group,
         )
         self._root = local.module
         self._fsdp_root = cast(Any, local.module)  # Any, because older releases of PyTorch lack methods
-        self._accumulation = accumulation
-        self._splits_backward = splits_backward
-        self._given = given
-        self._timeline = timeline
+        self._accumulation = facts.accumulation
+        self._splits_backward = facts.splits_backward
+        self._given = facts.given
+        self._timeline = facts.timeline
         self._orders: dict[int, ForwardOrder] = {}
-        if splits_backward and hasattr(FSDPModule, "finalize_backward"):
+        if facts.splits_backward and hasattr(FSDPModule, "finalize_backward"):
             self._fsdp_root.set_manual_backward_finalization(True)
 
     def receive_buffers(self) -> Iterator[Tensor]:
@@ -110,8 +79,10 @@ class ScheduledStage(PipelineStage):
             yield from (info.buffer for info in infos if getattr(info, "buffer", None) is not None)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._timeline.part("forward"), self._given(fwd_chunk_id):
+        self._timeline.begin("forward")
+        with self._given(fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._timeline.begin("communication")
         self._orders[fwd_chunk_id] = pop_forward_order(self._root)
         return output
 
@@ -120,12 +91,14 @@ class ScheduledStage(PipelineStage):
     ) -> None:
         restore_forward_order(self._root, self._orders.pop(bwd_chunk_id))
         self._accumulation.begin_microbatch(self._root, is_last=last_backward and not self._splits_backward)
-        with self._timeline.part("backward"):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._timeline.begin("backward")
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._timeline.begin("communication")
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._timeline.part("backward"):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._timeline.begin("backward")
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._timeline.begin("communication")
         accumulate_in_reduce_dtype(self._root)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -193,18 +166,21 @@ class PipelinedStep:
         device: torch.device,
         timeline: Parts = UNCOUNTED,
     ):
-        self._pipeline = pipeline
-        self._timeline = timeline
+        self.timeline = timeline
         self._parallelism = parallelism
-        self._accumulation = accumulation
+        splits_backward = parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+        self._facts = StageFacts(
+            pipeline, accumulation, device, splits_backward, lambda index: self._losses.given(index), timeline
+        )
+        self._pipeline = pipeline
         self._device = device
         self._schedules: dict[tuple[int, torch.Size], tuple[Any, list[ScheduledStage]]] = {}
         self._step: _Losses | None = None
         self._is_abandoned = False
 
-    def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> Tensor:
+    def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
         """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`), 0
-        without the last stage. `num_items`: number of the step's items over all ranks.
+        without the last stage. `num_items` returns the number of the step's items over all ranks.
 
         Raises the errors of stages unchanged. After an error, messages to other ranks may be pending, so a further call
         raises RunError.
@@ -215,21 +191,26 @@ class PipelinedStep:
             )
         batch = _joined([microbatch.to(self._device) for microbatch in microbatches])
         schedule = self.schedule_for(microbatches)
-        self._step = _Losses(loss, batch.targets.tensor_split(len(microbatches)), num_items)
+        self._step = _Losses(loss, batch.targets.tensor_split(len(microbatches)), num_items())
         with self._abandoned_on_error(), _errors_as_raised():
             own = self._pipeline.local
             first = (batch.inputs,) if own[0].stage.index == 0 else ()
             arguments: dict[str, Tensor] = document_arguments(own[0].module, batch.documents)
             if self._pipeline.has_last:
                 arguments["target"] = batch.targets
-            with self._timeline.part("communication"):  # between forwards and backwards it waits for other stages
-                schedule.step(*first, return_outputs=False, **arguments)
+            self.timeline.begin("communication")  # between forwards and backwards it waits for other stages
+            schedule.step(*first, return_outputs=False, **arguments)
         sums, self._step = self._step.sums, None
         return sum(sums, start=torch.zeros(loss.num_sums, device=self._device))
 
     def schedule_for(self, microbatches: list[Batch]) -> Any:
-        """Return PyTorch's schedule of a step with these microbatches."""
-        return self._schedule(len(microbatches), microbatches[0].inputs)
+        """Return PyTorch's schedule of a step with these microbatches. Schedules are reused: each allocates receive
+        buffers."""
+        number, inputs = len(microbatches), microbatches[0].inputs
+        key = (number, inputs.shape)
+        if key not in self._schedules:
+            self._schedules[key] = self._build_schedule(number, inputs)
+        return self._schedules[key][0]
 
     @property
     def computes_loss(self) -> bool:
@@ -245,14 +226,6 @@ class PipelinedStep:
             self._schedules.clear()  # frees the tensors of the step
             raise
 
-    def _schedule(self, num_microbatches: int, inputs: Tensor) -> Any:
-        """Return the schedule for a number of microbatches. Schedules are reused: each allocates receive buffers."""
-        key = (num_microbatches, inputs.shape)
-        if key not in self._schedules:
-            self._schedules[key] = self._build_schedule(num_microbatches, inputs)
-        schedule, _ = self._schedules[key]
-        return schedule
-
     def receive_buffers(self) -> Iterator[Tensor]:
         """Yield the tensors into which the stages have received, and which live until the next step."""
         for _, stages in self._schedules.values():
@@ -260,20 +233,17 @@ class PipelinedStep:
                 yield from stage.receive_buffers()
 
     def _build_schedule(self, num_microbatches: int, inputs: Tensor) -> tuple[Any, list[ScheduledStage]]:
+        """Return PyTorch's schedule, which does not scale gradients, and this rank's stages. `inputs`: those of one
+        microbatch."""
         misfit = misfit_of_microbatches(self._parallelism, num_microbatches)
         if misfit is not None:
             raise config_error(("training", "global_batch_size"), misfit)
-        return build_schedule(
-            self._parallelism.pipeline_parallel_schedule,
-            num_microbatches,
-            self._pipeline,
-            inputs,
-            self._accumulation,
-            self._device,
-            lambda outputs, targets: self._losses.compute(outputs, targets),
-            lambda index: self._losses.given(index),
-            self._timeline,
-        )
+        boundaries = self._pipeline.boundaries.of(inputs)
+        stages = [ScheduledStage(local, boundaries, self._facts) for local in self._pipeline.local]
+        kind = get_schedule_class(self._parallelism.pipeline_parallel_schedule)
+        what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        loss = lambda outputs, targets: self._losses.compute(outputs, targets)  # noqa: E731 - of the present step
+        return kind(what, num_microbatches, loss_fn=loss, scale_grads=False), stages
 
     @property
     def _losses(self) -> _Losses:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from titan_launch.config.sections.run import ProfilingConfig
+from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.distributed.torch_private import record_memory_history, write_memory_snapshot
 from titan_launch.metrics.timeline import Timeline
@@ -27,7 +27,7 @@ SIGNAL = getattr(signal, "SIGRTMIN", None)
 _ROWS = 30
 
 
-class StepProfiler:
+class StepProfiler(Observer):
     """The profiles of one rank (`[profiling]`)."""
 
     def __init__(self, config: ProfilingConfig, run_folder: Path, ranks: Ranks, timeline: Timeline, stack: ExitStack):
@@ -50,42 +50,41 @@ class StepProfiler:
     def _on_signal(self, *_: object) -> None:
         self._was_signalled = True
 
-    @contextmanager
-    def watching(self, step: int) -> Iterator[None]:
-        """Profile a step if it is in the job's window, or if the signal has come."""
+    def before_step(self, step: WatchedStep) -> None:
+        """Profile the step if it is in the job's window, or if the signal has come."""
         first, config = self._config.start_step, self._config
-        is_planned = first is not None and first <= step < first + config.num_steps and self._is_chosen
+        is_planned = first is not None and first <= step.number < first + config.num_steps
+        is_planned &= self._ranks.rank in config.ranks
         if not (is_planned or self._was_signalled):
-            yield
             return
-        self._step = step
+        self._step = step.number
         if self._profile is None:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device == "cuda" else [])]
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._ranks.device.type == "cuda" else [])]
             self._profile = profile(activities=activities, record_shapes=True)
             self._profile.start()
             self._timeline.is_profiled = True
-        try:
-            with self._timeline.named(f"step {step}"):
-                yield
-        except BaseException:
-            self._end()
-            raise
-        if self._was_signalled or first is None or step == first + config.num_steps - 1:
+        self._name = record_function(f"step {step.number}")
+        self._name.__enter__()
+
+    def after_step(self, step: WatchedStep, result: StepResult) -> None:
+        """Write the profile after its last step."""
+        if self._profile is None:
+            return
+        self._name.__exit__(None, None, None)
+        first = self._config.start_step
+        if self._was_signalled or first is None or step.number == first + self._config.num_steps - 1:
             self._was_signalled = False
             self._write(self._end())
 
-    @property
-    def _is_chosen(self) -> bool:
-        return self._ranks.rank in self._config.ranks
-
-    @property
-    def _device(self) -> str:
-        return self._ranks.device.type
+    def abandon_step(self, error: BaseException) -> None:
+        """End a profile without writing it."""
+        if self._profile is not None:
+            self._end()
 
     def _end(self) -> profile:
         ended, self._profile = self._profile, None
         assert ended is not None
-        if self._device == "cuda":
+        if self._ranks.device.type == "cuda":
             torch.cuda.synchronize(self._ranks.device)
         ended.stop()
         self._timeline.is_profiled = False
@@ -97,7 +96,7 @@ class StepProfiler:
         try:
             self._folder.mkdir(exist_ok=True)
             ended.export_chrome_trace(str(trace))
-            order = f"self_{self._device}_time_total"
+            order = f"self_{self._ranks.device.type}_time_total"
             self._file(".txt").write_text(ended.key_averages().table(sort_by=order, row_limit=_ROWS))
             if self._takes_snapshots:
                 write_memory_snapshot(str(self._file(".pickle")))
@@ -109,14 +108,9 @@ class StepProfiler:
     def _file(self, suffix: str) -> Path:
         return self._folder / f"step-{self._step}_rank-{self._ranks.rank}{suffix}"
 
-    @contextmanager
-    def snapshot_on_failure(self) -> Iterator[None]:
-        """Write a snapshot of GPU memory if the block runs out of memory and the job records allocations."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            if self._takes_snapshots:
-                with suppress(OSError):
-                    self._folder.mkdir(exist_ok=True)
-                    write_memory_snapshot(str(self._folder / f"out-of-memory_rank-{self._ranks.rank}.pickle"))
-            raise
+    def write_snapshot_of_failure(self) -> None:
+        """Write a snapshot of GPU memory after an error of its allocator, if the job records allocations."""
+        if self._takes_snapshots:
+            with suppress(OSError):
+                self._folder.mkdir(exist_ok=True)
+                write_memory_snapshot(str(self._folder / f"out-of-memory_rank-{self._ranks.rank}.pickle"))

@@ -63,7 +63,7 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJo
     check_param_groups(built.module, config.optimizer, built.head)
     check_stacks(built.module, config.optimizer, built.head, layout)
     import_loss(config.loss)
-    config, reason = resolve_auto_modes(config, layout, built, hardware, config.job.run_folder, attempt, ranks)
+    config, reason = resolve_auto_modes(config, layout, built, hardware, attempt)
     plan = plan_precision(config, built)
     check_shards(config.float8, plan, layout)
     requested = config.model_copy(update={"parallelism": job.parallelism})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_launch.core.observer import Observer, StepResult
 from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.loss.interface import Z_LOSS, Loss, means_of_step
-from titan_launch.metrics.timeline import UNCOUNTED, Parts
+from titan_launch.metrics.timeline import OTHER, UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import replicas_of, step_unless
@@ -34,32 +34,49 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """The results of a step: scalars on the device, for which the host has not waited."""
+class Update:
+    """The change of the parameters by their gradients."""
 
-    loss_sum: Tensor
-    """This rank's part of the step's loss, without the z-loss. The sum over all ranks is the mean over all items: the
-    valid targets, or the items of another loss. Ranks that share matrices (tensor parallelism) compute the same loss,
-    and each has an equal part of it."""
+    optimizer: Optimizer
+    guard: StepGuard
+    """It decides whether to skip the update."""
 
-    parts: Mapping[str, Tensor]
-    """This rank's part of the other metrics of the loss (`Loss.tags`), by tag."""
+    max_norm: float
+    """Norm to which the gradient is clipped. 0 disables clipping."""
 
-    items_local: Tensor
-    """Number of items of this rank in `loss_sum`, divided by the number of ranks that share matrices (tensor
-    parallelism)."""
+    after: Callable[[], None] | None = None
+    """A function that runs after every change of parameters; see `TrainStep.parameters_changed`."""
 
-    items_global: Tensor
-    """Number of items of all ranks: the only denominator of the step's loss."""
 
-    targets_global: Tensor
-    """Number of valid (not ignored) targets of all ranks."""
+class MicrobatchesInTurn:
+    """Runs forward and backward of a model without pipeline stages over the microbatches of a step, one after another.
+    `pipeline_step.PipelinedStep` is its counterpart."""
 
-    grad_norm: Tensor
-    """Norm of the whole gradient before clipping."""
+    computes_loss = True
 
-    is_skipped: Tensor
-    """1 if the step did not change the parameters, else 0."""
+    def __init__(
+        self, model: nn.Module, accumulation: AccumulationStrategy, device: torch.device, timeline: Parts = UNCOUNTED
+    ):
+        """`timeline` counts the time of forward and backward."""
+        self.timeline = timeline
+        self._model = model
+        self._accumulation = accumulation
+        self._device = device
+
+    def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
+        """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`).
+
+        `num_items` returns the number of the step's items over all ranks. It is called after the first forward."""
+        sums = torch.zeros(loss.num_sums, device=self._device)
+        for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
+            self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
+            self.timeline.group(f"microbatch {index}")
+            sums += forward_backward(self._model, microbatch, self._device, num_items, loss, self.timeline)
+        return sums
+
+    def receive_buffers(self) -> Iterable[Tensor]:
+        """Return the tensors into which stages of a pipeline have received: none."""
+        return ()
 
 
 class TrainStep:
@@ -69,95 +86,84 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
-        accumulation: AccumulationStrategy,
-        guard: StepGuard,
-        max_norm: float,
+        gradients: MicrobatchesInTurn | PipelinedStep,
+        loss: Loss,
+        update: Update,
         mesh: Mesh,
         device: torch.device,
-        loss: Loss,
-        timeline: Parts = UNCOUNTED,
-        pipelined: PipelinedStep | None = None,
-        after_update: Callable[[], None] | None = None,
     ):
-        """`guard` decides whether to skip the update. `loss` computes the sums of the loss over the items of a
-        microbatch. `timeline` counts the time of forward, backward and update. `pipelined` runs forward and backward if
-        the model has pipeline stages. `after_update` runs after every change of parameters; see
-        `parameters_changed`."""
-        self._model = model
-        self._optimizer = optimizer
-        self._accumulation = accumulation
-        self._guard = guard
-        self._max_norm = max_norm
+        """`gradients` runs forward and backward over all microbatches. `loss` computes the sums of the loss over the
+        items of a microbatch."""
+        self.model = model
+        self.optimizer = update.optimizer
+        self.guard = update.guard
+        self.gradients = gradients
+        self._update = update
         self._mesh = mesh
-        self._device = device
+        self.device = device
         self.loss = loss
-        self._timeline = timeline
-        self.pipelined = pipelined
-        self._after_update = after_update
+        self._timeline = gradients.timeline
         self.statistics = RunningStatistics(model)
         """BatchNorm's running statistics, and the copy of them that a step can restore."""
 
         self.experts = ExpertBalance(model, mesh.data_group, device)
         """The loads and the selection biases of mixtures of experts."""
 
-        self._replicas = replicas_of(optimizer)
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._replicas = replicas_of(self.optimizer)
+        self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def __call__(self, microbatches: list[Batch], before_update: Callable[[], None] | None = None) -> StepResult:
+    def __call__(self, microbatches: list[Batch], observers: Iterable[Observer] = ()) -> StepResult:
         """Train on the microbatches of one step. The host does not wait for the device.
 
         The gradient is exact for unequal microbatches and ranks, in every gradient accumulation mode. The step's
         items are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that
         count, and FSDP2 only sums gradients.
 
-        `before_update` is called when all gradients are complete, before anything changes. An error or an interrupt
+        `observers` look at the step when all gradients are complete, before anything changes. An error or an interrupt
         before the update restores gradients, running statistics and loads of experts. If all ranks have abandoned the
         step, it can be tried again.
         """
         self.statistics.save()
-        with self._abandoned_on_error():
-            counts = _Counts(self.loss, microbatches, self._device, self._mesh.data_group)
-            if self.pipelined is not None:
-                sums = self.pipelined(microbatches, self.loss, counts.num_items())
-            else:
-                sums = torch.zeros(self.loss.num_sums, device=self._device)
-                for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
-                    self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
-                    with self._timeline.named(f"microbatch {index}"):
-                        sums += forward_backward(
-                            self._model, microbatch, self._device, counts.num_items, self.loss, self._timeline
-                        )
+        try:
+            counts = _Counts(self.loss, microbatches, self.device, self._mesh.data_group)
+            sums = self.gradients(microbatches, self.loss, counts.num_items)
+            self._timeline.group("")
+            if self._replicas is not None:
+                self._timeline.begin("communication")
+                self._replicas.reduce_gradients()
+            self._timeline.begin(OTHER)
             # Ranks that share matrices compute the same loss.
             total, *others = (sums / self._mesh.layout.tensor).unbind()
             parts = dict(zip(self.loss.tags, others, strict=False))
             loss_sum = total - parts[Z_LOSS] if Z_LOSS in parts else total
-            if self._replicas is not None:
-                with self._timeline.part("communication"):
-                    self._replicas.reduce_gradients()
-            if before_update is not None:
-                before_update()
+            for observer in observers:
+                observer.before_update()
 
-            with self._timeline.part("optimizer"):
-                replicas = None if self._replicas is None else self._replicas.group
-                grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group, replicas)
-                grad_norm = grad_norm.to(self._device, non_blocking=True)  # CPU offload keeps the norm on the host
-            is_skipped = self._guard.check(loss_sum, grad_norm)
+            self._timeline.begin("optimizer")
+            replicas = None if self._replicas is None else self._replicas.group
+            grad_norm = clip_grad_norm(self._parameters, self._update.max_norm, self._mesh.pipeline_group, replicas)
+            grad_norm = grad_norm.to(self.device, non_blocking=True)  # CPU offload keeps the norm on the host
+            self._timeline.begin(OTHER)
+            is_skipped = self.guard.check(loss_sum, grad_norm)
+        except BaseException:
+            self._abandon()
+            raise
 
         try:
-            with self._timeline.part("optimizer"):
-                step_unless(self._optimizer, is_skipped)
+            self._timeline.begin("optimizer")
+            step_unless(self.optimizer, is_skipped)
             if self._replicas is not None:
-                with self._timeline.part("communication"):
-                    self._replicas.gather_parameters()
+                self._timeline.begin("communication")
+                self._replicas.gather_parameters()
+            self._timeline.begin(OTHER)
             self.statistics.restore_if(is_skipped)
             self.experts.end_step(is_skipped)
             self.parameters_changed()
         finally:  # after an interrupt the next step must not add to these gradients and loads
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             self.experts.reset()
 
-        has_loss = self.pipelined is None or self.pipelined.computes_loss
+        has_loss = self.gradients.computes_loss
         items_local = counts.items_local if has_loss else torch.zeros_like(counts.items_local)
         items_local = items_local / self._mesh.layout.tensor
         num_items, num_targets = counts.total()
@@ -168,20 +174,16 @@ class TrainStep:
 
         A step calls this method after its update. Call the method after any other change of parameters.
         """
-        if self._after_update is not None:
-            self._after_update()
+        if self._update.after is not None:
+            self._update.after()
 
-    @contextmanager
-    def _abandoned_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            discard_pending(self._model)
-            if self._replicas is not None:
-                self._replicas.discard()
-            self.statistics.restore()
-            self.experts.reset()
-            raise
+    def _abandon(self) -> None:
+        """Drop the step after an error."""
+        discard_pending(self.model)
+        if self._replicas is not None:
+            self._replicas.discard()
+        self.statistics.restore()
+        self.experts.reset()
 
 
 class _Counts:
@@ -228,12 +230,14 @@ def forward_backward(
     The function frees inputs, outputs and loss when it returns, before the next microbatch allocates its own.
     """
     microbatch = microbatch.to(device)
-    with timeline.part("forward"):
-        outputs = run_model(model, microbatch, loss)
-        means = means_of_step(loss.sums(outputs, microbatch.targets), num_items())
-        del outputs  # the autograd graph keeps the tensors that backward needs
-    with timeline.part("backward"):
-        means[0].backward()
+    timeline.begin("forward")
+    loss.prepare(*microbatch)
+    outputs = run_model(model, microbatch, loss)
+    means = means_of_step(loss.sums(outputs, microbatch.targets), num_items())
+    del outputs  # the autograd graph keeps the tensors that backward needs
+    timeline.begin("backward")
+    means[0].backward()
+    timeline.begin(OTHER)
     return means.detach()
 
 
@@ -256,6 +260,7 @@ def validate(
             batch = batch.to(device)
             total = totals.setdefault(source, torch.zeros(4, dtype=torch.float64, device=device))
             if pipeline is None:
+                loss.prepare(*batch)
                 outputs = run_model(model, batch, loss)
             else:
                 with loss.given(batch.targets):

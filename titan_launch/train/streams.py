@@ -11,7 +11,7 @@ import torch
 from titan_launch.checkpoint.state import SizedPart, Values
 from titan_launch.core.errors import RunError, config_error
 from titan_launch.core.json_files import parse_json
-from titan_launch.data.loader import StreamLoader
+from titan_launch.data.loader import StreamLoader, Workers
 from titan_launch.data.sources import Batch, StreamSource
 from titan_launch.parallel.context_parallel import SequencePart
 from titan_launch.plan.layout import Layout
@@ -28,27 +28,11 @@ class StreamBatches(SizedPart):
     parallelism) have the same state.
     """
 
-    def __init__(
-        self,
-        source: StreamSource,
-        layout: Layout,
-        dp_rank: int,
-        part: SequencePart | None,
-        *,
-        num_workers: int,
-        pin_memory: bool,
-    ):
+    def __init__(self, source: StreamSource, layout: Layout, dp_rank: int, part: SequencePart | None, workers: Workers):
         """`part`: this rank's part of every sequence; None without context parallelism."""
-        self._loader = StreamLoader(
-            source,
-            dp_rank,
-            layout.data_parallel,
-            layout.local_batch_size,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-        )
-        self._division = f"{layout.data_parallel} data-parallel ranks with {num_workers} workers"
-        self._key = f"{layout.data_parallel}x{num_workers}.{dp_rank}"
+        self._loader = StreamLoader(source, dp_rank, layout.data_parallel, layout.local_batch_size, workers)
+        self._division = f"{layout.data_parallel} data-parallel ranks with {workers.number} workers"
+        self._key = f"{layout.data_parallel}x{workers.number}.{dp_rank}"
         self._part = part
         self._batches: Iterator[Batch] | None = None
 

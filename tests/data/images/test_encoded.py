@@ -18,7 +18,7 @@ from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import ImageData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
-from titan_launch.data.loader import build_validation_loader
+from titan_launch.data.loader import Workers, build_validation_loader
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 
@@ -212,7 +212,7 @@ def test_a_damaged_image_is_named_when_it_is_read(tmp_path: Path) -> None:
     for num_workers in (0, 1):
         with (
             build_validation_loader(
-                source, local_batch_size=4, dp_rank=0, dp_size=1, num_workers=num_workers
+                source, local_batch_size=4, dp_rank=0, dp_size=1, workers=Workers(num_workers)
             ) as loader,
             pytest.raises(UserError) as caught,
         ):

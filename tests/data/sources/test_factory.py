@@ -12,7 +12,7 @@ from torch import Tensor
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import IGNORED_TARGET, FactoryData
 from titan_launch.core.errors import ConfigError, UserError
-from titan_launch.data.loader import build_train_loader
+from titan_launch.data.loader import Workers, build_train_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, StreamSource, build_source, read_batch
 from titan_launch.data.sources.interface import SourceContext
@@ -150,7 +150,7 @@ def test_workers_read_the_samples_of_a_factory() -> None:
     for num_workers in (0, 2):
         source = build("Batches")
         order = SampleOrder(len(source), 0, shuffle=True)
-        with build_train_loader(source, order, layout, 0, start=0, num_workers=num_workers) as loader:
+        with build_train_loader(source, order, layout, 0, start=0, workers=Workers(num_workers)) as loader:
             batches.append([next(batch).inputs.tolist() for batch in [iter(loader)] for _ in range(6)])
     assert batches[0] == batches[1]
 

@@ -19,7 +19,7 @@ from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import IGNORED_TARGET, ImageData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.images.arrays import map_npz
-from titan_launch.data.loader import build_train_loader, build_validation_loader
+from titan_launch.data.loader import Workers, build_train_loader, build_validation_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer
@@ -112,7 +112,7 @@ def global_batches(source: SampleSource, ranks: int, local: int, steps: int, num
     order = SampleOrder(len(source), seed=1, shuffle=True)
     by_rank = []
     for rank in range(ranks):
-        with build_train_loader(source, order, layout, rank, start=0, num_workers=num_workers) as loader:
+        with build_train_loader(source, order, layout, rank, start=0, workers=Workers(num_workers)) as loader:
             labels = [batch.targets.tolist() for batch in itertools.islice(loader, steps * layout.num_microbatches)]
         by_rank.append(np.array(labels).reshape(steps, -1))
     return [sorted(step) for step in np.concatenate(by_rank, axis=1).tolist()]
@@ -140,7 +140,7 @@ def test_augmented_samples_follow_from_their_position_in_the_stream(tmp_path: Pa
         layout = Layout(replicate=1, shard=ranks, local_batch_size=local, num_microbatches=4 // (ranks * local))
         microbatches: list[list[Tensor]] = []
         for rank in range(ranks):
-            with build_train_loader(source, order, layout, rank, start=start, num_workers=num_workers) as loader:
+            with build_train_loader(source, order, layout, rank, start=start, workers=Workers(num_workers)) as loader:
                 count = (24 - start) // 4 * layout.num_microbatches
                 microbatches.append([batch.inputs for batch in itertools.islice(loader, count)])
         return [image for of_ranks in zip(*microbatches, strict=True) for inputs in of_ranks for image in inputs]

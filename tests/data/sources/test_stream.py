@@ -13,7 +13,7 @@ from titan_launch.config.sections.data import FactoryData, HuggingFaceData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.interface import is_held_out
-from titan_launch.data.loader import StreamLoader
+from titan_launch.data.loader import StreamLoader, Workers
 from titan_launch.data.sources import StreamSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 
@@ -82,7 +82,7 @@ def test_a_resumed_stream_goes_on_with_the_same_batches(kind: str, num_workers: 
     source = open_rows(tmp_path) if kind == "rows" else stream(kind)
 
     def loader() -> StreamLoader:
-        return StreamLoader(source, 1, 2, 3, num_workers=num_workers, pin_memory=False)
+        return StreamLoader(source, 1, 2, 3, Workers(num_workers))
 
     with loader() as whole:
         expected = batches(whole, 40)

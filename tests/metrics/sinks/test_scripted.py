@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.metrics.sinks.test_services import context, history, mlflow_runs
@@ -17,6 +16,7 @@ from tests.train.jobs import read_metrics
 from titan_launch.config.sections.run import MetricsConfig
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import ConsoleSink, Sink, SinkContext, open_sinks
+from titan_launch.metrics.timeline import Timeline
 
 Reports = list[dict[str, float]]
 
@@ -84,21 +84,14 @@ def scripted(folder: Path, sinks: list[str], console: io.StringIO) -> None:
     opened = [sink for _, sink in open_sinks(config, context(folder))]
     opened.append(ConsoleSink(21, stream=console))
     clock, step = Clock(), 0
-    meter = Meter(device=CPU, clock=clock, world_size=1, flops_per_step_per_device=4e12, peak_flops=10e12)
+    meter = Meter(timeline=Timeline(CPU, clock), world_size=1, flops_per_step_per_device=4e12, peak_flops=10e12)
     for window, memory in zip(WINDOWS, (1.5, 2.5, 2.5), strict=True):
         train(meter, clock, **window)
         step += window["steps"]
         if step == 21:
             with meter.paused("validation"):
                 clock.advance(30)
-        targets = torch.tensor(window["tokens"])
-        scalars = meter.report(
-            loss_sum=torch.tensor(window["loss"]),
-            items_local=targets,
-            items_global=targets,
-            grad_norm=torch.tensor(0.5),
-            measured={"memory/max_reserved_gib": memory},
-        )
+        scalars = meter.report({"memory/max_reserved_gib": memory})
         del scalars["memory/max_rss_gib"]  # of the process of the test
         scalars |= meter.pauses()
         for sink in opened:

@@ -21,7 +21,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.metrics.sinks import RunDescription, TensorBoardSink
 from titan_launch.metrics.sinks.tensorboard import _OVERVIEW
 from titan_launch.metrics.tags import TAGS
-from titan_launch.train.run import settings_of
+from titan_launch.train.output import settings_of
 
 T = TypeVar("T")
 

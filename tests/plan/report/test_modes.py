@@ -17,7 +17,7 @@ from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint
-from titan_launch.plan.report.modes import Comparison, compare, estimate_reserved, judge
+from titan_launch.plan.report.modes import Comparison, Subject, compare, estimate_reserved, judge
 from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison, format_legend
 from titan_launch.plan.step_time import Flops
 from titan_launch.trace.recorder import recorded_engine
@@ -76,7 +76,7 @@ def compared(config: JobConfig, ranks: int = 2, only_own: bool = False) -> tuple
     layout, hardware = plan_layout(config.parallelism, config.training, ranks), hardware_of(config, ranks)
     inventory = replace(model_inventory(config), pipeline_order=CHAIN)
     engine = PredictedBy(predict, config, layout)
-    return compare(config, layout, inventory, flops_of, hardware, engine, only_own), hardware
+    return compare(config, layout, Subject(inventory, flops_of, engine), hardware, only_own), hardware
 
 
 def auto(**planner: float) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import describe_units, format_units
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Policy, Unit
-from titan_launch.plan.units.fsdp_units import plan_model
+from titan_launch.plan.units.fsdp_units import UnitLimits, plan_model
 from titan_launch.plan.units.order import Resharding
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT
 
@@ -91,7 +91,7 @@ def test_all_modules_of_a_rule_share_one_unit_wrapped_before_their_parents() -> 
 
 def test_without_shared_units_every_module_of_a_rule_has_its_own_unit() -> None:
     rules = (PrecisionRule(type="LayerNorm", param_dtype="float32"),)
-    units = plan_model(inventory_of(), PrecisionConfig(rules=rules), RESHARDING, share_units=False).units
+    units = plan_model(inventory_of(), PrecisionConfig(rules=rules), RESHARDING, UnitLimits(share_units=False)).units
     assert [unit.name for unit in units if unit.reason == "precision.rules.0"][:2] == [
         "layers.0.norm1",
         "layers.0.inner.1",
@@ -510,7 +510,7 @@ def test_experts_that_are_divided_over_ranks_are_units(rules: list[Any], dtype: 
     inventory = inventory_of_experts(config)
     together = plan_model(inventory, config.precision, RESHARDING)
     assert all(unit.expert_parallel == 1 and unit.reason != "experts" for unit in together.units)
-    plan = plan_model(inventory, config.precision, RESHARDING, expert_parallel=4)
+    plan = plan_model(inventory, config.precision, RESHARDING, UnitLimits(expert_parallel=4))
     units = [unit for unit in plan.units if unit.expert_parallel > 1]
     assert [unit.modules for unit in units] == [(path,) for path in EXPERTS]
     assert [(unit.expert_parallel, unit.compute_dtype) for unit in units] == [(4, dtype)] * 2
@@ -525,10 +525,10 @@ def test_expert_parallelism_needs_experts_that_divide() -> None:
     with pytest.raises(
         ConfigError, match=r"expert_parallel_degree: divides experts over ranks, but the model has no experts"
     ):
-        plan_model(inventory_of(), PrecisionConfig(), RESHARDING, expert_parallel=2)
+        plan_model(inventory_of(), PrecisionConfig(), RESHARDING, UnitLimits(expert_parallel=2))
     config = JobConfig.model_validate({"model": {"name": "qwen3_moe"}})
     with pytest.raises(ConfigError, match=r"must divide layers.0.moe.experts \(8\)"):
-        plan_model(inventory_of_experts(config), PrecisionConfig(), RESHARDING, expert_parallel=3)
+        plan_model(inventory_of_experts(config), PrecisionConfig(), RESHARDING, UnitLimits(expert_parallel=3))
 
 
 def test_units_inside_of_each_other_are_divided_by_module() -> None:
@@ -542,7 +542,7 @@ def test_units_inside_of_each_other_are_divided_by_module() -> None:
 
 def in_place(*rules: dict[str, object], model: dict[str, object] | None = None, **precision: object) -> ModelPlan:
     config = PrecisionConfig.model_validate({**precision, "rules": list(rules)})
-    return plan_model(inventory_of(**(model or {})), config, RESHARDING, mixes_dtypes=True)
+    return plan_model(inventory_of(**(model or {})), config, RESHARDING, UnitLimits(mixes_dtypes=True))
 
 
 NORMS = {"type": "LayerNorm", "param_dtype": "float32"}
@@ -611,7 +611,7 @@ def plan_of_phases(
     inventory = declare_embedding()
     config = PrecisionConfig.model_validate({"frozen_storage_dtype": "bfloat16", **precision, "rules": list(rules)})
     modules = tuple(map(with_phase, inventory.modules))
-    return plan_model(replace(inventory, modules=modules), config, RESHARDING, mixes_dtypes=True)
+    return plan_model(replace(inventory, modules=modules), config, RESHARDING, UnitLimits(mixes_dtypes=True))
 
 
 MIXES = {"layers.0.mix": 0, "layers.1.mix": 0}

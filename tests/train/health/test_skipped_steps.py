@@ -71,7 +71,7 @@ def train_past(job: dict[str, Any], step: int, position: int) -> dict[str, Tenso
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         while run.progress.step < job["training"]["steps"]:
             if run.progress.step == step:
-                run.train_batches.move_to(position)
+                run.batches.train.move_to(position)
             train_one_step(run)
         return full_state(run.model)
 

@@ -132,7 +132,7 @@ def train_with_spikes(folder: Path) -> list[list[tuple[float, float]]]:
             run = build_run(JobConfig.model_validate(job), this_rank(), stack)
             for _ in range(4):
                 train_one_step(run)
-            steps = run.guard.pop_skipped_steps(4).steps
+            steps = run.step.guard.pop_skipped_steps(4).steps
         assert [(each.step, each.reason) for each in steps] == [(step, "spike") for step in (2, 3, 4)]
         found.append([(skipped_step.loss, skipped_step.grad_norm) for skipped_step in steps])
     return found

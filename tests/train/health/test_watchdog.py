@@ -25,7 +25,7 @@ from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.data.sources import Batch
-from titan_launch.train.build import build_run
+from titan_launch.train.build import Surroundings, build_run
 from titan_launch.train.health.rank_progress import ranks_behind
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.loop import fit
@@ -52,10 +52,10 @@ def train_with_a_slow_disk(job: dict[str, Any], seconds: float) -> list[str]:
     config, ranks = JobConfig.model_validate(job), this_rank()
     with ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.comm, ranks))
-        run: Run = build_run(config, ranks, stack, watchdog=watchdog)
+        run: Run = build_run(config, ranks, stack, Surroundings(watchdog=watchdog))
         if ranks.rank == ranks.world_size - 1:
-            run.train_batches._batches = a_slow_disk(
-                run.train_batches._batches, 2 * run.layout.num_microbatches, seconds
+            run.batches.train._batches = a_slow_disk(
+                run.batches.train._batches, 2 * run.job.layout.num_microbatches, seconds
             )
         fit(run)
     return records

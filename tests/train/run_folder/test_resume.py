@@ -179,7 +179,7 @@ def all_refused(configs: list[dict[str, Any]]) -> list[str]:
 def next_inputs(config: dict[str, Any]) -> list[list[int]]:
     """Return the inputs of the next microbatch of a run that resumes on this rank."""
     with ExitStack() as stack:
-        inputs: Tensor = next(build_run(JobConfig.model_validate(config), this_rank(), stack).train_batches)[0]
+        inputs: Tensor = next(build_run(JobConfig.model_validate(config), this_rank(), stack).batches.train)[0]
         return inputs.tolist()
 
 

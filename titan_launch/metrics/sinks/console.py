@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.core.phantom import marked
 from titan_launch.core.terminal import say_escaped
 from titan_launch.metrics.sinks.interface import Sink
@@ -21,7 +22,7 @@ _SECONDS_BETWEEN_REDRAWS = 0.1
 _BAR_WIDTH = 24
 
 
-class ConsoleSink(Sink):
+class ConsoleSink(Sink, Observer):
     """A sink that prints one aligned line per report. On a terminal it also shows a bar with the remaining time.
 
     Only terminals get escape sequences, so a log file stays plain text. The variable NO_COLOR disables colours
@@ -50,6 +51,10 @@ class ConsoleSink(Sink):
         if self._drawn_step is not None:
             self._draw(step)
         self._stream.flush()
+
+    def after_step(self, step: WatchedStep, result: StepResult) -> None:
+        """Redraw the bar."""
+        self.progress(step.number)
 
     def progress(self, step: int) -> None:
         """Redraw the bar, at most ten times a second."""

@@ -13,7 +13,7 @@ from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import Choice, is_configured_choice, possible_choices
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import Footprint
-from titan_launch.plan.step_time import Flops, FlopsOf, StepTime, bubble_share, estimate_step_time
+from titan_launch.plan.step_time import FlopsOf, StepTime, bubble_share, estimate_step_time
 from titan_launch.plan.types import Inventory
 
 
@@ -25,6 +25,15 @@ class Engine(Protocol):
 
     def traffic(self, choice: Choice) -> Traffic:
         """Return the traffic of the same rank."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model of a job, and the engine that predicts the job's memory."""
+
+    inventory: Inventory
+    flops_of: FlopsOf
+    engine: Engine
 
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -68,33 +77,20 @@ class Comparison:
 
 
 def compare(
-    config: JobConfig,
-    layout: Layout,
-    inventory: Inventory,
-    flops_of: FlopsOf,
-    hardware: Hardware,
-    engine: Engine,
-    only_own: bool = False,
+    config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware, only_own: bool = False
 ) -> Comparison:
     """Return the predictions for all combinations of modes.
 
     `only_own`: only combinations that the job sets or `auto` may choose. Raises ConfigError if the model does not
     support the job's precision rules, compilation or activation checkpointing.
     """
-    choices, notes = possible_choices(config, layout, inventory, only_own)
-    bubble = bubble_share(config.parallelism, layout)
+    choices, notes = possible_choices(config, layout, subject.inventory, only_own)
     if layout.model_parallel > 1:
         notes.append(_MODEL_PARALLEL)
     if layout.pipeline > 1:
         notes.append(_PIPELINE)
-    rows = []
-    for choice in choices:
-        is_own = is_configured_choice(config, choice)
-        footprint, traffic = engine(choice).with_workspace(hardware.workspace_bytes), engine.traffic(choice)
-        flops = flops_of(choice.activation_checkpoint)
-        excess = min(config.planner.expert_load, layout.expert) - 1
-        rows.append(_predict(choice, is_own, footprint, traffic, layout, flops, excess, hardware, bubble))
-    return Comparison(config, tuple(rows), tuple(notes))
+    rows = tuple(_predict(choice, config, layout, subject, hardware) for choice in choices)
+    return Comparison(config, rows, tuple(notes))
 
 
 _MODEL_PARALLEL = "FLOPs and compute seconds are the mean of the ranks that work on the same samples"
@@ -104,22 +100,14 @@ _PIPELINE = (
 )
 
 
-def _predict(
-    choice: Choice,
-    is_own: bool,
-    footprint: Footprint,
-    traffic: Traffic,
-    layout: Layout,
-    flops: Flops | None,
-    excess: float,
-    hardware: Hardware,
-    bubble: float,
-) -> Row:
-    """Return the row of a choice. `excess`: by how much the busiest rank's rows of experts exceed the mean, relative to
-    it."""
+def _predict(choice: Choice, config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware) -> Row:
+    footprint = subject.engine(choice).with_workspace(hardware.workspace_bytes)
+    traffic, flops = subject.engine.traffic(choice), subject.flops_of(choice.activation_checkpoint)
     link_traffic = link_traffic_of_step(traffic, layout, hardware.gpus_per_node)
     per_rank = None if flops is None else flops.per_sample * layout.samples_per_rank // layout.model_parallel
+    excess = min(config.planner.expert_load, layout.expert) - 1  # of the busiest rank's rows of experts over the mean
     busiest = None if flops is None or per_rank is None else per_rank * (1 + excess * flops.experts_share)
+    bubble = bubble_share(config.parallelism, layout)
     reserved = estimate_reserved(footprint, hardware)
     return Row(
         choice=choice,
@@ -130,7 +118,7 @@ def _predict(
         time=estimate_step_time(busiest, link_traffic, hardware, bubble),
         reserved_bytes=reserved,
         verdict=judge(footprint, reserved, hardware),
-        is_own=is_own,
+        is_own=is_configured_choice(config, choice),
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
@@ -53,32 +53,37 @@ _SMALL_UNIT = 2**20
 rank."""
 
 
+@dataclass(frozen=True)
+class UnitLimits:
+    """What the parallelism of a job and the release of PyTorch demand of units."""
+
+    share_units: bool = True
+    """True if modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. Otherwise each module
+    has its own unit."""
+
+    expert_parallel: int = 1
+    """Number of ranks over which experts are divided."""
+
+    is_pipelined: bool = False
+    mixes_dtypes: bool = False
+    """True if parameters of a unit may have several compute dtypes, which FSDP2 supports from torch 2.15 on."""
+
+
 def plan_model(
-    inventory: Inventory,
-    precision: PrecisionConfig,
-    resharding: Resharding,
-    share_units: bool = True,
-    expert_parallel: int = 1,
-    is_pipelined: bool = False,
-    mixes_dtypes: bool = False,
+    inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, limits: UnitLimits | None = None
 ) -> ModelPlan:
     """Return the units of a model, and the dtypes of its buffers.
-
-    `share_units`: True if modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. Otherwise
-    each module has its own unit. `expert_parallel`: number of ranks over which experts are divided. `is_pipelined`:
-    True with pipeline parallelism. `mixes_dtypes`: True if parameters of a unit may have several compute dtypes, which
-    FSDP2 supports from torch 2.15 on.
 
     Raises ConfigError for four kinds of problems: a rule that matches nothing or only modules without tensors,
     combinations of dtypes that kernels do not support, tied parameters that would be in two units, and experts that
     cannot be divided.
     """
-    check_experts(inventory, expert_parallel)
+    limits = limits or UnitLimits()
+    check_experts(inventory, limits.expert_parallel)
     assignments = assign_rules(inventory, precision)
     check_rules(inventory, precision, assignments)
     assignments = with_batch_norm_default(inventory, precision, assignments)
-    planner = _UnitPlanner(inventory, precision, resharding, assignments, expert_parallel, is_pipelined, mixes_dtypes)
-    units, in_place = planner.units(share_units)
+    units, in_place = _UnitPlanner(inventory, precision, resharding, assignments, limits).units(limits.share_units)
     units = in_wrapping_order(units)
     check_tied_parameters(inventory, (*units, *in_place), assignments)
     return ModelPlan(inventory, units, _buffer_dtypes(inventory, assignments), in_place)
@@ -125,19 +130,15 @@ class _UnitPlanner:
         precision: PrecisionConfig,
         resharding: Resharding,
         assignments: RuleAssignments,
-        expert_parallel: int,
-        is_pipelined: bool,
-        mixes_dtypes: bool,
+        limits: UnitLimits,
     ):
         self.inventory = inventory
-        self.mixes_dtypes = mixes_dtypes
-        self.is_pipelined = is_pipelined
+        self.limits = limits
         self.precision = precision
         self.resharding = resharding
         self.assignments = assignments
         self.default = Policy(precision.param_dtype, precision.reduce_dtype)
-        self.expert_parallel = expert_parallel
-        divided = inventory.modules if expert_parallel > 1 else ()
+        divided = inventory.modules if limits.expert_parallel > 1 else ()
         self.experts = [module.path for module in divided if module.has_experts and module.same_as is None]
         """Paths of the modules that expert parallelism divides. Each is a unit, because FSDP2 shards its parameters
         over other ranks than those of its block."""
@@ -198,7 +199,7 @@ class _UnitPlanner:
         """The reason why nothing is in place; None if something may be."""
         if self.precision.placement == "own_unit":
             return 'precision.placement = "own_unit"'
-        if not self.mixes_dtypes:
+        if not self.limits.mixes_dtypes:
             return f"torch {planned_release()} has one dtype in a unit; torch 2.15 has several"
         return None
 
@@ -307,7 +308,7 @@ class _UnitPlanner:
         """
         blocks, head = self.inventory.blocks, self.inventory.head
         trained = [m.path for m in self.inventory.modules if any(p.requires_grad for p in m.parameters)]
-        if self.is_pipelined or not head or not all(enclosing(path, (*blocks, *head)) for path in trained):
+        if self.limits.is_pipelined or not head or not all(enclosing(path, (*blocks, *head)) for path in trained):
             return ()
         reached = {enclosing(path, blocks) for path in trained}
         num_before = next((index for index, block in enumerate(blocks) if block in reached), len(blocks))
@@ -511,7 +512,10 @@ class _UnitPlanner:
 
     def _expert_units(self) -> list[Unit]:
         """Return a unit for each module that expert parallelism divides, also if a rule matches several of them."""
-        return [replace(self._own_unit(path, "experts"), expert_parallel=self.expert_parallel) for path in self.experts]
+        return [
+            replace(self._own_unit(path, "experts"), expert_parallel=self.limits.expert_parallel)
+            for path in self.experts
+        ]
 
     def _own_unit(self, path: str, reason: str) -> Unit:
         """Return a unit of one module, with the policy of the rule that governs the module. `reason`: reason of the

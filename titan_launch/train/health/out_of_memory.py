@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from titan_launch.core.errors import ConfigError, RunError, UserError
+from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.metrics.timeline import OTHER
 from titan_launch.models.blocks import has_forward
 from titan_launch.plan.advice import Advice
 from titan_launch.plan.hardware import GIB, format_memory
@@ -23,15 +25,14 @@ _CUDA_ALLOCATION = re.compile(r"Tried to allocate ([\d.]+) ([KMG]iB)")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
-@contextmanager
-def out_of_memory_explained(run: Run) -> Iterator[None]:
-    """Replace an error of an allocator in the block by a RunError with a report. The planner runs only then."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise RunError(report(run, error)) from error
+def explain_out_of_memory(error: BaseException, run: Run) -> RunError | None:
+    """Return the RunError, with a report, for an error of an allocator; None for a different error. Write a snapshot of
+    GPU memory if the job records allocations. The planner runs only then."""
+    if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
+        return None
+    if isinstance(error, torch.OutOfMemoryError):
+        run.observers.profiler.write_snapshot_of_failure()
+    return RunError(report(run, error))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -47,7 +48,7 @@ def report(run: Run, error: BaseException) -> str:
     lines += _held(run)
     try:
         with ExitStack() as stack:
-            plan = TraceProcess(run.config, run.layout.world_size, run.hardware, stack, advises=True).result()
+            plan = TraceProcess(run.config, run.job.layout.world_size, run.job.hardware, stack, advises=True).result()
     except (ConfigError, UserError, RunError, OSError) as failure:
         reason = str(failure).splitlines()[-1]
         return "\n".join([*lines, f"the job could not be planned: {reason}"])
@@ -67,7 +68,7 @@ def _allocation(error: BaseException) -> str:
 
 def _where(run: Run, error: BaseException) -> str:
     """Return the phase and the innermost module in the traceback; in backward, the FSDP2 unit that was used last."""
-    phase = run.meter.timeline.failed_part
+    phase = run.observers.meter.timeline.part
     paths = {id(module): path for path, module in run.model.named_modules()}
     innermost, trace = "", error.__traceback__
     while trace is not None:
@@ -75,8 +76,8 @@ def _where(run: Run, error: BaseException) -> str:
         if isinstance(module, torch.nn.Module) and has_forward(module):
             innermost = paths.get(id(module), innermost)
         trace = trace.tb_next
-    where = innermost or (run.meter.timeline.last_unit if phase in ("backward", "communication") else "")
-    return f"in {phase or 'the step'}" + (f" of {where}" if where else "")
+    where = innermost or (run.observers.meter.timeline.last_unit if phase in ("backward", "communication") else "")
+    return f"in {'the step' if phase == OTHER else phase}" + (f" of {where}" if where else "")
 
 
 def _held(run: Run) -> list[str]:
@@ -101,8 +102,6 @@ def _held(run: Run) -> list[str]:
 
 
 def _num_bytes(tensor: object) -> int:
-    from titan_launch.distributed.dtensor import local_tensor
-
     return local_tensor(tensor).nbytes if isinstance(tensor, torch.Tensor) else 0
 
 

@@ -34,7 +34,7 @@ def act_on_skipped_steps(run: Run) -> bool:
     Returns True if the run went back to a checkpoint. Raises RunError if the run stops. This function waits for the
     device, and is collective if a step was skipped.
     """
-    new_steps = run.guard.pop_skipped_steps(run.progress.step)
+    new_steps = run.step.guard.pop_skipped_steps(run.progress.step)
     if not new_steps.steps:
         return False
     losses_by_rank = _losses_by_rank(new_steps)
@@ -83,7 +83,7 @@ def _go_back(run: Run, reason: str) -> None:
     progress = run.progress
     position, rollbacks = progress.data_position, progress.rollbacks
     run.watchdog.enter("returning to a checkpoint", progress.step, is_slow=True)
-    with run.meter.paused("checkpoint"):
+    with run.observers.meter.paused("checkpoint"):
         set_timeouts(run.config.comm.init_timeout_seconds)
         checkpoint = run.checkpoints.return_to_last()
         set_timeouts(run.config.comm.timeout_seconds)
@@ -92,11 +92,11 @@ def _go_back(run: Run, reason: str) -> None:
         progress.samples_skipped = position - progress.samples_seen
         progress.rollbacks = rollbacks + 1
         run.step.parameters_changed()
-        run.guard.reset_skips()
-        run.train_batches.move_to(position)
-    for sink in run.sinks:
+        run.step.guard.reset_skips()
+        run.batches.train.move_to(position)
+    for sink in run.output.sinks:
         sink.rewind(progress.step)
-    run.measurements.end_window(progress.step, only_training=False)
+    run.observers.measurements.end_window(progress.step, only_training=False)
     if run.ranks.is_rank_0:
         _log.warning(
             "%s; the run goes back to %s and continues with the samples from position %d (rollback %d of at most %d)",
@@ -137,7 +137,7 @@ def _record(run: Run, skipped: SkippedStep, losses: list[float], even_if_full: b
 
     `even_if_full`: write also if there are `MAX_RECORDS` files.
     """
-    folder = run.folder / FOLDER
+    folder = run.output.folder.path / FOLDER
     path = folder / _file_name(skipped.step, run.progress.rollbacks)
     try:
         folder.mkdir(exist_ok=True)
@@ -155,9 +155,9 @@ def _file_name(step: int, rollbacks: int) -> str:
 
 
 def _to_json(run: Run, skipped: SkippedStep, losses: list[float]) -> dict[str, Any]:
-    batch = run.layout.global_batch_size
+    batch = run.job.layout.global_batch_size
     position = run.progress.data_position - (run.progress.step - skipped.step + 1) * batch
-    samples = samples_of_step(run.order, run.layout, position)
+    samples = samples_of_step(run.batches.order, run.job.layout, position)
     return {
         "step": skipped.step,
         "reason": skipped.reason,
@@ -167,7 +167,7 @@ def _to_json(run: Run, skipped: SkippedStep, losses: list[float]) -> dict[str, A
         "grad_norm_limit": json_number(skipped.grad_norm_limit),
         "data_position": position,
         "ranks": [
-            {"rank": rank, "loss": json_number(loss), "samples": samples[run.layout.data_rank(rank)]}
+            {"rank": rank, "loss": json_number(loss), "samples": samples[run.job.layout.data_rank(rank)]}
             for rank, loss in enumerate(losses)
         ],
     }

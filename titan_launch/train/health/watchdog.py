@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -51,6 +51,9 @@ _GLOO_ADVICE = ". This is typically caused by"
 
 _SOURCE_LOCATION = re.compile(r"^\[[^]]*\] ")
 
+TRAINING, VALIDATING = "forward, backward and update", "validating"
+"""The phases in which the model runs."""
+
 T = TypeVar("T")
 
 
@@ -58,9 +61,8 @@ class Watchdog:
     """A thread that checks whether the main thread of this rank makes progress.
 
     with Watchdog(config.comm, ranks) as watchdog:
-        with watchdog.errors_explained():
-            watchdog.enter("loading data", step)
-            ...
+        watchdog.enter("loading data", step)
+        ...
 
     Progress means that the main thread enters a phase, or starts a batch of a validation. Every rank publishes its
     progress in the process group's store several times within the limit. Slow phases (`is_slow`), and all phases until
@@ -114,24 +116,20 @@ class Watchdog:
         """Write later stacks to the run folder. Stacks before this call go to standard error."""
         self._folder = run_folder
 
-    @contextmanager
-    def errors_explained(self) -> Iterator[None]:
-        """Replace errors of gloo collectives (timeout, lost connection) by a RunError with the ranks that are behind.
+    @property
+    def runs_model(self) -> bool:
+        """True while the main thread runs steps or validations."""
+        return self._now.phase.startswith((TRAINING, VALIDATING))
 
-        After any error, tell the other ranks that the run has failed, so that hanging ranks end."""
-        try:
-            yield
-        except BaseException as error:
-            explained = self._explained(error)
-            self._closing.set()  # this rank ends with its own error
-            if self._board is not None:
-                self._board.publish_failure()
-            if explained is None:
-                raise
-            raise explained from error
+    def publish_failure(self) -> None:
+        """Tell the other ranks that the run has failed, so that they end. This rank ends with its own error."""
+        self._closing.set()
+        if self._board is not None:
+            self._board.publish_failure()
 
-    def _explained(self, error: BaseException) -> RunError | None:
-        """Return the RunError that replaces an error; None to keep the error."""
+    def explain(self, error: BaseException) -> RunError | None:
+        """Return the RunError, with the ranks that are behind, for an error of a gloo collective (timeout, lost
+        connection). Return None for a different error."""
         text = _SOURCE_LOCATION.sub("", str(error).partition("\n")[0]).partition(_GLOO_ADVICE)[0]
         if not isinstance(error, RuntimeError):
             return None

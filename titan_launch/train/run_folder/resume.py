@@ -8,13 +8,12 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from titan_launch.checkpoint.loading import (
     EVERYTHING,
@@ -27,7 +26,7 @@ from titan_launch.checkpoint.loading import (
 )
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
-from titan_launch.checkpoint.state import BaseWeights, LocalStatistics, Part, Progress, TrainingState, Values
+from titan_launch.checkpoint.state import Progress, TrainingState, Values
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.config.sections.data import MixtureData
@@ -36,9 +35,7 @@ from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.order import MixtureOrder, Order
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
-from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
-from titan_launch.distributed.random_state import random_stream
 from titan_launch.train.base_weights import RunBase
 from titan_launch.train.run_folder.folder import Load, checkpoint_folder, supersede_later_checkpoints
 
@@ -66,47 +63,47 @@ Sources = Mapping[str, Source]
 the loss that names a second model. A source of a mixture has a section such as `data.sources.0`."""
 
 
-def load_run(
-    config: JobConfig,
-    folder: Path,
-    load: Load,
-    state: TrainingState,
-    progress: Progress,
-    sources: Sources,
-    order: Order,
-    base: RunBase,
-) -> bool:
-    """Load the checkpoint with which a run starts, if any, into `state`. Return False if there is none. Collective.
+@dataclass(frozen=True)
+class Resumable:
+    """The state of a run that checkpoints save, and the files that it depends on."""
 
-    `load`: result of `effective_load`. `progress`: one of the parts of `state`. `order`: the order of training samples.
-    `base`: the folder of `model.weights`.
+    state: TrainingState
+    progress: Progress
+    """A part of `state`."""
+
+    order: Order
+    """The order of the training samples."""
+
+    sources: Sources
+    base: RunBase
+    """The folder of `model.weights`."""
+
+
+def load_run(config: JobConfig, folder: Path, load: Load, run: Resumable) -> bool:
+    """Load the checkpoint with which a run starts, if any. Return False if there is none. Collective.
+
+    `load`: result of `effective_load`.
     Raises ConfigError or UserError on all ranks in two cases. The checkpoint is missing, damaged or of another model.
     The training data has changed since this run saved the checkpoint.
     """
     found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
     if found is not None:
         selection = EVERYTHING if load == "latest" else _selected(config)
-        _resume(config, found, selection, state, progress, sources, order, base)
+        _resume(config, found, selection, run)
         if isinstance(load, int):
             on_rank_0(lambda: supersede_later_checkpoints(folder, load))
     elif isinstance(load, str) and load not in ("latest", "none"):
-        _load(find_checkpoint(Path(load), ("checkpoint", "load")), state, _selected(config))
+        _load(find_checkpoint(Path(load), ("checkpoint", "load")), run.state, _selected(config))
     elif config.checkpoint.initial_load_path is not None:
         path = find_result(Path(config.checkpoint.initial_load_path), ("checkpoint", "initial_load_path"))
-        _load(path, state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
+        _load(path, run.state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
     else:
         return False
     return True
 
 
 def open_checkpoints(
-    config: JobConfig,
-    folder: Path,
-    state: TrainingState,
-    progress: Progress,
-    sources: Sources,
-    ranks: Ranks,
-    stack: ExitStack,
+    config: JobConfig, folder: Path, run: Resumable, ranks: Ranks, stack: ExitStack
 ) -> CheckpointManager | None:
     """Return the manager that writes the run's checkpoints. Closing `stack` closes the manager. Collective.
 
@@ -114,7 +111,7 @@ def open_checkpoints(
     if not config.checkpoint.enable and not config.checkpoint.save_last:
         _log.info("checkpoints: none will be saved (checkpoint.enable and checkpoint.save_last are false)")
         return None
-    fingerprints = {name: source.fingerprint(config.training.seed) for name, source in sources.items()}
+    fingerprints = {name: source.fingerprint(config.training.seed) for name, source in run.sources.items()}
     origin = Origin(
         world_size=ranks.world_size,
         config_digest=hashlib.sha256(dump_job(config).encode()).hexdigest(),
@@ -124,35 +121,15 @@ def open_checkpoints(
         command=shlex.join(["titan-launch", *sys.argv[1:]]),
         commit=on_rank_0(lambda: commit_of(Path.cwd())),
     )
-    checkpoints = CheckpointManager(checkpoint_folder(folder), config.checkpoint, state, progress, origin, ranks.device)
+    checkpoints = CheckpointManager(
+        checkpoint_folder(folder), config.checkpoint, run.state, run.progress, origin, ranks.device
+    )
 
     def close(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         checkpoints.close(after_error=kind is not None)
 
     stack.push(close)
     return checkpoints
-
-
-def training_state(
-    config: JobConfig,
-    model: nn.Module,
-    optimizer: Optimizer,
-    progress: Progress,
-    order: Order,
-    others: Mapping[str, Part | None],
-    statistics: LocalStatistics,
-    mesh: Mesh,
-    ranks: Ranks,
-    base: BaseWeights,
-) -> TrainingState:
-    """Return the state that checkpoints save: model, optimizer, random generators, progress, consumed samples, the
-    `others`, which are loaded after these, and BatchNorm statistics of this rank. `others`: by name in a checkpoint;
-    None: a part that this run does not have."""
-    parts: dict[str, Part] = {"progress": progress, "consumed": ConsumedSamples(order, progress)}
-    parts |= {name: part for name, part in others.items() if part is not None}
-    random = random_stream(ranks.rank, config.parallelism)
-    seed, pipeline = config.training.seed, mesh.pipeline_group
-    return TrainingState(model, optimizer, parts, statistics, ranks.device, seed, random, pipeline, base)
 
 
 def how_to_resume(config: JobConfig) -> str:
@@ -184,23 +161,14 @@ def _own_checkpoint(folder: Path, load: Load) -> Path | None:
     return checkpoint
 
 
-def _resume(
-    config: JobConfig,
-    checkpoint: Path,
-    selection: Selection,
-    state: TrainingState,
-    progress: Progress,
-    sources: Sources,
-    order: Order,
-    base: RunBase,
-) -> None:
+def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resumable) -> None:
     """Resume from a checkpoint of this run. Log a warning if the validation data has changed.
 
     Raises ConfigError if the training data, its tokenizer, the weights that the run began with or the second model of
     the loss have changed, and `checkpoint.accept_changes` is false."""
-    before = read_manifest(checkpoint).base
+    sources, before = run.sources, read_manifest(checkpoint).base
     is_needed = before is not None and before.omitted > 0  # then `load_state` compares the folders
-    change = "" if before is None or is_needed else base.change_since(before)
+    change = "" if before is None or is_needed else run.base.change_since(before)
     if change and not config.checkpoint.accept_changes:
         raise config_error(
             ("model", "weights"),
@@ -229,10 +197,10 @@ def _resume(
     changes = {section: change for section in trained_on if (change := _data_change(checkpoint, section, sources))}
     if changes and not config.checkpoint.accept_changes:
         raise ConfigError(_changed_data(config, section, change) for section, change in changes.items())
-    _load(checkpoint, state, selection)
+    _load(checkpoint, run.state, selection)
     if tokenizer_change:
         warn(_log, "the tokenizer has %s", tokenizer_change)
-    consumed = dict(zip(trained_on, order.consumed(progress.data_position), strict=False))
+    consumed = dict(zip(trained_on, run.order.consumed(run.progress.data_position), strict=False))
     for section, change in changes.items():
         epoch = consumed[section] / len(sources[section])
         warn(_log, "the data has %s; training continues at epoch %.2f of the new data", change, epoch)

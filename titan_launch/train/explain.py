@@ -1,0 +1,88 @@
+"""Explanations of the errors that end a run or a trace, in one place, from facts about it.
+
+Each function below has its own kind of error. It returns the error to raise in place of PyTorch's, which names a key or
+what to do, or None. So nothing stands around a forward to explain what may happen in it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError, RunError, Stopped, UserError
+from titan_launch.models.parallel_plans import explain_shapes
+from titan_launch.parallel.pipeline import parts
+from titan_launch.plan.types import ModelPlan
+from titan_launch.precision.diagnosis import explain_dtypes
+from titan_launch.train.forward import explain_forward
+from titan_launch.train.health.out_of_memory import explain_out_of_memory
+from titan_launch.train.health.watchdog import Watchdog
+from titan_launch.train.kernel_choice import explain_refusal
+from titan_launch.train.run import Run
+from titan_launch.train.run_folder.resume import how_to_resume
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts about a wrapped model that explain an error of its forward or backward."""
+
+    config: JobConfig
+    model: nn.Module
+    plan: ModelPlan
+    refusals: Sequence[str] = ()
+    """The reasons of PyTorch's warnings for which a backend has refused a call of attention."""
+
+
+def explain(error: BaseException, config: JobConfig, watchdog: Watchdog, run: Run | None) -> Exception | None:
+    """Return the error to raise in place of an error that ends a run; None for an unknown error, or one that says
+    itself what to do. `run`: None while the run is built.
+
+    Call this function while the run is open: it reads the memory in use, and asks where the other ranks are.
+    """
+    if isinstance(error, (UserError, RunError, Stopped)):
+        return None
+    found: Exception | None = None
+    if run is not None and watchdog.runs_model:  # other code may fail with words that are also in a model's errors
+        found = None if run.observers.audit is None else run.observers.audit.explain(error)
+        found = found or explain_model(error, ModelFacts(run.config, run.model, run.job.plan, run.refusals))
+    if run is not None:
+        found = found or explain_out_of_memory(error, run)
+    return found or watchdog.explain(error) or explain_full_disk(error, config)
+
+
+def explain_model(error: BaseException, facts: ModelFacts) -> ConfigError | None:
+    """Return the error to raise in place of an error in a model's forward or backward; None for an unknown error."""
+    config = facts.config
+    found = explain_forward(error)
+    for module, plan in reversed([*parts(facts.model, facts.plan)]):
+        found = found or explain_dtypes(error, module, plan, config.precision)
+    found = found or explain_shapes(error, config.model, config.parallelism.tensor_parallel_degree)
+    return found or explain_refusal(error, config.kernels, facts.refusals)
+
+
+@contextmanager
+def explained_in_trace(facts: ModelFacts) -> Iterator[None]:
+    """Explain the errors of a model that is traced in the block."""
+    try:
+        yield
+    except Exception as error:
+        found = explain_model(error, facts)
+        if found is None:
+            raise
+        raise found from error
+
+
+def explain_full_disk(error: BaseException, config: JobConfig) -> RunError | None:
+    """Explain a disk without room for a file of the run folder. (If the disk has no room for a report or a checkpoint,
+    the run logs a warning, and training continues.)"""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    reason = f"{config.job.run_folder} cannot be written to: {os.strerror(error.errno)}"
+    advice = how_to_resume(config) if config.checkpoint.enable else "begin again (checkpoint.enable is false)"
+    return RunError(f"{reason}; make room, and {advice}")

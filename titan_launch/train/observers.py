@@ -1,0 +1,49 @@
+"""The list of everything that watches the steps of a run, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from titan_launch.core.observer import Observer
+from titan_launch.metrics.learned import Learned
+from titan_launch.metrics.meter import Meter
+from titan_launch.metrics.sinks import ConsoleSink
+from titan_launch.optim.ema import WeightEMA
+from titan_launch.train.audit import PrecisionAudit
+from titan_launch.train.measure import StepMeasurements
+from titan_launch.train.profiling import StepProfiler
+
+
+@dataclass(frozen=True)
+class Observers:
+    """The observers of a run; None for those that the job does not have.
+
+    `before_step` and `before_update` go down this list. `after_step` and `abandon_step` go up, so an observer sees what
+    the observers below it do. The guard that decides whether to skip a step is not an observer, because it changes the
+    step (`TrainStep`).
+    """
+
+    # The bar shows a step that all others have seen.
+    console: ConsoleSink | None
+
+    # Its sums on the device are not part of a profile or of the measured memory.
+    meter: Meter
+
+    # A profile shows what the observers below it take. PyTorch has one profiler, so `measurements` come later and ask.
+    profiler: StepProfiler
+
+    # The measured memory includes the update of the average, as the planner's prediction does.
+    measurements: StepMeasurements
+
+    # It watches the first step, and `measurements` a later one. So neither counts what the other allocates.
+    audit: PrecisionAudit | None
+
+    # It copies the parameters after the audit, which raises an error for a wrong step.
+    learned: Learned | None
+
+    # The average follows the update at once, before an observer that may fail.
+    ema: WeightEMA | None
+
+    def __iter__(self) -> Iterator[Observer]:
+        yield from (observer for observer in vars(self).values() if observer is not None)

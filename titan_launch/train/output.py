@@ -1,0 +1,136 @@
+"""The output of a run: its folder, and the sinks that write its reports."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from titan_launch.checkpoint.state import Progress
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.load import dump_job
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.sections.section import Section
+from titan_launch.core.errors import format_key
+from titan_launch.distributed.collectives import on_rank_0
+from titan_launch.metrics.sinks import ConsoleSink, GuardedSink, RunDescription, Sink, SinkContext, open_sinks
+from titan_launch.metrics.tags import BEST_LOSS, WITHOUT_IMPROVEMENT
+from titan_launch.plan.report.unit_table import format_plan
+from titan_launch.plan.units.rule_assignment import is_batch_norm
+from titan_launch.train.measure import MEASURED, PREDICTED
+from titan_launch.train.resolve_job import ResolvedJob
+from titan_launch.train.run_folder.folder import OpenRunFolder, run_id
+
+
+@dataclass(frozen=True)
+class RunOutput:
+    """The run folder, and the sinks of a rank. Only rank 0 has sinks."""
+
+    folder: OpenRunFolder
+    sinks: tuple[Sink, ...]
+    console: ConsoleSink | None
+    """The sink that writes to the terminal. It is also one of `sinks`. None with `--quiet`."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write metrics of a step to all sinks."""
+        self.folder.check()
+        for sink in self.sinks:
+            sink.write(step, scalars)
+
+    def clear_progress(self) -> None:
+        """Remove the progress bar before another line is printed."""
+        if self.console is not None:
+            self.console.clear()
+
+
+def build_output(
+    job: ResolvedJob, folder: OpenRunFolder, progress: Progress, console: ConsoleSink | None, stack: ExitStack
+) -> RunOutput:
+    """Open the sinks, which write the reports, on rank 0. Collective. Closing `stack` closes the sinks.
+
+    Raises ConfigError if a sink cannot be opened."""
+    sinks: list[Sink] = []
+    logged = set[str]()
+
+    def add(name: str, sink: Sink, fatal: tuple[type[Exception], ...] = ()) -> None:
+        sinks.append(GuardedSink(name, sink, logged, fatal))
+        stack.push(partial(_close, sinks[-1]))
+
+    def open_all() -> None:
+        table = json.loads(dump_job(job.config))
+        context = SinkContext(job.config.job.name, folder.path, run_id(folder.path), progress.step, table)
+        for name, sink in open_sinks(job.config.metrics, context):
+            add(name, sink)
+
+    if console is not None:
+        add("console", console, fatal=(BrokenPipeError,))  # `| head`
+    on_rank_0(open_all)
+    output = RunOutput(folder, tuple(sinks), console)
+    if not sinks:
+        return output
+    description = RunDescription(settings_of(job.requested), frozenset(_later_metrics(job)))
+    texts = {
+        "config": f"```json\n{dump_job(job.config)}```",
+        "units": f"```\n{format_plan(job.config, job.plan, job.layout, format_key)}\n```",
+        **({} if job.reason is None else {"auto": job.reason}),
+    }
+    for sink in sinks:
+        sink.describe(description)
+        for tag, text in texts.items():
+            sink.text(tag, text)
+    return output
+
+
+def _close(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
+    sink.close(failed=kind is not None)
+
+
+_NOT_SETTINGS = ("job", "metrics", "profiling", "planner", "comm")
+"""Sections whose keys change neither the result of a run nor its speed."""
+
+_LONGEST_SETTING = 100
+
+
+def settings_of(config: JobConfig) -> dict[str, int | float | str]:
+    """Return the values with which runs are compared, by key. A long value is cut off."""
+    return {key: value for key, value in _settings(config) if key.partition(".")[0] not in _NOT_SETTINGS}
+
+
+def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, int | float | str]]:
+    """Yield the keys and values of a section and of the sections in it. A key has a value also if it is unset, because
+    TensorBoard finds out that runs differ in a key only if all of them have it."""
+    table = section.model_dump(mode="json", exclude_none=True)
+    for name in type(section).model_fields:
+        field = getattr(section, name)
+        if isinstance(field, Section):
+            yield from _settings(field, f"{prefix}{name}.")
+            continue
+        value = table.get(name, "unset")
+        text = toml_value(value)
+        if len(text) > _LONGEST_SETTING:  # a different value must stay a different text
+            value = f"{text[: _LONGEST_SETTING - 13]} ... {zlib.crc32(text.encode()):08x}"
+        yield f"{prefix}{name}", value if type(value) in (int, float, str) else text
+
+
+def _later_metrics(job: ResolvedJob) -> Iterator[str]:
+    """Yield the tags that the run reports, but perhaps not in its first report."""
+    config = job.config
+    if config.validation.freq:
+        kinds = ["loss", "accuracy", *(["perplexity"] if config.data.unit == "tokens" else [])]
+        shown = config.ema.validate_with if config.ema.decay is not None else "parameters"
+        prefixes = [prefix for prefix, other in (("", "ema"), ("ema_", "parameters")) if shown != other]
+        yield from (f"validation/{prefix}{kind}" for prefix in prefixes for kind in kinds)
+        if config.validation.patience is not None:
+            yield from (BEST_LOSS, WITHOUT_IMPROVEMENT)
+        if config.data.kind == "mixture":
+            yield from ("validation/loss/<source>", "validation/accuracy/<source>")
+    has_norms = any(map(is_batch_norm, job.plan.inventory.modules))
+    if has_norms and job.layout.world_size > 1 and (config.validation.freq or config.checkpoint.enable):
+        yield from ("batchnorm/running_mean_divergence", "batchnorm/running_var_divergence")
+    if config.comm.profile_freq:
+        yield "comm/exposed_s"
+    if not (config.compile.enable or config.float8.enable):
+        yield from (PREDICTED, MEASURED)
