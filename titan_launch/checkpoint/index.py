@@ -247,8 +247,8 @@ class ShardPlanner(DefaultLoadPlanner):
         self._places = places
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan the parts to read. Raises ValueError if a saved tensor has another shape, and RuntimeError if it is
-        missing."""
+        """Plan the parts to read. Raises ValueError if a saved tensor has a different shape, and RuntimeError if it
+        is missing."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         others = {name: value for name, value in self.state_dict.items() if name not in self._places}
@@ -258,7 +258,7 @@ class ShardPlanner(DefaultLoadPlanner):
                 raise RuntimeError(f"{name} is missing in the checkpoint")
             tensor = saved[name]
             if not isinstance(tensor, TensorStorageMetadata) or tuple(tensor.size) != tuple(place.size):
-                raise ValueError(f"{name} has the shape {tuple(place.size)}, and another one in the checkpoint")
+                raise ValueError(f"{name} has the shape {tuple(place.size)}, and a different one in the checkpoint")
             if place.local.numel():
                 own = ChunkStorageMetadata(torch.Size(place.offsets), place.local.shape)
                 items = [*items, *create_read_items_for_chunk_list(name, tensor, [own])]

@@ -1,7 +1,7 @@
 """The command `plan`, and dry runs: predictions of a job on any number of ranks, without a GPU.
 
-The first plan of a model records microbatches with torch. Plans with other shards, modes, optimizers or paths find the
-recordings in the user's cache: they take a fraction of a second, and torch is not imported.
+The first plan of a model records microbatches with torch. Later plans of the model, with any shards, modes,
+optimizers or paths, find the recordings in the user's cache: they take a fraction of a second, and do not import torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conversion of TorchTitan v0.2 job files. The remedies for keys that cannot be carried are those of `TORCHTITAN_KEYS`.
 
-A job keeps its training: a key that it does not set gets TorchTitan's default, if the default here is another one.
+A job keeps its training: a key that it does not set gets TorchTitan's default, if the default here is different.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ _DEBUG_QWEN3: dict[str, Any] = {
 
 
 def _llama4(**sizes: Any) -> tuple[str, str | None, dict[str, Any]]:
-    """Return a model of TorchTitan's Llama 4 as the class of `transformers`, which computes the same."""
+    """Return the name, flavor and arguments of a Llama 4 here: `transformers` implements TorchTitan's model."""
     layers = sizes["num_hidden_layers"]
     full_attention = {"no_rope_layers": [1] * layers, "layer_types": ["full_attention"] * layers}
     common = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "num_experts_per_tok": 1}
@@ -183,7 +183,7 @@ class Note:
 
 @dataclass
 class Migration:
-    """A job file of TorchTitan, and what it became."""
+    """A job file of TorchTitan, and the job file into which it is converted."""
 
     old: Mapping[str, Any]
     """The old job file as a table."""

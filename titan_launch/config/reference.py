@@ -258,7 +258,7 @@ def foreign_keys() -> str:
             "## TorchTitan\n",
             *_remedy_table(TORCHTITAN_KEYS),
             "## TRL, Transformers' Trainer, Axolotl, LLaMA-Factory, torchtune, Lightning\n",
-            "The headings are the sections of the job file here. A key of these tables is explained in any section.\n",
+            "The headings are the sections of the job file here. The error for a key is the same in every section.\n",
             *_common_names(),
         ]
     )

@@ -38,8 +38,8 @@ MEMORY = 512 * MIB
 """Bytes that a call may allocate beyond those for its input."""
 
 _REGAINED_SECONDS = 0.1
-"""CPU time beyond that for its input that each call of an object may take for ever. Without this limit, a file could
-make each of a million calls take 2 s."""
+"""CPU time beyond that for its input which an object regains with each call, up to `SECONDS`. Without this limit, a
+file could make each of a million calls take 2 s."""
 
 _REQUEST, _ANSWER = struct.Struct("<QdQQ"), struct.Struct("<Qd")
 """Headers: length of the request, its limits of seconds, of memory and of the answer; length of the answer, and the
@@ -142,8 +142,8 @@ class _Helper:
     def _exchange(
         self, number: int, action: Any, arguments: tuple[Any, ...], seconds: float, limits: Limits
     ) -> tuple[Any, float]:
-        """Return the value of an answer, and the CPU time that is left. `action`: the name of a method of the object
-        `number`, or the function that makes this object."""
+        """Send a request. Return the value of the answer, and the CPU time that remains. `action`: the name of a method
+        of the object with the id `number`, or the function that creates this object."""
         forgotten, self.forgotten = self.forgotten, []
         self._made -= set(forgotten)
         request = pickle.dumps((forgotten, number, action, arguments), pickle.HIGHEST_PROTOCOL)

@@ -1,4 +1,4 @@
-"""Whether this process has a phantom GPU (`phantom_gpu`), which computes no values, and how its output says so."""
+"""Detection of a phantom GPU (`phantom_gpu`), which computes no values, and the marks of its output."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The cache folder of a host: data that one process prepares and all processes of the host then read.
 
-Each entry is a folder with a list of its files, which has the digest and the state of each file. If a file has another
-state than when its digest was last compared, its content is compared again.
+Each entry is a folder with a list of its files, which has the digest and the state of each file. If the state of a
+file has changed since its digest was last compared, its content is compared again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from titan_launch.core.json_files import read_json
 _log = logging.getLogger(__name__)
 
 _VERSION = 1
-"""Version of the layout of entries. Another version builds them again."""
+"""Version of the layout of entries. An entry of a different version is built again."""
 
 _FILES = "files.json"
 """Name of the list of an entry's files: `{name: [digest, state]}`."""
@@ -43,8 +43,8 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     """Return the folder of the cache for `identity`, which JSON can represent. If it does not exist, `build` fills it.
 
     Several processes may call this at once: one builds, and the others wait. The folder appears when it is complete and
-    on disk. After an interruption, `build` gets the files that it had written. A folder is built again if its files
-    have another content than `build` gave them. If the folder has to be built, a log line names `task` and the folder.
+    on disk. After an interruption, `build` gets the files that it had written. A folder is built again if its files no
+    longer have the content that `build` wrote. If the folder has to be built, a log line names `task` and the folder.
 
     Raises UserError if the cache cannot be written, and the errors of `build`.
     """

@@ -303,7 +303,7 @@ class _Turns:
         """Return the end of a turn, after the special token that ends it.
 
         A chat that ends with the turn, and such a chat with the prompt for the next answer, have no text of later
-        messages. One of them has the same text after the message: the end of the last turn often is another one.
+        messages. One of them has the same text after the message: the last turn often ends with a different text.
         """
         own = max(self._positions_of(index), default=start)
         for end in map(self.template.closed, self._ends(index, start, own)):

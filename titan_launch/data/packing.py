@@ -26,7 +26,7 @@ from titan_launch.data.cache import built_once
 from titan_launch.data.token_files import Header, TokenStream
 
 VERSION = 1
-"""Version of the algorithm and of its files. Another version packs again."""
+"""Version of the algorithm and of its files. Data that a different version packed is packed again."""
 
 Indices = npt.NDArray[np.int64]
 

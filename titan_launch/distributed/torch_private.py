@@ -295,8 +295,8 @@ def unsharded_parameter(parameter: Any) -> nn.Parameter:
 
 
 def divided_shapes(model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Size]]:
-    """Yield the sharded parameters of a model, each with the shape that FSDP2 shards: that of the part which tensor and
-    expert parallelism have left to this rank."""
+    """Yield the sharded parameters of a model, each with the shape that FSDP2 shards. With tensor or expert
+    parallelism, this is the shape of this rank's part."""
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             yield parameter.sharded_param, parameter._orig_size
@@ -549,7 +549,7 @@ def flight_record_entries(backend: str) -> list[dict[str, Any]]:
 
 def _implementation(backend: str) -> str:
     """Return the name of the class that a backend stands for. From torch 2.15 on, `nccl` is `nccl2` unless
-    `TORCH_DIST_USE_NCCL2=0`, and its flight record is another one."""
+    `TORCH_DIST_USE_NCCL2=0`. `nccl2` has a flight record of its own."""
     if backend == "gloo" or dist.group.WORLD is None:
         return backend
     try:

@@ -35,9 +35,9 @@ class Answer(NamedTuple):
 class Conversation:
     """A conversation whose keys and values are kept from answer to answer.
 
-    Each answer renders the whole conversation. Templates may write an earlier message in another way once a later one
-    follows, such as without its thoughts, and its text may be divided into other tokens than those that were generated.
-    So the keys and values of the tokens before the first difference are kept, and the others are computed again.
+    Each answer renders the whole conversation. A template may write an earlier message differently once a later one
+    follows, for example without its thoughts. The tokens of this text may also differ from the generated tokens. So the
+    keys and values of the tokens before the first difference are kept, and the others are computed again.
     """
 
     def __init__(self, model: LanguageModel, sequence: TokenSequence, system: str | None = None):

@@ -193,7 +193,7 @@ def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
 
 
 def _rows(source: SavedModel, options: ExportOptions) -> int | None:
-    """Return the rows of the vocabulary to write; None if the model has no such argument."""
+    """Return the number of rows of the vocabulary to write; None if the model has no argument `vocab_size`."""
     model = source.job.model
     rows: int | None = getattr(known_args(model), "vocab_size", None)
     if rows is None or model.name == HUGGINGFACE:

@@ -158,7 +158,7 @@ class _DecoderSequence(TokenSequence):
 
 @contextmanager
 def token_sequence(module: nn.Module, max_tokens: int = 0) -> Iterator[TokenSequence]:
-    """Yield an empty sequence, which computes tokens of `module` until the end of the block.
+    """Yield an empty sequence for the forwards of `module` until the end of the block.
 
     A decoder of this package gets a cache in each layer of attention, with memory for `max_tokens` tokens, which grows
     if more come. A model whose forward takes `past_key_values`, as the classes of `transformers` do, keeps a cache
@@ -173,7 +173,7 @@ def token_sequence(module: nn.Module, max_tokens: int = 0) -> Iterator[TokenSequ
 
 
 def has_cache(module: nn.Module) -> bool:
-    """Return True if a new token does not compute the earlier tokens again."""
+    """Return True if the model can cache keys and values, so that a new token does not repeat earlier forwards."""
     return isinstance(module, Decoder) or {"past_key_values", "use_cache"} <= _parameters(module)
 
 

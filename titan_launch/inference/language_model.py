@@ -161,8 +161,8 @@ def _end_tokens(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _longest(saved: SavedModel) -> int:
-    """Return the length of the longest sequence: of the table of positions, else by `config.json` of Hugging Face, else
-    that of training."""
+    """Return the number of tokens of the longest sequence: the rows of the table of positions, else the limit in
+    `config.json` of Hugging Face, else `training.seq_len`."""
     model = saved.job.model
     args = known_args(model)
     limit = None if args is None else args.longest_sequence()

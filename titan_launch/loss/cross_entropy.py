@@ -100,8 +100,8 @@ class CrossEntropy(Loss):
         return sums
 
     def of_head(self, head: Any, x: Tensor, targets: Tensor, adjust: Adjust | None) -> Tensor:
-        """Return `sums` of the logits that `head` would make of `x`. With tensor parallelism the sums are a DTensor, as
-        the outputs of other divided layers."""
+        """Return `sums` of the logits of `head` for the input `x`. With tensor parallelism the sums are a DTensor, like
+        the outputs of the other layers that tensor parallelism divides."""
         weight, bias = head.weight, head.bias
         self._check((*x.shape[:-1], weight.shape[0]), targets)
         if not isinstance(weight, DTensor):

@@ -87,7 +87,7 @@ class ModelArgs(Section):
         return None
 
     def experts_per_token(self) -> int | None:
-        """Return the number of experts that compute a token in a layer; None for a model without experts."""
+        """Return the number of experts that process a token in a layer; None for a model without experts."""
         return None
 
     def batchnorm_over_tokens(self) -> str | None:

@@ -101,8 +101,8 @@ def differing_weights(model: nn.Module, weights: Weights, names: Collection[str]
 
 @torch.no_grad()
 def copy_whole(target: Tensor, values: Tensor) -> None:
-    """Copy this rank's part of a whole tensor into a parameter, sharded or not. Rows and columns that only the
-    parameter has become 0."""
+    """Copy this rank's part of a whole tensor into a parameter, sharded or not. Rows and columns
+    beyond those of `values` are set to 0."""
     if values.shape != target.shape:
         whole = values.new_zeros(target.shape)
         whole[tuple(map(slice, values.shape))] = values

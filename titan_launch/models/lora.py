@@ -167,8 +167,8 @@ def add_adapters(
     `blocks`: paths of the model's blocks. `device`: device of the adapters, by default meta. `plan.freezing` freezes
     all other parameters.
 
-    Raises ConfigError for an entry that names nothing that can have an adapter, a layer that does not compute as
-    `nn.Linear` or `nn.Embedding` does, a weight that another module shares, and a rank above the smaller side of a
+    Raises ConfigError for an entry that names nothing that can have an adapter, a layer whose class replaces the
+    forward of `nn.Linear` or `nn.Embedding`, a weight that two modules share, and a rank above the smaller side of a
     weight.
     """
     if not config.targets:

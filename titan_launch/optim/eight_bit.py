@@ -59,8 +59,8 @@ class Codes(NamedTuple):
 
 
 def decode(coded: Sequence[Codes], name: str) -> list[Tensor]:
-    """Return the float32 values of the state tensors `name` of several parameters: new tensors. Tensors of equal widths
-    are parts of one tensor."""
+    """Return the float32 values of the state tensors `name` of several parameters, as new tensors. Tensors of equal
+    width are views of one flat tensor."""
     values: list[Tensor | None] = [None] * len(coded)
     for part in alike(range(len(coded)), lambda index: coded[index].width):
         own = [coded[index] for index in part]
@@ -77,7 +77,7 @@ def encode(coded: Sequence[Codes], name: str, values: Sequence[Tensor]) -> None:
 
 
 def _decoded(coded: Sequence[Codes], name: str) -> Tensor:
-    """Return the values of tensors of one width as rows of this width."""
+    """Return the values of several tensors of equal width as one matrix whose rows have this width."""
     width = coded[0].width
     table, is_root = _table(name, coded[0].codes.device), name in _ROOTS
     indices = joined([each.codes for each in coded]).int()

@@ -115,8 +115,8 @@ class MatrixGather:
         return own if own < len(shapes) else None
 
     def _divided(self, shape: torch.Size) -> list[torch.Size]:
-        """Return the shapes of a stack's shards on all ranks: how FSDP2 shards this rank's tensor-parallel part of the
-        matrices, and how replicas divide the shards."""
+        """Return the shapes of a stack's shards on all ranks. FSDP2 shards this rank's tensor-parallel part of the
+        matrices, and the replicas divide each shard."""
         assert self.mesh is not None
         number, *left = shape
         for axis, divided_axis in self._tensor_parallel:

@@ -34,7 +34,7 @@ _ASKED_AT_RUN_TIME = ("cuModuleUnload", "cuTensorMapEncodeIm2col")
 def build() -> Path:
     """Return the folder with `libcuda.so.1`, the library to preload; compile it if it is not there yet.
 
-    Raises UserError without torch, for a build of torch without CUDA or for another CUDA, and without a C compiler.
+    Raises UserError without torch, for a build of torch that is not for CUDA 13, and without a C compiler.
     """
     torch = _torch_folder()
     files = (*sorted(_SOURCES.rglob("*.*")), Path(__file__), torch / "version.py")

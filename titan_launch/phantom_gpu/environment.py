@@ -31,7 +31,7 @@ def phantom_gpus(
     if the phantom cannot be built or may not be used.
     """
     if _DRIVER.exists() and not hides_gpu:
-        raise UserError("error: this host has a GPU; --hide-gpu lets the phantom stand in its place")
+        raise UserError("error: this host has a GPU; --hide-gpu hides it and uses phantom GPUs instead")
     description = describe_device(device, memory_gib)
     free = free_memory_gib()
     if free < count * RANK_GIB:

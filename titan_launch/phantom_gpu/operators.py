@@ -29,7 +29,7 @@ _MOST_NUMBERS = 1 << 16
 of their sum would compute one operator on a tensor and not the next.)"""
 
 _MOST_INTEGERS = 1 << 24
-"""The same if all arguments are integers or truth values."""
+"""The same limit if all arguments are integers or bools."""
 
 _MOST_IN_LISTS = 1 << 22
 """The largest number of elements over all arguments: lists of tensors may be long."""
@@ -104,7 +104,7 @@ def _operator(name: str) -> Any:
 
 
 class _Kind:
-    """What the schema of an operator says."""
+    """Properties of an operator, from its schema and from the tables above."""
 
     def __init__(self, operator: Any):
         schema = operator._schema

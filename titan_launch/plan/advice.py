@@ -62,8 +62,8 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
 
 
 def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
-    """Return the smallest number of ranks, of the doubles of the job's, on which the job fits into `limit_bytes`; None
-    if there is none. The added ranks shard the parameters; the global batch stays, if the job sets one."""
+    """Return the smallest number of ranks on which the job fits into `limit_bytes`, of 2, 4, 8, ... times its own;
+    None if there is none. The added ranks shard the parameters; the global batch stays, if the job sets one."""
     sharded = config.parallelism.model_copy(update={"data_parallel_shard_degree": -1})
     config = config.model_copy(update={"parallelism": sharded})
     for doublings in range(1, _MOST_DOUBLINGS + 1):

@@ -45,8 +45,8 @@ def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:
 
 
 def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
-    """Return the number of parameters that compute a token: all, or without the experts that a token does not choose.
-    (For a user's own model, all parameters count.)"""
+    """Return the number of parameters that are active for a token: all except those of the experts that the token
+    does not choose. (For a user's own model, all parameters count.)"""
     args, total = known_args(config.model), plan.inventory.num_parameters
     top_k = None if args is None else args.experts_per_token()
     if top_k is None:

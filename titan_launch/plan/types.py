@@ -247,7 +247,7 @@ class Unit:
 
     @property
     def num_gathers(self) -> int:
-        """Number of all-gathers of its parameters in one forward and backward, if they are sharded."""
+        """Number of all-gathers of the unit's parameters in one forward and backward, if they are sharded."""
         return 2 if self.reshard_after_forward and self.unshard_in_backward else 1
 
     @property

@@ -18,7 +18,7 @@ from titan_launch.recipes.writing import Row, Table
 TEXT_KINDS = ("text", "jsonl", "parquet", "huggingface", "tokens")
 CHAT_KINDS = ("chat", "preferences")
 MODEL, CHATS, PAIRS = "MODEL_FOLDER", "CHATS.jsonl", "PAIRS.jsonl"
-"""Paths that stand for those that the user did not give. `check` names the keys that have them."""
+"""Placeholders for paths that the user did not give. `check` names the keys that have a placeholder."""
 
 _LARGE_VOCABULARY = 100_000
 _RESNET = "resnet18"

@@ -276,7 +276,7 @@ def _svg(title: str, width: int, height: int, body: Sequence[str]) -> str:
 
 
 def _legend(classes: Mapping[str, str]) -> str:
-    """Return the names of series or parts, each with a sample of its class."""
+    """Return the legend of a chart: names of series or parts, each with a line or an area in its CSS class."""
     names = [*classes]
     shown = [f"<span>{sample(classes[name])}{escape(name)}</span>" for name in names[:_MAX_NAMES]]
     more = f"<span>and {len(names) - _MAX_NAMES} more</span>" if len(names) > _MAX_NAMES else ""

@@ -209,7 +209,7 @@ class PipelineRecorder:
 
 
 def _between_marks(notes: Iterable[Note]) -> Iterator[tuple[Mark | None, list[Note]]]:
-    """Yield what is noted outside of marks (None), and between the begin and the end of what a stage runs."""
+    """Yield the notes outside of marks, with None, and the notes of each call of a stage, with its first mark."""
     begun: Mark | None = None
     own: list[Note] = []
     for note in notes:
@@ -222,7 +222,7 @@ def _between_marks(notes: Iterable[Note]) -> Iterator[tuple[Mark | None, list[No
 
 
 def _left(notes: Iterable[Note]) -> Counter[Category]:
-    """Return the bytes that are left at the end, by category."""
+    """Return the bytes that are still allocated at the end, by category."""
     left: Counter[Category] = Counter()
     for note in notes:
         if isinstance(note, Bytes):
@@ -279,7 +279,7 @@ def _stand_in(x: Tensor, weight: Tensor | None, output: _Output) -> Tensor:
 
 
 class _StandIn(torch.autograd.Function):
-    """A stage that computes nothing."""
+    """Stand-in for the computation of a stage: the output and the gradients are empty tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:

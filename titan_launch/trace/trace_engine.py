@@ -194,7 +194,7 @@ class TraceEngine:
         return self._step(choice).footprint
 
     def traffic(self, choice: Choice) -> Traffic:
-        """Return the counted traffic of the same rank in a step.
+        """Return the counted traffic in one step of the rank with the highest peak memory, as in `__call__`.
 
         The traffic includes the collectives of FSDP2 units, and communication along the tensor, context and pipeline
         axes. Raises ConfigError as `__call__` does.

@@ -101,7 +101,7 @@ def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> J
         return config
     size = on_rank_0(lambda: _largest_batch(config, hardware, ranks.world_size))
     if config.parallelism.expert_parallel_degree > 1:
-        _log.info("auto: microbatches of %d samples, not tried: a trial has no tokens of other ranks' experts", size)
+        _log.info("auto: microbatches of %d samples, without a trial: it gets no tokens from other ranks", size)
         return with_local_batch_size(config, size)
     for tried in reversed([other for other in possible_batch_sizes(config, ranks.world_size) if other <= size]):
         resized = with_local_batch_size(config, tried)

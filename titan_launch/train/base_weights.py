@@ -63,7 +63,7 @@ class RunBase:
             pieces, targets = self._targets(adapters, folder)
             folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
             if shared := [target.path for target in targets if folder.shares_a(target)]:
-                message = "adapters: %s have one A for several modules of this package; each trains a copy of its own"
+                message = "adapters: in %s, several modules of this package share one A; each trains its own copy"
                 _log.info(message, listed(shared))
             own = dict(self._model.named_parameters())
             for target in targets:

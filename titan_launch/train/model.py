@@ -92,7 +92,7 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
         if identity.digests != made[identity.owner].digests:
             queues.setdefault(identity.owner, []).append(rank)
     if queues:
-        message = "%s makes another module on the meta device, so %d ranks call it on the host, one after another"
+        message = "%s builds a different module on the meta device, so %d ranks call it on the host, one after another"
         _log.info(message, config.model.name, sum(map(len, queues.values())))
     for turn in zip_longest(*queues.values()):
         made = on_all_ranks(partial(build, on_meta=False) if ranks.rank in turn else keep)

@@ -95,7 +95,7 @@ def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
 
 
 def model_args_have_an_effect(config: JobConfig) -> Iterator[Problem]:
-    """Yield arguments that the job sets, but that other arguments leave without effect."""
+    """Report a problem for each argument of the job that has no effect because of a different argument."""
     args = known_args(config.model)
     for name, reason in args.unused() if args is not None else ():
         if _value_at(config.model.args, tuple(name.split("."))) is not None:
@@ -103,7 +103,7 @@ def model_args_have_an_effect(config: JobConfig) -> Iterator[Problem]:
 
 
 def sequences_have_positions(config: JobConfig) -> Iterator[Problem]:
-    """Yield sequences that are longer than a model's table of positions."""
+    """Report a problem if sequences are longer than a model's table of positions."""
     args, seq_len = known_args(config.model), config.training.seq_len
     limit = args.longest_sequence() if args is not None else None
     if limit is not None and seq_len > limit[1]:
@@ -126,8 +126,8 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
 
 
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Yield a folder of weights of another model, and each argument that differs from the folder's. (A missing folder
-    is found when it is read: a run that resumes does not need it.)"""
+    """Report a problem for a folder with weights of a different model, and for each argument that differs from the
+    folder's. (A missing folder is found when it is read: a run that resumes does not need it.)"""
     model, key = config.model, ("model", "weights")
     args = known_args(model)
     if model.weights is None or args is None or not os.path.exists(model.weights):

@@ -60,7 +60,7 @@ def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
     attention lacks."""
     degree = config.parallelism.context_parallel_degree
     for what, also in beyond_causal_attention(config) if degree > 1 else ():
-        reason = f"is not supported with {what}: ring attention is plain causal attention; set 1"
+        reason = f"is not supported with {what}: ring attention supports only plain causal attention; set 1"
         yield Problem(_CONTEXT, reason, degree, also)
 
 

@@ -496,7 +496,7 @@ KINDS: dict[type[DataSource], dict[str, type[DataSource]]] = {DataSource: DATA_K
 
 
 def single_sources(data: DataSource) -> dict[str, DataSource]:
-    """Return the sources of a mixture by name. The name of any other source is ""."""
+    """Return the sources of a mixture by name. Data that is not a mixture is one source with the name ""."""
     if not isinstance(data, MixtureData):
         return {"": data}
     return {source.effective_name(): source for source in data.sources}

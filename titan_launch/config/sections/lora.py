@@ -14,7 +14,7 @@ ALL_LINEAR = "all-linear"
 
 
 class LoRARule(Section):
-    """Another rank or scale for some of the adapters."""
+    """A different rank or scale for some of the adapters."""
 
     match: Array[str]
     """Globs of modules that `lora.targets` matches. Of several rules that match a module, the first applies."""

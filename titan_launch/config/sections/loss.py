@@ -98,7 +98,7 @@ class LossConfig(Section):
 
     @property
     def kind(self) -> LossKind:
-        """The row of the loss. A name that does not exist has the row of a function."""
+        """The entry of the loss in `LOSSES`; `FUNCTION_LOSS` for any name that is not in this table."""
         return LOSSES.get(self.name, FUNCTION_LOSS)
 
     def frozen_model(self) -> FrozenModelConfig | None:

@@ -82,7 +82,7 @@ class PrecisionConfig(Section):
     `in_place`: the modules stay in the units of their blocks, so a rule adds no collective. A unit then has parameters
     of several dtypes, which needs torch 2.15. `own_unit`: the modules get units of their own. `auto`: in place, except
     for rules that FSDP2 does not support there. These are rules with `unit_per` or `reshard_after_forward`, and rules
-    whose modules have another storage dtype or reduce dtype than their block, or are unfrozen in other steps."""
+    whose modules differ from their block in storage dtype or reduce dtype, or are unfrozen in different steps."""
 
     rules: Array[PrecisionRule] = ()
     """Exceptions for modules that match by class or by path. The first rule that matches a module applies. A rule that

@@ -52,7 +52,7 @@ def _sinks(names: tuple[str, ...]) -> tuple[str, ...]:
                 f'"{name}" must be {known}, or package.module:factory{did_you_mean(name, SINKS_WITH_PACKAGE)}'
             )
         if names.count(name) > 1:
-            raise ValueError(f'"{name}" stands here {names.count(name)} times; remove the repetition')
+            raise ValueError(f'"{name}" is listed {names.count(name)} times; remove the repetition')
     return names
 
 

@@ -308,7 +308,7 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
 
 
 class _ImagesError(Exception):
-    """A problem of a shard, as the text after its name."""
+    """A problem of a shard. The message is the text that follows the name of the shard."""
 
 
 class _Member(tarfile.TarInfo):

@@ -245,7 +245,7 @@ class DecoderArgs(ModelArgs):
                 reason = f"leaves none of the {n_layers} layers with experts"
                 yield ("experts.first_dense_layers", "n_layers"), reason
             if not self.gated:
-                yield ("gated", "experts"), "experts have gates; remove gated = false, or the table experts"
+                yield ("gated", "experts"), "experts must be gated; remove gated = false, or the table experts"
 
     def _problems_of_latent_attention(self) -> Iterator[tuple[tuple[str, ...], str]]:
         if self.n_kv_heads != self.n_heads:
@@ -344,7 +344,7 @@ class DecoderArgs(ModelArgs):
         return None if self.experts is None else self.experts.num_experts
 
     def experts_per_token(self) -> int | None:
-        """Return the number of experts that compute a token in a layer; None for a model without experts."""
+        """Return the number of experts that process a token in a layer; None for a model without experts."""
         return None if self.experts is None else self.experts.top_k
 
     def batchnorm_over_tokens(self) -> str | None:

@@ -22,13 +22,13 @@ class ExpertArgs(Section):
     """Number of experts in a layer."""
 
     top_k: Parts
-    """Number of experts that compute each token."""
+    """Number of experts that process each token."""
 
     hidden_dim: Width
     """Width of each expert."""
 
     shared_hidden_dim: Width | None = None
-    """Width of a feed-forward layer that computes every token, beside the experts (DeepSeek). Unset: there is none."""
+    """Width of a feed-forward layer that processes every token, beside the experts (DeepSeek). Unset: there is none."""
 
     first_dense_layers: NonNegative = 0
     """Number of layers at the beginning that have the dense feed-forward layer instead of experts (DeepSeek)."""

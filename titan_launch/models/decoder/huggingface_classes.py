@@ -1,4 +1,4 @@
-"""The classes of `transformers` that this package's models compute. No torch.
+"""The classes of `transformers` that this package's models implement. No torch.
 
 `FAMILIES` has a row for each class. A row lists every key of the class's `config.json` that changes the computation.
 A value that is not supported is an error that names the key.
@@ -37,7 +37,7 @@ from titan_launch.models.decoder.huggingface_features import (
 
 @dataclass(frozen=True)
 class Family:
-    """A class of `transformers`, and the model of this package that computes the same."""
+    """A class of `transformers`, and the model of this package that implements it."""
 
     name: str
     """Name of the model in `[model]`."""
@@ -307,7 +307,7 @@ FAMILIES: dict[str, Family] = {
         aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     ),
 }
-"""The classes of `transformers` that this package's models compute, by their `model_type`."""
+"""The classes of `transformers` that this package's models implement, by their `model_type`."""
 
 REFUSED = {
     "quantization_config": "quantized weights are not supported; name the folder of the original weights, or convert "

@@ -309,7 +309,7 @@ def inverse_of(order: Tensor) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """A layer of experts: router, experts, and optionally a feed-forward layer that computes every token."""
+    """A layer of experts: router, experts, and optionally a feed-forward layer that processes every token."""
 
     load: Tensor
     """Number of choices of each expert since the last reset, in training on this rank: fp32 (experts)."""

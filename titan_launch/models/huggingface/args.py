@@ -52,7 +52,7 @@ _REFUSED = {
     **dict.fromkeys(("backbone", "backbone_kwargs", "use_pretrained_backbone", "model_args"), _LOADS),
     "quantization_config": "quantized weights cannot be trained; use the folder of the original weights",
 }
-"""Keys that must be unset, with the reason. By the first, a class loads another model or passes arguments to `timm`."""
+"""Keys that must be unset, with the reason. With the first four, a class loads a second model or calls `timm`."""
 
 _TIMM = ("timm_wrapper", "timm_backbone", "gemma3n", "gemma3n_vision")
 """Types of models that `timm` builds, which downloads and reads files by name."""

@@ -235,7 +235,7 @@ def config_of(
 
     `dtype`: dtype of the weights. `max_positions`: sequence length of training. `original`: the `config.json` that the
     weights came with; its keys without effect on the computation (token ids, say) are kept. Raises WeightsError if no
-    class of `transformers` computes the model.
+    class of `transformers` implements the model.
     """
     model_type = model_type_of(name)
     family = FAMILIES[model_type]
@@ -268,7 +268,7 @@ def model_type_of(name: str) -> str:
             return model_type
     known = ", ".join(family.name for family in FAMILIES.values())
     raise WeightsError(
-        f"no class of transformers computes the model {name}; known: {known}; --format plain writes any model"
+        f"no class of transformers implements the model {name}; known: {known}; --format plain writes any model"
     )
 
 

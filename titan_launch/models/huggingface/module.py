@@ -294,7 +294,7 @@ class _Conversion:
 
 
 def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
-    """Return True if the names of a pattern, which differ in one number, do not have all numbers from 0."""
+    """Return True if the numbers in the names of a pattern are not 0, 1, 2, ... without a gap."""
     by_pattern: defaultdict[str, list[list[int]]] = defaultdict(list)
     for name, pattern in sources:
         by_pattern[pattern].append([int(number) for number in re.findall(r"\d+", name)])

@@ -125,7 +125,7 @@ class Target:
 
     @property
     def ranks(self) -> set[int]:
-        """Supported ranks in a file: the sum of those of the parts, or that of one A that all parts share."""
+        """Ranks that the file may have: the sum of the ranks of the parts, or their rank if all parts share one A."""
         own = {part.adapter.rank for part in self.parts}
         return {self.rank, *(own if len(own) == 1 else ())}
 

@@ -24,7 +24,7 @@ class Engine(Protocol):
         """Return the active memory of the rank with the highest peak. Raises ConfigError as a run would."""
 
     def traffic(self, choice: Choice) -> Traffic:
-        """Return the traffic of the same rank."""
+        """Return the traffic of the rank with the highest peak, as in `__call__`."""
 
 
 @dataclass(frozen=True)

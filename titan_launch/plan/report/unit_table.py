@@ -248,7 +248,7 @@ def _early_stopping(config: ValidationConfig) -> str:
 
 
 def _parameters_of_model(config: JobConfig, plan: ModelPlan) -> str:
-    """Return the number of parameters, and with experts the number of those that compute a token."""
+    """Return the number of parameters; with experts, also the number of those that are active for a token."""
     total, active = plan.inventory.num_parameters, active_parameters(config, plan)
     return f"{total:,} parameters" + ("" if active == total else f", {active:,} active for each token")
 

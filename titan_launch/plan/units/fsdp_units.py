@@ -247,8 +247,8 @@ class _UnitPlanner:
         return self._why_nothing_in_place
 
     def _why_not_shared(self, path: str, owners: Mapping[str, int]) -> str | None:
-        """Return why a module cannot be inside of its unit: another unit uses it, or a parameter inside of it, too.
-        None if none does. `owners`: result of `unit_by_module`."""
+        """Return why a module cannot be inside of its unit: a different unit uses a parameter in the module, too. None
+        if no unit does. `owners`: result of `unit_by_module`."""
         for one, other in self._sharing:
             if owners[one] != owners[other] and (is_within(one, path) or is_within(other, path)):
                 return f"{one} and {other} share parameters"
@@ -321,8 +321,8 @@ class _UnitPlanner:
         return ruled or frozen or self.precision.storage_dtype
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit], share: bool) -> tuple[list[Unit], list[Unit]]:
-        """Return the units, and what is in place in them, divided so that all parameters of an entry are trained from
-        the same step, or never. `rules`: the rules in place.
+        """Return the units, and the rules in place in them, divided so that all parameters of an entry are trained from
+        the same step, or never. `rules`: the rules in place before the division.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. Modules that are trained are taken out of a unit
         with frozen ones, or they are in place. Modules that are taken out of equal units share a unit, as those of a

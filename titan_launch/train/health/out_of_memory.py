@@ -91,12 +91,12 @@ def _held(run: Run) -> list[str]:
     }
     text = ", ".join(f"{name} {format_memory(size)}" for name, size in held.items() if size)
     if run.ranks.device.type != "cuda":
-        return [f"held for good: {text}"]
+        return [f"memory in use: {text}"]
     stats = torch.cuda.memory_stats(run.ranks.device)
     active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
     free, total = torch.cuda.mem_get_info(run.ranks.device)
     return [
-        f"held for good: {text}; peak of tensors {format_memory(active)}, reserved by the allocator "
+        f"memory in use: {text}; peak of tensors {format_memory(active)}, reserved by the allocator "
         f"{format_memory(reserved)} of {format_memory(total)}, free on the device {format_memory(free)}"
     ]
 
