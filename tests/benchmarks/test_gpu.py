@@ -386,6 +386,7 @@ def results(table: str) -> dict[str, str]:
     return {name: result for name, result, *_ in rows}
 
 
+@pytest.mark.slow
 def test_steps_for_eight_gpus_run_on_two_cpu_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
