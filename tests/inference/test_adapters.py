@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.models.parity import random_model, samples
+from tests.packages import needs
 from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import this_rank, tiny_job
@@ -26,8 +27,7 @@ from titan_launch.models.weights.folder import WeightsFolder
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
-pytest.importorskip("peft")
-pytest.importorskip("transformers")
+pytestmark = needs("peft", "transformers")
 
 CASES: dict[str, tuple[str, ...]] = {
     "Llama 3.1, RoPE scaling": ("tok_embeddings", "layers.*.attention.*", "layers.*.feed_forward.w1", "output"),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from benchmarks import adapter_units
 from tests.distributed import run_ranks
 from tests.models.parity import random_model
+from tests.packages import needs
 from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, this_rank, tiny_job
@@ -33,7 +34,7 @@ from titan_launch.precision.observation import look_at_storage, observe
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step
 
-pytest.importorskip("peft")
+pytestmark = needs("peft")
 
 STEPS = 3
 
