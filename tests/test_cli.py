@@ -257,21 +257,28 @@ def test_plan_records_a_users_model(job: Path) -> None:
         (("--rows", "mine"), "--rows: invalid choice: 'mine'"),
         (("--json=1",), "--json: ignored explicit argument '1'"),
         (("--world-size", "3"), "training.global_batch_size = 8: not a multiple of 6"),
-        (
-            ("--world-size", "2", "--gradient_accumulation.mode=auto", "--job.device=cuda"),
-            "none is known; set planner",
-        ),
     ],
 )
-def test_a_bad_option_of_plan_is_one_line_and_status_2(job: Path, args: tuple[str, ...], words: str) -> None:
-    result = run_without_torch("plan", "--config", job, *args)
+def test_a_bad_option_of_plan_is_one_line_and_status_2(
+    job: Path, args: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPO)
+    monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
+    assert main(["plan", "--config", str(job), *args]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
+
+
+def test_auto_needs_a_limit_of_memory(job: Path) -> None:
+    auto = ("--gradient_accumulation.mode=auto", "--job.device=cuda")
+    result = run_without_torch("plan", "--config", job, "--world-size", "2", *auto)
     assert result.returncode == 2
-    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+    assert "none is known; set planner" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def test_check_refuses_an_unknown_planner_device(job: Path) -> None:
-    result = run_without_torch("check", "--config", job, "--planner.device=h300")
-    assert result.returncode == 2 and "planner.device" in result.stderr
+def test_check_refuses_an_unknown_planner_device(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config", str(job), "--planner.device=h300"]) == 2
+    assert "planner.device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -407,6 +414,7 @@ def test_launch_requires_a_global_batch_size_if_the_number_of_ranks_may_change(j
     assert "training.global_batch_size: is required with --nnodes" in result.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_prints_a_bad_jobs_message_once(job: Path) -> None:
     result = run("torch.distributed.run", "--nproc-per-node", "3", "-m", "titan_launch", "--config", job)
     assert result.returncode == 1  # torchrun has this status for every status of its workers

@@ -188,10 +188,10 @@ def abandon_in_all_modes(replicate: int, by_hand: bool, every: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "replicate", "by_hand"),
     [
-        (1, 1, False),
-        pytest.param(2, 1, False, marks=pytest.mark.slow),
+        (2, 1, False),
+        pytest.param(1, 1, False, marks=pytest.mark.slow),
         pytest.param(2, 1, True, marks=pytest.mark.slow),
-        (4, 2, False),
+        pytest.param(4, 2, False, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
