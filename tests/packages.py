@@ -1,4 +1,4 @@
-"""Empty packages in place of optional ones, for jobs that are checked and do not run."""
+"""Optional packages: tests that need some, and empty ones for jobs that are checked and do not run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from pathlib import Path
 import pytest
 
 from titan_launch.core.packages import PACKAGES, is_installed
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Skip all tests of a test module without some packages.
+
+    They are not imported, as `importorskip` does it. Each rank of a test imports the test module, and an import of
+    `peft` takes 1.6 s.
+    """
+    missing = [module for module in modules if not is_installed(module)]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} cannot be imported")
 
 
 def add_empty_packages(folder: Path, monkeypatch: pytest.MonkeyPatch, modules: Iterable[str] = tuple(PACKAGES)) -> None:

@@ -386,6 +386,7 @@ def results(table: str) -> dict[str, str]:
     return {name: result for name, result, *_ in rows}
 
 
+@pytest.mark.slow
 def test_steps_for_eight_gpus_run_on_two_cpu_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -458,6 +459,7 @@ def interrupted_first_look(output: Path) -> tuple[object, str, str]:
     return ended.value.code, printed.getvalue(), said.getvalue()
 
 
+@pytest.mark.slow
 def test_an_interrupted_first_look_leaves_its_summary(tmp_path: Path) -> None:
     ((status, out, said),) = run_ranks(interrupted_first_look, 1, tmp_path)
     assert status == 128 + signal.SIGTERM and said.startswith("facts: pass") and said.count("\n") <= 2

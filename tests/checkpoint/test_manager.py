@@ -213,6 +213,7 @@ def lose_the_writer(folder: Path) -> tuple[str, str]:
     return first, second
 
 
+@pytest.mark.slow
 def test_the_death_of_a_writer_process_loses_one_checkpoint(tmp_path: Path) -> None:
     for first, second in run_ranks(lose_the_writer, 2, tmp_path):
         assert first.startswith("step 2 could not be saved") and not second

@@ -266,7 +266,8 @@ GPUS = {
 """Names of `--device`, each with the driver's name and MiB of the same GPU."""
 
 
-@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["of the machine", "named"])
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [False, True], ids=["of the machine", "named"])
 def test_sizes_are_those_that_fit_the_gpus(
     named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,14 +286,18 @@ def test_sizes_are_those_that_fit_the_gpus(
         assert job.get("planner") == ({"device": device} if named else None)
     assert sizes["h100-80gb"][0] >= sizes["a100-40gb"][0] and sizes["h100-80gb"][1] == "none"
     assert sizes["a100-40gb"][1] != "none" and sizes["l4"] == (1, "full")
-    assert "of 79.1 GiB per rank" in Path("h100-80gb.toml").read_text()
     l4 = "l4" if named else "NVIDIA L4"
     assert f"the planner finds none with which the job fits into 8 {l4}." in Path("l4.toml").read_text()
 
+
+def test_the_gpus_of_the_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    write_config(Path("8b"), "llama", **LLAMA_8B)
     monkeypatch.setattr(options, "_ask_driver", lambda *args: [GPUS["h100-80gb"]] * 8)
-    job = written("pretrain", "here.toml", "--model", "8b")
-    assert (job["training"]["local_batch_size"], job["activation_checkpoint"]["mode"]) == sizes["h100-80gb"]
-    assert "planner" not in job and "8 NVIDIA H100 80GB HBM3" in Path("here.toml").read_text()
+    job, text = written("pretrain", "here.toml", "--model", "8b"), Path("here.toml").read_text()
+    assert (job["training"]["seq_len"], job["training"]["global_batch_size"], job["loss"]["chunks"]) == (4096, 128, 8)
+    assert job["activation_checkpoint"]["mode"] == "none" and "of 79.1 GiB per rank" in text
+    assert "planner" not in job and "8 NVIDIA H100 80GB HBM3" in text
     assert written("sft", "named.toml", "--device", "l4")["planner"] == {"device": "l4"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert options.find_gpus() == [("NVIDIA H100 80GB HBM3", 81559 / 1024)] * 2 and options.count_gpus() == 2

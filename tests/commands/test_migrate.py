@@ -149,7 +149,7 @@ def planned(path: str, ranks: int) -> dict[str, Any]:
     return dict(json.loads(printed))
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 3))
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 6))
 def test_a_shipped_llama_file_passes_check_and_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name.startswith("llama4"):
         pytest.importorskip("transformers")

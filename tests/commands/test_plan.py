@@ -84,10 +84,12 @@ def test_kernels_and_float8_that_differ_from_the_default_have_a_line(
     assert values["float8"] == f"tensorwise, all-gathers in 8 bits: {layers}" and values["kernels"] == wanted
 
 
-def plan_of_experts(capsys: pytest.CaptureFixture[str], degree: int, **planner: Any) -> dict[str, Any]:
+def plan_of_experts(
+    capsys: pytest.CaptureFixture[str], degree: int, n_layers: int = 48, **planner: Any
+) -> dict[str, Any]:
     """Return the plan of Qwen3-MoE 30B-A3B on 16 GPUs, on two nodes."""
     job: dict[str, Any] = {
-        "model": {"name": "qwen3_moe", "flavor": "30B-A3B"},
+        "model": {"name": "qwen3_moe", "flavor": "30B-A3B", "args": {"n_layers": n_layers}},
         "data": {"kind": "synthetic", "vocab_size": 61},
         "training": {"seq_len": 4096, "local_batch_size": 1, "global_batch_size": 32},
         "parallelism": {"expert_parallel_degree": degree},
@@ -116,8 +118,8 @@ def test_the_plan_of_a_mixture(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_stated_load_of_experts_changes_memory_traffic_and_time(capsys: pytest.CaptureFixture[str]) -> None:
-    (uniform,) = plan_of_experts(capsys, 4)["rows"]
-    plan = plan_of_experts(capsys, 4, expert_load=2.0)
+    (uniform,) = plan_of_experts(capsys, 4, 4)["rows"]
+    plan = plan_of_experts(capsys, 4, 4, expert_load=2.0)
     (unequal,) = plan["rows"]
     assert plan["expert_load"].startswith("2 x the mean") and "receives 65,536 rows" in plan["expert_load"]
     for name in ("active_bytes", "compute_seconds_estimated"):
@@ -125,8 +127,8 @@ def test_a_stated_load_of_experts_changes_memory_traffic_and_time(capsys: pytest
     sent = [row["link_traffic_bytes_per_rank"]["experts_within_node"] for row in (uniform, unequal)]
     assert sent[1] / sent[0] == pytest.approx(1.5, rel=1e-4)  # results and gradients of tokens, of four all-to-alls
     assert unequal["flops_per_rank"] == uniform["flops_per_rank"]
-    (all_on_one,) = plan_of_experts(capsys, 4, expert_load=100.0)["rows"]
-    assert all_on_one == plan_of_experts(capsys, 4, expert_load=4.0)["rows"][0]
+    (all_on_one,) = plan_of_experts(capsys, 4, 4, expert_load=100.0)["rows"]
+    assert all_on_one == plan_of_experts(capsys, 4, 4, expert_load=4.0)["rows"][0]
 
 
 class Whitened(nn.BatchNorm1d):

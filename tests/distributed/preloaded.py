@@ -1,8 +1,10 @@
 """Modules that the server of ranks imports before it forks the ranks (see `tests.distributed`)."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest  # noqa: F401
+import torch.distributed.checkpoint.state_dict
 import torch.profiler
 import torch.utils.tensorboard  # noqa: F401
 
@@ -13,5 +15,14 @@ import titan_launch.train.main
 import titan_launch.train.pipeline_step  # noqa: F401
 from tests.train.jobs import tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.memory.recordings import NotRecordedError, Recordings
+from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.model import build_job_model
 
-JobConfig.model_validate(tiny_job(Path()))  # pydantic builds the validator of a section when it is first used
+# What a process does once for all jobs: pydantic builds the validator of a section when it is first used, and the
+# cache of recordings digests the package's files. No tensor with values is made, and no autograd graph.
+_job = JobConfig.model_validate(tiny_job(Path()))
+plan_precision(_job, build_job_model(_job))
+with suppress(NotRecordedError):
+    Recordings(_job, plan_layout(_job.parallelism, _job.training, 1), "cpu", recorder=None).subject()

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.models.parity import random_model, samples
+from tests.packages import needs
+from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.checkpoint.index import read_weights
@@ -25,8 +27,7 @@ from titan_launch.models.weights.folder import WeightsFolder
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
-pytest.importorskip("peft")
-pytest.importorskip("transformers")
+pytestmark = needs("peft", "transformers")
 
 CASES: dict[str, tuple[str, ...]] = {
     "Llama 3.1, RoPE scaling": ("tok_embeddings", "layers.*.attention.*", "layers.*.feed_forward.w1", "output"),
@@ -95,16 +96,17 @@ def initial_states(paths: list[str]) -> list[dict[str, Tensor]]:
     return states
 
 
-def test_adapters_of_all_kinds_are_those_of_peft(tmp_path: Path) -> None:
+@sampled("cases", list(CASES), 3)
+def test_adapters_of_all_kinds_are_those_of_peft(cases: tuple[str, ...], tmp_path: Path) -> None:
     """Adapters of two ranks: `peft` computes the same logits, also from the merged model, and an import is bitwise."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    folders = {case: tmp_path / str(number) for number, case in enumerate(CASES)}
+    folders = {case: tmp_path / str(number) for number, case in enumerate(cases)}
     for case, folder in folders.items():
         random_model(case, folder / "hf")
     tokens, _ = samples()
-    paths = [job_file(folders[case], targets, lora=RULES_OF[case]) for case, targets in CASES.items()]
+    paths = [job_file(folders[case], CASES[case], lora=RULES_OF[case]) for case in cases]
     trained = run_ranks(logits_of_runs, 2, paths, tokens)[0]
     imports = []
     for (case, folder), (logits, adapters) in zip(folders.items(), trained, strict=True):

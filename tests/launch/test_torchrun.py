@@ -225,7 +225,7 @@ def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, si
 @pytest.mark.parametrize(
     ("instants", "since_first_rank"),
     [
-        ((0.0, 0.0, 0.7), True),
+        ((0.7, 0.0), True),
         pytest.param([random.Random(5).uniform(0, 4) for _ in range(20)], False, marks=pytest.mark.slow),
         pytest.param([random.Random(6).uniform(0, 4) for _ in range(20)], True, marks=pytest.mark.slow),
     ],

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
+from tests.sampling import rest_is_slow
 from tests.tensors import full_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, tiny_job
 from tests.train.test_step import relative_error
@@ -211,7 +212,7 @@ def test_cross_entropy_with_its_options_trains_as_a_plain_loop(tmp_path: Path) -
     assert [row["train/z_loss"] for row in metrics] == pytest.approx([z_loss for _, z_loss in of_steps], rel=1e-5)
 
 
-@pytest.mark.parametrize(("loss", "num_items"), [(focal_loss, BATCH * 16), (sequence_loss, BATCH)])
+@pytest.mark.parametrize(("loss", "num_items"), rest_is_slow([(sequence_loss, BATCH), (focal_loss, BATCH * 16)]))
 def test_a_function_of_the_user_trains_as_a_plain_loop(
     tmp_path: Path, loss: Callable[[Tensor, Tensor], Tensor], num_items: int
 ) -> None:
@@ -444,7 +445,7 @@ def traced(job: dict[str, Any], ranks: int) -> TracedStep:
     return trace_step(config, built, plan_precision(config, built), layout, "cpu")
 
 
-@pytest.mark.parametrize("loss", ["distillation", "dpo", "base"])
+@pytest.mark.parametrize("loss", rest_is_slow(["dpo", "distillation", "base"], 3))
 def test_measured_memory_and_traffic_are_those_of_the_trace(tmp_path: Path, loss: str) -> None:
     sections: dict[str, Any] = {
         "comm": {"count_traffic": True},

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.distributed import run_ranks
+from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
 from titan_launch.config.job import JobConfig
@@ -185,10 +186,10 @@ def abandon_in_all_modes(replicate: int, by_hand: bool, every: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "replicate", "by_hand"),
     [
-        (1, 1, False),
-        pytest.param(2, 1, False, marks=pytest.mark.slow),
+        (2, 1, False),
+        pytest.param(1, 1, False, marks=pytest.mark.slow),
         pytest.param(2, 1, True, marks=pytest.mark.slow),
-        (4, 2, False),
+        pytest.param(4, 2, False, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
@@ -222,7 +223,7 @@ def evaluate_between_microbatches(replicate: int, every: int) -> None:
         assert_equal(trained.state(), expected.state())
 
 
-@pytest.mark.parametrize(("ranks", "replicate"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
+@pytest.mark.parametrize(("ranks", "replicate"), rest_is_slow([(2, 1), (1, 1), (4, 2)], 3))
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_forward_without_a_backward_changes_no_gradient_of_the_step(ranks: int, replicate: int, every: int) -> None:
     run_ranks(evaluate_between_microbatches, ranks, replicate, every)

@@ -88,7 +88,7 @@ def train(cases: Sequence[FamilyCase], folder: Path) -> list[dict[str, Tensor]]:
     return trained
 
 
-@sampled("on_two", ON_TWO, 7)
+@sampled("on_two", ON_TWO, 11)
 def test_families_train_like_one_process(on_two: tuple[FamilyCase, ...], tmp_path: Path) -> None:
     on_four = (("gpt2", BOTH),)
     names = list(dict.fromkeys(case for case, _ in (*on_two, *on_four)))

@@ -282,9 +282,10 @@ def with_and_without_audit(folder: Path, replicate: int, modes: tuple[str, ...])
         assert_equal(*states)
 
 
-def test_an_audit_changes_no_bit_of_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks_of_replicas", rest_is_slow([2, 4]))
+def test_an_audit_changes_no_bit_of_a_run(tmp_path: Path, ranks_of_replicas: int) -> None:
     run_ranks(with_and_without_audit, 2, tmp_path, 1, ("immediate", "deferred"))
-    run_ranks(with_and_without_audit, 4, tmp_path, 2, ("deferred_all_reduce",))
+    run_ranks(with_and_without_audit, ranks_of_replicas, tmp_path, 2, ("deferred_all_reduce",))
     for mode in ("immediate", "deferred", "deferred_all_reduce"):
         audited, other = (
             [row["train/loss"] for row in read_metrics(tmp_path / f"{mode}-{on}")] for on in (True, False)

@@ -275,14 +275,14 @@ def assert_replayed_as_traced(config: JobConfig, layout: Layout, choice: Choice,
     assert replayed.traffic(choice) == traced.traffic(choice)
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 6))
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 12))
 def test_a_replayed_step_is_the_traced_one(name: str) -> None:
     ranks, kernels, sections = JOBS[name]
     config, layout, choice = a_job(ranks, **sections)
     assert_replayed_as_traced(config, layout, choice, kernels)
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(PLANNED), 10))
+@pytest.mark.parametrize("name", rest_is_slow(list(PLANNED), 20))
 def test_a_planned_step_of_a_language_model_is_the_traced_one(name: str) -> None:
     config, layout, choice, kernels = planned_job(name)
     assert_replayed_as_traced(config, layout, choice, kernels)

@@ -99,7 +99,7 @@ def trace(ranks: int, sections: dict[str, Any], kernels: Any = "cpu", rank: int 
 LAST_STAGE = 3
 
 
-@pytest.mark.parametrize(("name", "rank"), rest_is_slow([("1F1B", LAST_STAGE), *((name, 0) for name in JOBS)], 3))
+@pytest.mark.parametrize(("name", "rank"), rest_is_slow([("1F1B", LAST_STAGE), *((name, 0) for name in JOBS)], 5))
 def test_a_traced_step_has_the_memory_that_the_allocator_reports(name: str, rank: int) -> None:
     footprint = trace(4, JOBS[name], rank=rank)
     phases = footprint.by_phase()

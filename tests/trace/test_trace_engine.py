@@ -94,7 +94,7 @@ def test_a_model_that_counts_its_blocks_is_traced_with_all_blocks(traced_blocks:
     assert counted.peak_bytes == plain.peak_bytes
 
 
-@pytest.mark.parametrize(("dense", "blocks"), [("outputs", [5, 6, 12]), ("values", [5, 6, 7, 12])])
+@pytest.mark.parametrize(("dense", "blocks"), rest_is_slow([("outputs", [5, 6, 12]), ("values", [5, 6, 7, 12])]))
 def test_a_model_that_grows_unevenly_is_traced_with_all_blocks(
     dense: str, blocks: list[int], traced_blocks: list[int]
 ) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.checkpoint.test_attacks import forge
 from tests.distributed import run_command, run_ranks
+from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal
 from tests.train.health.test_skipped_steps import poison
 from tests.train.jobs import TINY_JOB_FILE, read_metrics, run_job_until, this_rank, tiny_job
@@ -111,7 +112,7 @@ def test_a_killed_and_resumed_run_ends_as_the_uninterrupted_one(tmp_path: Path, 
     assert numbers(tmp_path) == numbers(whole)
 
 
-@pytest.mark.parametrize(("ranks", "parallelism"), [(1, {}), (2, PIPELINE)])
+@pytest.mark.parametrize(("ranks", "parallelism"), rest_is_slow([(1, {}), (2, PIPELINE)]))
 def test_a_run_ends_at_the_same_step_on_other_ranks(
     tmp_path: Path, whole: Path, killed: Path, ranks: int, parallelism: dict[str, Any]
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.sampling import sampled
+from tests.sampling import rest_is_slow, sampled
 from tests.tensors import assert_equal, full_state, full_tensor
 from tests.train.health.test_skipped_steps import poison
 from tests.train.jobs import read_metrics, run_and_interrupt, run_job, run_job_until, this_rank, tiny_job
@@ -233,10 +233,12 @@ STORED_IN_BF16 = {"param_dtype": "float32", "storage_dtype": "bfloat16"}
 
 @pytest.mark.parametrize(
     ("validate_with", "sections", "tags"),
-    [
-        ("both", {"model": {"args": {"norm": "batchnorm"}}}, [*VALIDATED, *(f"ema_{name}" for name in VALIDATED)]),
-        ("ema", {"precision": STORED_IN_BF16}, [f"ema_{name}" for name in VALIDATED]),
-    ],
+    rest_is_slow(
+        [
+            ("both", {"model": {"args": {"norm": "batchnorm"}}}, [*VALIDATED, *(f"ema_{name}" for name in VALIDATED)]),
+            ("ema", {"precision": STORED_IN_BF16}, [f"ema_{name}" for name in VALIDATED]),
+        ]
+    ),
 )
 def test_the_average_is_validated(
     tmp_path: Path, validate_with: str, sections: dict[str, Any], tags: list[str]

@@ -216,7 +216,9 @@ def test_a_model_without_a_forward_is_refused() -> None:
         check_signature(nn.ModuleList(), "tokens")
 
 
+@pytest.mark.slow
 def test_the_error_of_a_wrong_forward_is_printed_once_with_auto_and_on_several_ranks(tmp_path: Path) -> None:
+    """tests/test_cli.py has an error of two ranks in the default suite."""
     model, expected = WRONG["few classes"]
     write(tmp_path, *model)
     command = [sys.executable, "-m", "titan_launch", "launch", "--nproc-per-node", "2", "--config", "job.toml"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.sampling import sampled
+from tests.sampling import rest_is_slow, sampled
 from tests.tensors import assert_equal, full_state, full_tensor
 from tests.trace.traces import model_inventory
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
@@ -108,7 +108,7 @@ def _curve(folder: Path, name: str) -> list[float]:
     return [report[tag] for report in read_metrics(folder, name) for tag in ("train/loss", "train/grad_norm")]
 
 
-@pytest.mark.parametrize(("ranks", "later_ranks"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("ranks", "later_ranks"), rest_is_slow([(1, 2), (2, 1)]))
 def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path, ranks: int, later_ranks: int) -> None:
     """On one rank frozen parameters are no DTensors, because FSDP2 ignores them. Two of them are one tensor here."""
     args = {**STATE["model"]["args"], "tie_embeddings": True}
@@ -126,14 +126,14 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path, ranks: 
         torch.testing.assert_close(resumed[name], tensor, rtol=0 if is_frozen else 1e-4, atol=0 if is_frozen else 1e-6)
 
 
-def unfrozen_and_resumed(folder: Path) -> list[dict[str, Tensor]]:
-    """Return the states of a run with parameters that are unfrozen after step 2: whole, resumed after step 1 and after
-    step 3, and continued after step 2 as a run without that key."""
+def unfrozen_and_resumed(folder: Path, steps: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Return the states of a run with parameters that are unfrozen after step 2: whole, resumed after each of `steps`,
+    and continued after step 2 as a run without that key."""
     adam = {"optimizer": {"lr": 1e-2}, "checkpoint": {"enable": True, "interval": 1}}
     job = {"steps": 4, "trainable": ("output.*",)}
     later = {**job, "unfreeze": ({"match": "layers.**", "after_step": 2},)}
     states = [run_job(frozen_job(folder, "whole", later, **adam))]
-    for step in (1, 3):
+    for step in steps:
         resumed = frozen_job(folder, f"resumed{step}", later, **adam)
         run_job_until(resumed, step)
         states.append(run_job(resumed))
@@ -143,8 +143,9 @@ def unfrozen_and_resumed(folder: Path) -> list[dict[str, Tensor]]:
     return states
 
 
-def test_unfreezing_resumes_bitwise_and_equals_a_change_of_the_job(tmp_path: Path) -> None:
-    whole, *others = run_ranks(unfrozen_and_resumed, 2, tmp_path)[0]
+@sampled("steps", (3, 1))
+def test_unfreezing_resumes_bitwise_and_equals_a_change_of_the_job(steps: tuple[int, ...], tmp_path: Path) -> None:
+    whole, *others = run_ranks(unfrozen_and_resumed, 2, tmp_path, steps)[0]
     for other in others:
         assert_equal(whole, other)
 

@@ -190,11 +190,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, images: str, request: pyte
     return folder, run_ranks(train_everything, 2, folder, images, chosen(request, "name"), timeout=200)[0]
 
 
-FROM_SEED = ("llama", "gpt2", "vit", "qwen2", "resnet")
-"""All models, those of which the default suite runs one of each kind at even places."""
+FROM_SEED = ("llama", "gpt2", "qwen2", "vit", "resnet")
+"""Models with values of the seed. Of all cases the default suite runs one of each kind, at every third place."""
 
 
-@pytest.mark.parametrize("name", rest_is_slow([*FROM_SEED, *(f"{name} with weights" for name in WITH_WEIGHTS)]))
+@pytest.mark.parametrize("name", rest_is_slow([*FROM_SEED, *(f"{name} with weights" for name in WITH_WEIGHTS)], 3))
 def test_every_division_trains_like_plain_pytorch(name: str, trained: Trained) -> None:
     ways = dict(trained[1][name])
     plain, bf16 = ways.pop("plain"), ways.pop("bf16", None)

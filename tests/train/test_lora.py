@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from benchmarks import adapter_units
 from tests.distributed import run_ranks
 from tests.models.parity import random_model
+from tests.packages import needs
 from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, this_rank, tiny_job
@@ -33,7 +34,7 @@ from titan_launch.precision.observation import look_at_storage, observe
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step
 
-pytest.importorskip("peft")
+pytestmark = needs("peft")
 
 STEPS = 3
 
@@ -206,16 +207,27 @@ def resumed(folder: Path) -> list[dict[str, Tensor]]:
     return [*states, *(run_job(lora_job(folder, name, **sections)) for name in ("resumed", "other"))]
 
 
-def test_first_steps_are_those_of_the_base_and_dropout_resumes(tmp_path: Path) -> None:
+FIRST_STEPS: dict[str, dict[str, Any]] = {
+    "weights": {},
+    "bf16": {"precision": {"param_dtype": "bfloat16"}},
+    "experts": EXPERTS,
+    "user": USER,
+}
+
+
+@sampled("names", list(FIRST_STEPS))
+def test_the_first_step_is_that_of_the_base(names: tuple[str, ...], tmp_path: Path) -> None:
     random_model("Llama 2", tmp_path / "hf")
     file, model = tmp_path / "job.json", {"weights": str(tmp_path / "hf"), "args": {"vocab_size": 62}}
     file.write_text(json.dumps(lora_job(tmp_path, "first", model=model)))
     read = {"model": load_job(str(file)).config.model_dump(mode="json", exclude_none=True)["model"]}
-    bf16 = {"precision": {"param_dtype": "bfloat16"}}
-    jobs = [lora_job(tmp_path, "first", **sections) for sections in (bf16, EXPERTS, USER, read)]
+    jobs = [lora_job(tmp_path, "first", **(FIRST_STEPS[name] or read)) for name in names]
     bases = [{**job, "lora": {}} for job in jobs]
     (losses,) = run_ranks(losses_of_first_steps, 1, tmp_path, [*jobs, *bases])
     assert losses[: len(jobs)] == losses[len(jobs) :]
+
+
+def test_dropout_resumes(tmp_path: Path) -> None:
     whole, again, other = run_ranks(resumed, 2, tmp_path)[0]
     assert_equal(whole, again)
     assert not torch.equal(whole["output.lora.a"], other["output.lora.a"])

@@ -40,21 +40,17 @@ VALIDATION = {
 }
 SHARDED_OPTIMIZER = {"data_parallel_replicate_degree": 2, "shard_optimizer_over_replicas": True}
 MODES: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    (2, {}, {"mode": "immediate"}, {}),
     (2, {}, {"mode": "deferred"}, {"mode": "full"}),
-    (2, {}, {"mode": "deferred", "keep_params_unsharded": True}, {}),
+    (2, {}, {"mode": "immediate"}, {}),
     (4, {"data_parallel_replicate_degree": 2}, {"mode": "deferred_all_reduce"}, {"mode": "selective"}),
+    (2, {}, {"mode": "deferred", "keep_params_unsharded": True}, {}),
     (1, {}, {"mode": "immediate"}, {}),
-]
-OF_SHARDED_OPTIMIZER = [
-    (2, SHARDED_OPTIMIZER, {"mode": "deferred"}, {}),
     (4, SHARDED_OPTIMIZER, {"mode": "immediate"}, {}),
+    (2, SHARDED_OPTIMIZER, {"mode": "deferred"}, {}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallelism", "accumulation", "checkpointing"), [*MODES, *rest_is_slow(OF_SHARDED_OPTIMIZER)]
-)
+@pytest.mark.parametrize(("ranks", "parallelism", "accumulation", "checkpointing"), rest_is_slow(MODES))
 def test_measured_traffic_and_memory_of_a_run_are_the_planned_ones(
     tmp_path: Path, ranks: int, parallelism: dict[str, Any], accumulation: dict[str, Any], checkpointing: dict[str, Any]
 ) -> None:
@@ -106,7 +102,7 @@ def train_with_equal_choices(job: dict[str, Any]) -> dict[str, Tensor]:
     return run_job(job)
 
 
-@pytest.mark.parametrize(("ranks", "degree"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "degree"), rest_is_slow([(2, 2), (2, 1), (4, 2)], 3))
 def test_measured_traffic_and_memory_of_a_mixture_are_the_planned_ones(tmp_path: Path, ranks: int, degree: int) -> None:
     """With expert parallelism the choices are equal, because memory depends on them. Otherwise they are the router's:
     a rank computes all its rows, whichever experts they choose.
@@ -164,7 +160,19 @@ FINE_TUNED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in FINE_TUNED), ("frozen", 1), ("LoRA", 1)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    rest_is_slow(
+        [
+            ("LoRA in fp32, deferred", 2),
+            ("frozen", 2),
+            ("frozen, deferred", 2),
+            ("LoRA", 2),
+            ("LoRA", 1),
+            ("frozen", 1),
+        ]
+    ),
+)
 def test_measured_memory_of_fine_tuning_is_the_planned_one(name: str, ranks: int, tmp_path: Path) -> None:
     sections = FINE_TUNED[name]
     sizes = {"seq_len": 128, "local_batch_size": 2, "global_batch_size": 8, **sections.get("training", {})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
+from tests.sampling import sampled
 from tests.train.jobs import run_job, run_job_until, tiny_job
 from titan_launch.core.errors import UserError
 
@@ -28,8 +30,8 @@ def _job(folder: Path, name: str, case: str, **sections: Any) -> dict[str, Any]:
     return tiny_job(folder, job={"name": name}, checkpoint=checkpoint, **sections)
 
 
-def _train(folder: Path) -> None:
-    for case in ("stochastic", "masters", "sgd"):
+def _train(folder: Path, cases: Sequence[str]) -> None:
+    for case in cases:
         whole = run_job(_job(folder, f"{case}-whole", case))
         run_job_until(_job(folder, f"{case}-resumed", case), 2)
         resumed = run_job(_job(folder, f"{case}-resumed", case))
@@ -44,5 +46,6 @@ def _train(folder: Path) -> None:
         run_job(_job(folder, "alone", "masters", training={"steps": 4}))
 
 
-def test_runs_with_every_optimizer_resume_bitwise(tmp_path: Path) -> None:
-    run_ranks(_train, 2, tmp_path)
+@sampled("cases", ("stochastic", "sgd", "masters"))
+def test_runs_with_every_optimizer_resume_bitwise(cases: tuple[str, ...], tmp_path: Path) -> None:
+    run_ranks(_train, 2, tmp_path, cases)

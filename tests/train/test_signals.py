@@ -65,7 +65,11 @@ def stop_and_go_on(folder: Path, parallelism: dict[str, Any]) -> None:
     assert_equal(run_job(job), whole)
 
 
-@pytest.mark.parametrize("parallelism", [{}, {"pipeline_parallel_degree": 2}], ids=["shards", "stages"])
+@pytest.mark.parametrize(
+    "parallelism",
+    [{}, pytest.param({"pipeline_parallel_degree": 2}, marks=pytest.mark.slow)],
+    ids=["shards", "stages"],
+)
 def test_all_ranks_stop_at_the_step_in_which_one_is_signalled_and_resume_exactly(
     tmp_path: Path, parallelism: dict[str, Any]
 ) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.models.parity import VOCABULARY, random_model, read_model, samples, tensors_of
+from tests.packages import needs
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.cli import main
@@ -27,7 +28,7 @@ from titan_launch.models.weights import folder as weights_folder
 from titan_launch.models.weights.folder import find_weights
 from titan_launch.train.build import build_run
 
-pytest.importorskip("transformers")
+pytestmark = needs("transformers")
 
 STEPS = 5
 

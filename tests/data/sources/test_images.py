@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import IGNORED_TARGET, ImageData
 from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.data.images import arrays
 from titan_launch.data.images.arrays import map_npz
 from titan_launch.data.loader import Workers, build_train_loader, build_validation_loader
 from titan_launch.data.order import SampleOrder
@@ -58,7 +58,7 @@ def test_digits_are_images_with_a_class_each() -> None:
 
 
 def test_scikit_learn_is_needed_only_for_the_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(arrays, "find_spec", lambda name: None)
     assert (
         problem()
         == "data.path: needs the package scikit-learn, which is not installed: pip install 'titan-launch[images]'"

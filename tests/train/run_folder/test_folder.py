@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_command, run_ranks
+from tests.sampling import sampled
 from tests.train.jobs import model_source, read_metrics, run_job, tiny_job
 from titan_launch.checkpoint.manifest import checkpoint_steps, read_manifest, record_of, write_manifest
 from titan_launch.cli import main
@@ -461,8 +462,12 @@ CONTENTS = [
 """Files of a run folder, other contents, and the text of the error."""
 
 
+@sampled("contents", CONTENTS, 3)
 def test_tampered_folders_are_refused_in_one_sentence(
-    tampered: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    contents: tuple[tuple[str, bytes, str], ...],
+    tampered: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The refusal has no traceback, does not hang and changes nothing. `check` and `train` refuse alike."""
     folder = tampered / "tiny"
@@ -481,7 +486,7 @@ def test_tampered_folders_are_refused_in_one_sentence(
         remove(folder / name)
         if moved.exists():
             moved.rename(folder / name)
-    for name, content, reason in CONTENTS:
+    for name, content, reason in contents:
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
         status, printed = train(tampered, "--training.steps=3")
