@@ -217,8 +217,9 @@ def result(run: Run) -> str:
     return f"the result is {checkpoint_folder(run.folder) / checkpoint_name(run.progress.step)}"
 
 
-def train_one_step(run: Run) -> StepResult:
-    """Fetch a step's microbatches, train on them, and advance the run's progress."""
+def train_one_step(run: Run, before_update: Callable[[], None] | None = None) -> StepResult:
+    """Fetch a step's microbatches, train on them, and advance the run's progress. `before_update`: called when all
+    gradients are complete, before anything changes."""
     step = run.progress.step + 1
     run.watchdog.enter("loading data", step)
     with run.meter.timeline.part("data"):
@@ -230,10 +231,16 @@ def train_one_step(run: Run) -> StepResult:
         failures_explained(run),
         run.profiler.watching(step),
         run.measurements.watching(step, microbatches, run.meter.timeline.is_profiled),
-        audit_of_step(run, step) as before_update,
-        learned_in_step(run, step, before_update) as before_update,
+        audit_of_step(run, step) as audit,
+        learned_in_step(run, step) as learned,
     ):
-        result = run.step(microbatches, before_update)
+        observers = [observer for observer in (learned, audit, before_update) if observer is not None]
+
+        def observe() -> None:
+            for observer in observers:
+                observer()
+
+        result = run.step(microbatches, observe)
         if run.ema is not None:
             run.ema.update(step, result.is_skipped)
     run.progress.step = step
@@ -253,23 +260,15 @@ def unfreeze(run: Run) -> None:
 
 
 @contextmanager
-def learned_in_step(
-    run: Run, step: int, before_update: Callable[[], None] | None
-) -> Iterator[Callable[[], None] | None]:
+def learned_in_step(run: Run, step: int) -> Iterator[Callable[[], None] | None]:
     """Measure `metrics.modules` in the block if the step will be reported. Yield the function to call before the
-    update, which also calls `before_update`."""
+    update; None for any other step."""
     learned = run.learned
     if learned is None or not due_after_step(run.config, step, run.first_step, 0, False).report:
-        yield before_update
+        yield None
         return
-
-    def both() -> None:
-        learned.before_update()
-        if before_update is not None:
-            before_update()
-
     with learned.measuring(step):
-        yield both
+        yield learned.before_update
 
 
 def last_warm_up_step(run: Run) -> int:

@@ -1,5 +1,5 @@
-"""PyTorch's ring attention on the CPU, which the launcher does not support: the kernel is registered with PyTorch's
-dispatcher."""
+"""PyTorch's ring attention on the CPU, for proofs and tests. A run does not support it: the kernel is registered with
+PyTorch's dispatcher here, and only for causal attention without a mask."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _forward(q: DTensor, k: DTensor, v: DTensor, dropout: float = 0.0, is_causal
         return _FORWARD(query, key, value, 0.0, is_causal, scale=kwargs.get("scale"))
 
     group, locals_ = q.device_mesh.get_group(), [tensor.to_local() for tensor in (q, k, v)]
-    results = _attention._templated_ring_attention(group, _TOKENS, attend, *locals_, is_causal=is_causal)
+    ring: Any = _attention._templated_ring_attention
+    results = ring(group, _TOKENS, attend, *locals_, is_causal=is_causal)
     return tuple(_like(q, result) for result in results)
 
 
@@ -62,7 +63,7 @@ def _backward(
 
     group = q.device_mesh.get_group()
     grad_, *others = (tensor.to_local().contiguous() for tensor in (grad, q, k, v, out, log_sums))
-    ring = _attention._templated_ring_attention_backward
+    ring: Any = _attention._templated_ring_attention_backward
     results = ring(group, _TOKENS, attend, grad_, "grad_out", *others, is_causal)
     return tuple(_like(q, result) for result in results[:3])
 

@@ -1,0 +1,278 @@
+"""Three steps of a twin on this rank by the run's own functions, and their comparison with those of one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_launch.config.job import JobConfig
+from titan_launch.core.import_string import user_files
+from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.process_group import Ranks
+from titan_launch.optim.registry import replicas_of
+from titan_launch.optim.replica_shards import ReplicaShards
+from titan_launch.plan.proof.twin import STEPS
+from titan_launch.plan.units.rule_assignment import is_batch_norm
+from titan_launch.prove.trace import Departure, Event, Trace, departures, traced
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import train_one_step
+from titan_launch.train.run import Run
+
+Step = dict[str, Tensor]
+"""The results of a step by name: `loss`, `gradient norm`, and of whole tensors `gradient NAME`, `update NAME`,
+`buffer NAME` and `average NAME`."""
+
+
+class Difference(NamedTuple):
+    """A result of a step beside that of one process."""
+
+    step: int
+    name: str
+    error: float
+    """Norm of the difference, relative to the norm of the result of one process."""
+
+    cosine: float
+    ratio: float
+    """Norm of the result, relative to that of one process."""
+
+
+TOLERANCES = {"loss": 1e-5, "gradient": 1e-4, "update": 1e-3, "buffer": 1e-4, "average": 1e-4}
+"""Largest relative differences in fp32, by kind of result. Sums in another order differ by 1e-7 to 1e-6."""
+
+
+def kind_of(result: Difference) -> str:
+    """Return the kind of a result, by which it has a tolerance."""
+    return "loss" if result.name in ("loss", "gradient norm") else result.name.split(" ")[0]
+
+
+def largest_by_kind(results: Iterable[Difference]) -> dict[str, float]:
+    """Return the largest difference of each kind of result."""
+    errors: dict[str, float] = {}
+    for result in results:
+        errors[kind_of(result)] = max(errors.get(kind_of(result), 0.0), result.error)
+    return errors
+
+
+def exceeding(results: Iterable[Difference], tolerances: Mapping[str, float]) -> list[Difference]:
+    """Return the results that differ by more than the tolerance of their kind, in order."""
+    return [result for result in results if not result.error <= tolerances[kind_of(result)]]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One process that trains the twin in the plainest way."""
+
+    has_batch_norm: bool
+    num_parameters: int
+    changed: tuple[Difference, ...]
+    """The results that differ in a second run: the model is not deterministic."""
+
+    dead: tuple[str, ...]
+    """Trained parameters whose gradient is exactly 0 in every step."""
+
+    rounding: tuple[str, ...]
+    """Trained parameters whose gradient is a rounding error in every step."""
+
+    constant: tuple[str, ...]
+    """Trained parameters whose gradient does not depend on the data."""
+
+    without_effect: tuple[str, ...]
+    """Weights of losses in the job that change no gradient when they are 0."""
+
+    rounding_errors: dict[str, float]
+    """In the precision of the job: the largest difference from the same steps in fp32, by kind of result."""
+
+    files: tuple[str, ...]
+    """Files of the user's own modules."""
+
+
+def measure_reference(
+    job: dict[str, Any], variants: dict[str, dict[str, Any]] | None, file: str, exact_file: str | None
+) -> Reference:
+    """Train a twin on one process, and write the results of its steps to `file`. `exact_file` has those of the same
+    twin in fp32, if `job` has another precision.
+
+    `variants`: the same twin with other data (`data`), and with the weight of a loss at 0, by the key of the weight.
+    None: the model is known to be deterministic and live.
+    """
+    steps, run, _ = train_twin(job)
+    again = steps if variants is None else train_twin(job)[0]
+    torch.save(steps, file)
+    inventory = run.plan.inventory
+    trained = [name for name, parameter in run.model.named_parameters() if parameter.requires_grad]
+    scale = max(float(step["gradient norm"]) for step in steps)
+    norms = {
+        name: max(float(step[key].double().norm()) if (key := f"gradient {name}") in step else 0.0 for step in steps)
+        for name in trained
+    }
+    others = {key: train_twin(variant, 1)[0][0] for key, variant in (variants or {}).items()}
+    other_data = others.pop("data", {})
+    first = {name: steps[0][f"gradient {name}"] for name in trained if f"gradient {name}" in other_data}
+    constant = [
+        name for name, value in first.items() if value.any() and torch.equal(value, other_data[f"gradient {name}"])
+    ]
+    return Reference(
+        has_batch_norm=any(map(is_batch_norm, inventory.modules)),
+        num_parameters=inventory.num_parameters,
+        changed=tuple(row for row in compare(again, steps) if row.error > 0),
+        dead=tuple(name for name, norm in norms.items() if norm == 0),
+        rounding=tuple(name for name, norm in norms.items() if 0 < norm < SMALLEST * scale),
+        constant=tuple(constant),
+        without_effect=tuple(key for key, found in others.items() if not _differ(found, steps[0])),
+        rounding_errors={} if exact_file is None else largest_by_kind(compare(steps, _loaded(exact_file))),
+        files=tuple(user_files()),
+    )
+
+
+SMALLEST = 1e-7
+"""A gradient whose norm is smaller than this part of the norm of all gradients is a rounding error: the gradient of the
+bias of keys is 0, since softmax does not change when all scores rise by the same number."""
+
+
+def _differ(step: Step, other: Step) -> bool:
+    return any(not torch.equal(step[name], other[name]) for name in other if name.startswith("gradient "))
+
+
+def measure_case(job: dict[str, Any], file: str) -> list[Difference]:
+    """Train a twin on this rank, and compare its steps with those in `file`. Collective."""
+    steps = train_twin(job)[0]
+    return compare(steps, _loaded(file))
+
+
+def _loaded(file: str) -> list[Step]:
+    steps: list[Step] = torch.load(file, weights_only=True)
+    return steps
+
+
+def compare(steps: list[Step], reference: list[Step]) -> list[Difference]:
+    """Return a row for each result of this rank. With pipeline parallelism a rank has those of its stages only."""
+    rows = []
+    for number, (step, other) in enumerate(zip(steps, reference, strict=True), start=1):
+        floors = _floors(other)
+        for name, value in step.items():
+            wanted = other.get(name)
+            if wanted is None or wanted.shape == value.shape:
+                rows.append(_difference(number, name, value, wanted, floors.get(name.split(" ")[0], 0.0)))
+    return rows
+
+
+def _floors(step: Step) -> dict[str, float]:
+    """Return the smallest norm by which a difference is divided, by the kind of result. The gradient of a parameter may
+    be 0 up to rounding errors."""
+    floors = {}
+    for kind in ("gradient", "update"):
+        squares = [float(value.double().square().sum()) for name, value in step.items() if name.startswith(f"{kind} ")]
+        floors[kind] = FLOOR * math.sqrt(sum(squares))
+    return floors
+
+
+FLOOR = 1e-4
+
+
+def _difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor: float) -> Difference:
+    own = value.double().flatten()
+    other = torch.zeros_like(own) if wanted is None else wanted.double().flatten()
+    own_norm, norm = float(own.norm()), float(other.norm())
+    error = float((own - other).norm()) / max(norm, floor, 1e-30)
+    cosine = float(own @ other) / (own_norm * norm) if own_norm and norm else float(own_norm == norm)
+    return Difference(step, name, error if math.isfinite(error) else math.inf, cosine, own_norm / norm if norm else 0.0)
+
+
+def trace_reference(job: dict[str, Any], step: int, file: str) -> None:
+    """Trace a step of a twin on one process, and write the trace to `file`."""
+    *_, trace = train_twin(job, step, step)
+    assert trace is not None
+    torch.save((trace.num_microbatches, {tuple(event): calls for event, calls in trace.tensors.items()}), file)
+
+
+def trace_case(job: dict[str, Any], step: int, file: str, tolerance: float) -> list[Departure]:
+    """Trace a step of a twin on this rank. Return the tensors of modules that differ from those in `file`, in the order
+    of one process. Collective."""
+    _, run, trace = train_twin(job, step, step)
+    assert trace is not None
+    num_microbatches, tensors = torch.load(file, weights_only=True)
+    reference = Trace(num_microbatches, {Event(*event): calls for event, calls in tensors.items()})
+    return departures(run, trace, reference, tolerance)
+
+
+def train_twin(
+    job: dict[str, Any], num_steps: int = STEPS, traced_step: int | None = None
+) -> tuple[list[Step], Run, Trace | None]:
+    """Train a twin on this rank as a run does. Return the results of its steps, the finished run, and the trace of
+    `traced_step`. Collective."""
+    config, trace = JobConfig.model_validate(job), None
+    steps: list[Step] = []
+    with ExitStack() as stack:
+        if config.parallelism.context_parallel_degree > 1:
+            from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
+
+            stack.enter_context(ring_attention_on_cpu())
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+        run = build_run(config, ranks, stack, quiet=True)
+        for module in run.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        for number in range(1, num_steps + 1):
+            with traced(run) if number == traced_step else nullcontext() as found:
+                steps.append(_step(run))
+            trace = found or trace
+    return steps, run, trace
+
+
+def _step(run: Run) -> Step:
+    """Train a step. Return its results, gathered from all ranks that share a tensor. Collective."""
+    found: Step = {}
+    replicas = replicas_of(run.optimizer)
+    parameters = dict(run.model.named_parameters())
+    before = {name: whole(parameter) for name, parameter in parameters.items()}
+
+    def take_gradients() -> None:
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                found[f"gradient {name}"] = whole_gradient(parameter, replicas)
+
+    result = train_one_step(run, take_gradients)
+    loss = result.loss_sum.detach().double().clone()
+    dist.all_reduce(loss)
+    found |= {"loss": loss, "gradient norm": result.grad_norm.detach().double()}
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    found |= {
+        f"update {name}": whole(parameter).double() - before[name].double() for name, parameter in trained.items()
+    }
+    run.step.statistics.pool(run.mesh.data_group, temporarily=True)
+    buffers = run.model.named_buffers()
+    found |= {f"buffer {name}": whole(buffer) for name, buffer in buffers if buffer.is_floating_point()}
+    run.step.statistics.unpool()
+    if run.ema is not None:
+        with run.ema.in_model(lambda: None):
+            found |= {f"average {name}": whole(parameter) for name, parameter in trained.items()}
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, gathered from its shards. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def whole_gradient(parameter: Tensor, replicas: ReplicaShards | None) -> Tensor:
+    """Return a parameter's gradient, gathered from its shards, and from the chunks of the replicas if the optimizer is
+    sharded over them. Collective."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if replicas is None or not isinstance(parameter, DTensor):
+        return whole(gradient)
+    shard = torch.zeros_like(local_tensor(parameter))
+    if shard.numel():
+        replicas.chunk(parameter).of(shard).copy_(local_tensor(gradient))
+    dist.all_reduce(shard, group=replicas.group)
+    shape, stride = parameter.shape, parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return whole(DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride))
