@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from titan_launch.config.job import JobConfig
+from titan_launch.core.json_files import parse_as
 from titan_launch.plan.proof.certificate import Certificate
+from titan_launch.plan.proof.store import CERTIFICATE
 from titan_launch.prove.main import prove
 
 
 def certificate(**sections: dict[str, Any]) -> Certificate:
-    return prove(JobConfig.model_validate(sections), "digest", {}, lambda text: None)
+    return prove(JobConfig.model_validate(sections))
 
 
 def test_a_dense_decoder_is_proven_in_fp32_and_in_its_precision() -> None:
@@ -18,4 +20,4 @@ def test_a_dense_decoder_is_proven_in_fp32_and_in_its_precision() -> None:
     assert proven.verdict == "proven"
     assert [(row.ranks, row.precision) for row in proven.rows] == [(1, "float32"), (4, "float32"), (4, "bfloat16")]
     assert proven.rows[1].name == "shards 2, tensor 2, accumulation immediate, 4 chunks of the loss"
-    assert Certificate.from_json(proven.to_json()) == proven
+    assert parse_as(CERTIFICATE, proven.dumps().encode()) == proven

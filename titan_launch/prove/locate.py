@@ -48,7 +48,7 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
         cosine=first.cosine,
         module=module,
         how=how,
-        parts=parts,
+        parts=tuple(parts),
         is_alone=is_alone,
     )
 

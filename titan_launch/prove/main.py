@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from titan_launch.core.errors import UserError, listed
 from titan_launch.plan.hardware import free_memory_gib
 from titan_launch.plan.proof.cases import Case, cases, in_precision
 from titan_launch.plan.proof.certificate import Certificate, Finding, Row, Verdict
+from titan_launch.plan.proof.store import digest_of, digests_of_files, versions
 from titan_launch.plan.proof.twin import SAMPLES, STEPS, Twin, size_of, structure, twin_of
 from titan_launch.prove import measure, ranks
 from titan_launch.prove.locate import explain
@@ -31,24 +32,20 @@ _TIMEOUT_S = 600.0
 Say = Callable[[str], None]
 
 
-def certificate_of(config: JobConfig, again: bool, say: Say) -> Certificate:
-    return prove(config, "", {}, say)
-
-
-def prove(config: JobConfig, digest: str, versions: Mapping[str, str], say: Say) -> Certificate:
-    """Return the certificate of a job. `say` shows progress.
+def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
+    """Compare a job's layout with one process. `say` shows progress.
 
     Raises ConfigError for a job whose twin cannot be built, UserError if the host has too little memory, and RunError
     if a run fails.
     """
     begin = time.perf_counter()
+    twin, digest = twin_of(config), digest_of(config)
     ranks.start_server()
-    twin = twin_of(config)
     with tempfile.TemporaryDirectory(prefix="titan-launch-prove-") as folder:
         proof = Proof(twin, Path(folder), say)
         proof.run()
-    problems, findings = proof.problems(), proof.findings
-    verdict: Verdict = "differs" if findings else "cannot be proven" if problems else "proven"
+    problems = tuple(proof.problems())
+    verdict: Verdict = "differs" if proof.findings else "cannot be proven" if problems else "proven"
     return Certificate(
         verdict=verdict,
         layout=proof.cases[-1].name,
@@ -56,13 +53,14 @@ def prove(config: JobConfig, digest: str, versions: Mapping[str, str], say: Say)
         twin=size_of(twin.config),
         num_parameters=proof.num_parameters,
         steps=STEPS,
-        rows=proof.rows,
-        findings=findings,
+        rows=tuple(proof.rows),
+        findings=tuple(proof.findings),
         problems=problems,
         unshrunk=twin.unshrunk,
-        unproven=[*twin.unproven, *proof.not_live()],
-        versions=versions,
-        created=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        unproven=(*twin.unproven, *proof.not_live()),
+        versions=versions(),
+        files=digests_of_files(proof.files),
+        created=f"{datetime.now():%Y-%m-%d}",
         seconds=time.perf_counter() - begin,
     )
 
@@ -166,6 +164,11 @@ class Proof:
     def num_parameters(self) -> int:
         """Number of parameters of the twin."""
         return max(reference.num_parameters for reference, _ in self._references.values())
+
+    @property
+    def files(self) -> list[str]:
+        """The files of the user's own modules."""
+        return sorted({file for reference, _ in self._references.values() for file in reference.files})
 
     def problems(self) -> list[str]:
         """Return sentences about models of which a comparison says nothing."""

@@ -180,10 +180,15 @@ FLOOR = 1e-4
 def _difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor: float) -> Difference:
     own = value.double().flatten()
     other = torch.zeros_like(own) if wanted is None else wanted.double().flatten()
-    own_norm, norm = float(own.norm()), float(other.norm())
-    error = float((own - other).norm()) / max(norm, floor, 1e-30)
+    own_norm, norm, apart = (float(tensor.norm()) for tensor in (own, other, own - other))
+    if not math.isfinite(own_norm) or not math.isfinite(norm):
+        return Difference(step, name, _NOT_FINITE, 0.0, 0.0)
     cosine = float(own @ other) / (own_norm * norm) if own_norm and norm else float(own_norm == norm)
-    return Difference(step, name, error if math.isfinite(error) else math.inf, cosine, own_norm / norm if norm else 0.0)
+    return Difference(step, name, apart / max(norm, floor, 1e-30), cosine, own_norm / norm if norm else 0.0)
+
+
+_NOT_FINITE = 1e30
+"""Difference of a result that is not finite."""
 
 
 def trace_reference(job: dict[str, Any], step: int, file: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -33,6 +34,7 @@ from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.fsdp import Unfreezing
 from titan_launch.parallel.pipeline import pipeline_of
+from titan_launch.plan.proof.store import find
 from titan_launch.plan.replica_shards import gradients_leave_early
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.plan.types import ModelPlan
@@ -64,7 +66,7 @@ from titan_launch.train.run_folder.folder import (
     prepare_run_folder,
 )
 from titan_launch.train.run_folder.logs import LogFile
-from titan_launch.train.run_folder.records import record_run, record_units
+from titan_launch.train.run_folder.records import record_proof, record_run, record_units
 from titan_launch.train.run_folder.resume import (
     Sources,
     advice_without_folder,
@@ -94,6 +96,7 @@ def build_run(
     Files are written last.
     """
     watchdog = watchdog or Watchdog(config.comm, ranks)
+    certificate = on_rank_0(partial(find, config))  # of the job as written: `auto` stands for several modes
     job = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, locate_key)
@@ -136,8 +139,9 @@ def build_run(
     config = job.config
     on_rank_0(lambda: record_run(folder.path, job.requested, job.attempt, stack))
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
+    on_rank_0(lambda: record_proof(folder.path, certificate))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
-    log_run(job, ranks.device, memory_check, data, folder.path)
+    log_run(job, ranks.device, memory_check, data, folder.path, certificate)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.total_steps) if ranks.is_rank_0 and not quiet else None
     return Run(

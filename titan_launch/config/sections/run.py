@@ -150,6 +150,10 @@ class ProveConfig(Section):
     """Number of different tokens of the twin's data, at most 64. The twin's embedding must have as many rows. Default:
     64, or less if the model's argument `vocab_size` is smaller."""
 
+    certificate: str | None = None
+    """File that `prove --out` wrote, relative to the working directory. `launch --require-proof` and the header of a
+    run read it in place of the cache of this host."""
+
 
 UNWATCHED_GROUPS = ("checkpoint",)
 """Descriptions (`group_desc`) of process groups without timeout and hang detection. Ranks may wait in them for a long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Verdict = Literal["proven", "differs", "cannot be proven"]
 
@@ -56,7 +56,7 @@ class Finding:
     how: str
     """What departs in the module, in words."""
 
-    parts: Sequence[str]
+    parts: tuple[str, ...]
     """The axes or modes which show the difference alone, or in pairs."""
 
     is_alone: bool = True
@@ -79,30 +79,23 @@ class Certificate:
 
     num_parameters: int
     steps: int
-    rows: Sequence[Row]
-    findings: Sequence[Finding]
-    problems: Sequence[str]
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+    problems: tuple[str, ...]
     """Reasons other than a difference: dead parameters, a model that is not deterministic."""
 
-    unshrunk: Sequence[str]
-    unproven: Sequence[str]
+    unshrunk: tuple[str, ...]
+    unproven: tuple[str, ...]
     versions: Mapping[str, str]
+    files: Mapping[str, str]
+    """Digests of the files of the user's own modules, by path."""
+
     created: str
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the certificate as a dictionary for JSON."""
-        return asdict(self)
-
     def dumps(self) -> str:
         """Return the certificate as JSON."""
-        return json.dumps(self.to_json(), indent=2)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Certificate:
-        """Return the certificate that `to_json` made a dictionary of. Raises TypeError for another dictionary."""
-        parts = {"rows": [Row(**row) for row in value["rows"]], "findings": [Finding(**f) for f in value["findings"]]}
-        return Certificate(**{**value, **parts})
+        return json.dumps(asdict(self), indent=2)
 
     @property
     def headline(self) -> str:
