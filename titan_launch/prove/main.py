@@ -17,12 +17,15 @@ from titan_launch.plan.proof.cases import Case, cases, in_precision
 from titan_launch.plan.proof.certificate import Certificate, Finding, Row, Verdict
 from titan_launch.plan.proof.store import digest_of, digests_of_files, versions
 from titan_launch.plan.proof.twin import SAMPLES, STEPS, Twin, size_of, structure, twin_of
-from titan_launch.prove import measure, ranks
-from titan_launch.prove.locate import explain
-from titan_launch.prove.measure import TOLERANCES, Difference, Reference, kind_of, largest_by_kind
+from titan_launch.prove import measure, ranks, weights
+from titan_launch.prove.locate import explain, owner
+from titan_launch.prove.measure import TOLERANCES, Difference, Reference, exceeding, kind_of, largest_by_kind
 
 MUON_TOLERANCES = {"loss": 1e-4, "gradient": 5e-3, "update": 0.2}
 """Those of Muon, whose iterations make small singular values of a gradient as large as the others."""
+
+WEIGHTS_TOLERANCE = 1e-3
+"""Largest relative difference of logits and gradients from those of `transformers`, whose operations differ."""
 
 _WIDEST = 0.5
 """Largest tolerance in the precision of the job. A kind of result that rounding changes more is not compared."""
@@ -44,6 +47,7 @@ def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
     with tempfile.TemporaryDirectory(prefix="titan-launch-prove-") as folder:
         proof = Proof(twin, Path(folder), say)
         proof.run()
+        proof.compare_weights(config)
     problems = tuple(proof.problems())
     verdict: Verdict = "differs" if proof.findings else "cannot be proven" if problems else "proven"
     return Certificate(
@@ -57,7 +61,7 @@ def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
         findings=tuple(proof.findings),
         problems=problems,
         unshrunk=twin.unshrunk,
-        unproven=(*twin.unproven, *proof.not_live()),
+        unproven=(*twin.unproven, *proof.unproven, *proof.not_live()),
         versions=versions(),
         files=digests_of_files(proof.files),
         created=f"{datetime.now():%Y-%m-%d}",
@@ -74,6 +78,7 @@ class Proof:
     say: Say
     rows: list[Row] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.cases = list(cases(self.twin.config))
@@ -97,6 +102,26 @@ class Proof:
             self.say(f"{'differs' if row.exceeded else 'equal'}: {row.name} on {row.ranks} ranks, {row.precision}")
             if row.exceeded and not self.findings:
                 self.findings.append(explain(self, case, results))
+
+    def compare_weights(self, config: JobConfig) -> None:
+        """Compare the model with the values of `model.weights` with the class of `transformers`. The folder may also be
+        one that this package wrote, which no class reads."""
+        if config.model.weights is None or not (Path(config.model.weights) / "config.json").is_file():
+            return
+        begin = time.perf_counter()
+        (results,) = self.launch(weights.compare_weights, 1, config)
+        if isinstance(results, str):
+            self.unproven.append(results)
+            return
+        name, errors = f"values of {config.model.weights} beside their class in transformers", largest_by_kind(results)
+        seconds = time.perf_counter() - begin
+        row = Row(name, 1, "float32", errors, dict.fromkeys(errors, WEIGHTS_TOLERANCE), len(results), seconds)
+        self.rows.append(row)
+        if wrong := exceeding(results, row.tolerances):
+            first = wrong[-1]  # logits depend on all gradients' modules, so a gradient names the place
+            module, how = owner(first.name.partition(" ")[2]), f"{len(wrong)} results differ from transformers"
+            numbers = (first.name, 1, first.error, first.ratio, first.cosine)
+            self.findings.append(Finding(name, *numbers, module, how, ("model.weights",)))
 
     def compare(self, case: Case) -> list[Difference]:
         """Return the results of a case in order, each with the largest difference of all ranks. It runs once."""

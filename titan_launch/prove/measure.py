@@ -160,7 +160,7 @@ def compare(steps: list[Step], reference: list[Step]) -> list[Difference]:
         for name, value in step.items():
             wanted = other.get(name)
             if wanted is None or wanted.shape == value.shape:
-                rows.append(_difference(number, name, value, wanted, floors.get(name.split(" ")[0], 0.0)))
+                rows.append(difference(number, name, value, wanted, floors.get(name.split(" ")[0], 0.0)))
     return rows
 
 
@@ -177,7 +177,9 @@ def _floors(step: Step) -> dict[str, float]:
 FLOOR = 1e-4
 
 
-def _difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor: float) -> Difference:
+def difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor: float) -> Difference:
+    """Return a result beside that of one process, which may have none: `wanted` is then None. `floor`: the smallest
+    norm by which the difference is divided."""
     own = value.double().flatten()
     other = torch.zeros_like(own) if wanted is None else wanted.double().flatten()
     own_norm, norm, apart = (float(tensor.norm()) for tensor in (own, other, own - other))
