@@ -305,16 +305,19 @@ def stage_skips_its_residual() -> None:
     from titan_launch.models.decoder.module import TransformerBlock
     from titan_launch.train.pipeline_step import HiddenModule
 
-    old = HiddenModule.forward
+    made, forward = HiddenModule.__init__, TransformerBlock.forward
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        block = next(m for m in self.module.modules() if isinstance(m, TransformerBlock))
-        if not hasattr(block, "skips"):
-            block.skips = True
-            block.register_forward_hook(lambda _, inputs, output: output - inputs[0])
-        return old(self, *args, **kwargs)
+    def make(self: Any, module: Any) -> None:
+        made(self, module)
+        first = next(m for m in module.modules() if isinstance(m, TransformerBlock))
+        vars(first)["skips"] = True
 
-    HiddenModule.forward = forward  # type: ignore[method-assign]
+    def skipping(self: Any, x: Tensor, *others: Any) -> Tensor:
+        y = forward(self, x, *others)
+        return y - x if vars(self).get("skips") else y
+
+    HiddenModule.__init__ = make  # type: ignore[method-assign]
+    TransformerBlock.forward = skipping  # type: ignore[method-assign]
 
 
 def targets_of_other_microbatches() -> None:
@@ -573,7 +576,7 @@ MUTANTS: dict[str, Mutant] = {
     # pipelines
     "stages_scale_by_microbatches": Mutant("the loss", PP, stages_scale_by_microbatches, "pipeline"),
     "stage_scales_its_gradient": Mutant(r"the loss|layers\.\d|output", PP, stage_scales_its_gradient, "pipeline"),
-    "stage_skips_its_residual": Mutant(r"layers\.\d", PP, stage_skips_its_residual, "pipeline"),
+    "stage_skips_its_residual": Mutant(r"layers\.0", PP, stage_skips_its_residual, "pipeline"),
     "targets_of_other_microbatches": Mutant("the loss", PP, targets_of_other_microbatches, "pipeline"),
     # FSDP2, replicas and accumulation
     "gradients_are_averaged": Mutant("all parameters", {}, gradients_are_averaged, "shards"),

@@ -16,7 +16,7 @@ from titan_launch.plan.hardware import free_memory_gib
 from titan_launch.plan.proof.cases import Case, cases, in_precision
 from titan_launch.plan.proof.certificate import Certificate, Finding, Row, Verdict
 from titan_launch.plan.proof.store import digest_of, digests_of_files, versions
-from titan_launch.plan.proof.twin import SAMPLES, STEPS, Twin, size_of, structure, twin_of
+from titan_launch.plan.proof.twin import SAMPLES, SECOND, SEQ_LEN, STEPS, Twin, size_of, structure, twin_of
 from titan_launch.prove import measure, ranks, weights
 from titan_launch.prove.locate import explain, owner
 from titan_launch.prove.measure import TOLERANCES, Difference, Reference, exceeding, kind_of, largest_by_kind
@@ -86,9 +86,16 @@ class Proof:
         self._results: dict[str, list[Difference]] = {}
         self._has_batch_norm = False
 
+    def write_second_model(self) -> None:
+        """Write the folder of the second model's twin, which the loss of the twin names."""
+        if self.twin.second is not None:
+            model = self.twin.second.model_dump(mode="json")
+            ranks.run_ranks(weights.write_folder, 1, model, SEQ_LEN, str(self.folder / SECOND), timeout=_TIMEOUT_S)
+
     def run(self) -> None:
         """Compare every case with one process. Explain the first that differs."""
         self._check_host(max(case.ranks for case in self.cases))
+        self.write_second_model()
         all_cases = [*self.cases]
         if self.twin.precision is not None:
             all_cases.append(in_precision(self.cases[-1], self.twin.precision))
@@ -138,6 +145,8 @@ class Proof:
                 key = (row.step, row.name)
                 if key not in found or row.error > found[key].error:
                     found[key] = row
+        for name in sorted(reference.names - {name for _, name in found}):
+            found[STEPS, name] = Difference(STEPS, name, 1.0, 0.0, 0.0)
         tolerances = self.tolerances(case)
         is_compared = {kind: tolerance <= _WIDEST for kind, tolerance in tolerances.items()}
         return [
@@ -183,7 +192,10 @@ class Proof:
     def job(self, config: JobConfig) -> dict[str, Any]:
         """Return a twin as the table of a job, which trains in the folder of this proof."""
         job = config.job.model_copy(update={"dump_folder": str(self.folder)})
-        return config.model_copy(update={"job": job}).model_dump(mode="json")
+        table = config.model_copy(update={"job": job}).model_dump(mode="json")
+        for settings in (table["loss"][name] for name in ("dpo", "distillation") if table["loss"][name]):
+            settings |= {key: str(self.folder / SECOND) for key, value in settings.items() if value == SECOND}
+        return table
 
     @property
     def num_parameters(self) -> int:

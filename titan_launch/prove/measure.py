@@ -50,7 +50,7 @@ TOLERANCES = {"loss": 1e-5, "gradient": 1e-4, "update": 1e-3, "buffer": 1e-4, "a
 
 def kind_of(result: Difference) -> str:
     """Return the kind of a result, by which it has a tolerance."""
-    return "loss" if result.name in ("loss", "gradient norm") else result.name.split(" ")[0]
+    return result.name.split(" ")[0]
 
 
 def largest_by_kind(results: Iterable[Difference]) -> dict[str, float]:
@@ -72,6 +72,9 @@ class Reference:
 
     has_batch_norm: bool
     num_parameters: int
+    names: frozenset[str]
+    """The results of a step that some rank of every layout must have."""
+
     changed: tuple[Difference, ...]
     """The results that differ in a second run: the model is not deterministic."""
 
@@ -122,6 +125,7 @@ def measure_reference(
     return Reference(
         has_batch_norm=any(map(is_batch_norm, inventory.modules)),
         num_parameters=inventory.num_parameters,
+        names=frozenset(name for name in steps[-1] if not name.startswith("buffer ")),
         changed=tuple(row for row in compare(again, steps) if row.error > 0),
         dead=tuple(name for name, norm in norms.items() if norm == 0),
         rounding=tuple(name for name, norm in norms.items() if 0 < norm < SMALLEST * scale),
@@ -243,8 +247,10 @@ def _step(run: Run) -> Step:
 
     def take_gradients() -> None:
         for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                found[f"gradient {name}"] = whole_gradient(parameter, replicas)
+            if parameter.requires_grad:
+                has_gradient = parameter.grad is not None
+                gradient = whole_gradient(parameter, replicas) if has_gradient else torch.zeros(parameter.shape)
+                found[f"gradient {name}"] = gradient
 
     result = train_one_step(run, take_gradients)
     loss = result.loss_sum.detach().double().clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.sections.model import ModelConfig
 from titan_launch.loss.outputs import find_logits
 from titan_launch.models.architectures import vocabulary_taken
-from titan_launch.models.build import take_inventory
+from titan_launch.models.build import build_model, take_inventory
+from titan_launch.models.huggingface.files import CONFIG_FILE
 from titan_launch.models.init import allocate, initialize, load_weights
 from titan_launch.models.weights.folder import find_weights, open_weights
+from titan_launch.models.weights.writing import Entry, write_json, write_tensors
 from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.prove.measure import Difference, difference
 from titan_launch.train.model import build_job_model
@@ -93,3 +97,18 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     assert logits is not None
     F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
     return logits.detach()
+
+
+def write_folder(model: dict[str, Any], seq_len: int, folder: str) -> None:
+    """Write a folder of weights with random values, as `export --format plain` does. `model`: a table `[model]` of this
+    package."""
+    config = ModelConfig.model_validate(model)
+    built = build_model(config, seq_len)
+    allocate(built.module, torch.device("cpu"))
+    initialize(built.module, built.initializer, 1, torch.device("cpu"))
+    path = Path(folder)
+    path.mkdir()
+    tensors = dict(built.module.named_parameters())
+    write_json(path / CONFIG_FILE, {"model": config.model_dump(mode="json", include={"name", "flavor", "args"})})
+    entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    write_tensors(path, entries, lambda entry: tensors[entry.name].detach().contiguous())

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.loss import frozen_job
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.config.sections.data import FactoryData, separates_documents
@@ -35,6 +36,9 @@ SAMPLES = "titan_launch.prove.samples:Samples"
 
 _UNKNOWN_SHARDS = 8
 """Number of shards that counts for `data_parallel_shard_degree = -1`: usual numbers of GPUs are multiples of 8."""
+
+SECOND = "TWIN_OF_SECOND_MODEL"
+"""Stands for the folder of the second model's twin, which is written for each proof."""
 
 DEGREES = {
     "pipeline": "pipeline_parallel_degree",
@@ -63,6 +67,9 @@ class Twin:
     unproven: tuple[str, ...]
     """Sentences about the parts of the job that no CPU run can show."""
 
+    second: ModelConfig | None = None
+    """The second model of the loss, whose folder the twin's loss names as `SECOND`; None if there is none."""
+
 
 def twin_of(config: JobConfig) -> Twin:
     """Return the small twin of a job. Raises ConfigError for a model that cannot be shrunk."""
@@ -70,6 +77,13 @@ def twin_of(config: JobConfig) -> Twin:
     training, parallelism = config.training, config.parallelism
     seq_len = SEQ_LEN * (2 if config.loss.kind.reads_pairs else 1)
     model = _model(config, seq_len, unshrunk)
+    second = config.loss.frozen_model()
+    loss, of_second = config.loss, None
+    if second is not None:
+        name, key = loss.name, second.key[-1]
+        settings = getattr(loss, name).model_copy(update={key: SECOND, "dtype": None})
+        loss = loss.model_copy(update={name: settings})
+        of_second = _model(frozen_job(config, second), seq_len, unshrunk)
     lora = config.lora.model_copy(update={"dropout": 0.0, "adapter": None, **_small_ranks(config.lora)})
     own = config.optimizer
     optimizer = own.model_copy(update={"lr": max(own.lr, 1e-3), "eps": max(own.eps, 1e-5)})
@@ -81,7 +95,7 @@ def twin_of(config: JobConfig) -> Twin:
             "tokenizer": TokenizerConfig(),
             "data": _data(config, model, unshrunk),
             "training": _training(training, seq_len),
-            "loss": config.loss,
+            "loss": loss,
             "precision": in_fp32(config.precision),
             "batchnorm": config.batchnorm,
             "activation_checkpoint": config.activation_checkpoint.model_copy(update={"offload": False}),
@@ -103,7 +117,7 @@ def twin_of(config: JobConfig) -> Twin:
     of_job = {"precision": config.precision, "optimizer": optimizer}
     is_fp32 = twin.precision == config.precision and twin.optimizer == optimizer
     precision = None if is_fp32 else twin.model_copy(update=of_job)
-    return Twin(twin, precision, tuple(unshrunk), tuple(_unproven(config)))
+    return Twin(twin, precision, tuple(dict.fromkeys(unshrunk)), tuple(_unproven(config)), of_second)
 
 
 def in_fp32(precision: PrecisionConfig) -> PrecisionConfig:
