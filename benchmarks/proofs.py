@@ -1,9 +1,10 @@
-"""Proofs of all job files in `configs/` and of all recipes: results, and wall seconds of the command.
+"""Proofs of all job files in `configs/` and of all recipes: results and seconds.
 
     python benchmarks/proofs.py [--only GLOB ...] [--write docs/verification/prove.md]
 
-A time is that of a whole process, from its start to its end, without a certificate in the cache. Recipes get a random
-model of transformers, and data of a few lines. The exit status is 1 if a layout is not proven.
+A time is that of the proof, without the start of the process that ranks are forked from, which takes the import of
+torch, and without the cache of certificates. Recipes get a random model of transformers, and data of a few lines. The
+exit status is 1 if a layout is not proven.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +23,9 @@ from typing import Any
 
 from publishing import markdown_table, publish
 
-from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.config.loading.load import load_job
+from titan_launch.core.errors import UserError
+from titan_launch.prove.main import prove
 from titan_launch.recipes.recipes import RECIPES
 
 _CHECKOUT = Path(__file__).parent.parent
@@ -46,7 +47,7 @@ def main() -> int:
         for name, job in jobs.items():
             if any(fnmatch(name, glob) for glob in arguments.only):
                 path = job if isinstance(job, Path) else _recipe(job, Path(folder))
-                rows.append((f"`{name}`", *_proven(path, Path(folder))))
+                rows.append((f"`{name}`", *_proven(path)))
                 print(" | ".join(rows[-1]), flush=True)
     machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}"
     publish(f"{markdown_table(rows, texts=3)}\n\nMachine: {machine}.", "proofs", arguments.write)
@@ -85,36 +86,23 @@ def _write_model(folder: Path) -> None:
     (folder / "tokenizer.json").write_text((trained / "tokenizer.json").read_text())
 
 
-def _proven(job: Path, folder: Path) -> tuple[str, str, str, str]:
+def _proven(job: Path) -> tuple[str, str, str, str]:
     """Return the cells of a row about a job."""
-    begin = time.perf_counter()
-    done = _run(["prove", "--config", str(job), "--json", "--again"], folder if folder in job.parents else _CHECKOUT)
-    seconds = time.perf_counter() - begin
-    if not done.stdout.startswith("{"):
-        return done.stderr.strip().splitlines()[-1], "", "", f"{seconds:.0f}"
-    found = json.loads(done.stdout)
-    largest = max(found["rows"], key=lambda row: (row["precision"] == "float32", row["ranks"]))
-    result = found["verdict"]
-    for finding in _findings(found):
-        result = f"{result}: {finding}"
-    return (
-        result,
-        f"{largest['ranks']} ranks: {largest['name']}",
-        f"{largest['errors']['gradient']:.0e}",
-        f"{seconds:.0f}",
-    )
+    os.chdir(job.parent if _CHECKOUT not in job.parents else _CHECKOUT)  # paths in a job, and modules of the user
+    try:
+        found = prove(load_job(str(job)).config)
+    except UserError as error:
+        return str(error), "", "", ""
+    largest = max(found.rows, key=lambda row: (row.precision == "float32", row.ranks))
+    reasons = [*found.problems, *(f"{finding.module} ({finding.how})" for finding in found.findings)]
+    run, error_of_gradient = f"{largest.ranks} ranks: {largest.name}", f"{largest.errors['gradient']:.0e}"
+    return "; ".join([found.verdict, *reasons]), run, error_of_gradient, f"{found.seconds:.0f}"
 
 
-def _findings(found: dict[str, Any]) -> Iterator[str]:
-    yield from found["problems"]
-    yield from (f"{finding['module']} ({finding['how']})" for finding in found["findings"])
-
-
-def _run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    cache = folder / "cache" if folder != _CHECKOUT else Path(tempfile.gettempdir(), "proofs_cache")
-    variables = {**os.environ, CACHE_VARIABLE: str(cache), "PYTHONPATH": str(_CHECKOUT)}
+def _run(arguments: list[str], folder: Path) -> None:
+    variables = {**os.environ, "PYTHONPATH": str(_CHECKOUT)}
     command = [sys.executable, "-m", "titan_launch", *arguments]
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    subprocess.run(command, cwd=folder, env=variables, capture_output=True, check=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ package's code would. A mutant of a user's model is a factory of `user_models`.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -626,9 +627,10 @@ MUTANTS: dict[str, Mutant] = {
 """All bugs by name. An empty `module` means that the certificate has a problem in place of a difference."""
 
 
-def planted(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Plant a bug on this rank, and call a function."""
+def planted(name: str, function: str, *args: Any) -> Any:
+    """Plant a bug on this rank, and call a function, `module:name`."""
     plant = MUTANTS[name].plant
     if plant is not None:
         plant()
-    return function(*args)
+    module, _, attribute = function.partition(":")
+    return getattr(importlib.import_module(module), attribute)(*args)

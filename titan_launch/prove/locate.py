@@ -11,9 +11,7 @@ from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.core.errors import RunError, listed
 from titan_launch.plan.proof.cases import Case, pairs_of_parts, single_parts
 from titan_launch.plan.proof.certificate import Finding
-from titan_launch.prove import measure
-from titan_launch.prove.measure import Difference, exceeding
-from titan_launch.prove.trace import LOSS, OUTPUT, Departure
+from titan_launch.prove.results import LOSS, OUTPUT, Departure, Difference, exceeding
 
 if TYPE_CHECKING:
     from titan_launch.prove.main import Proof
@@ -112,6 +110,8 @@ def _departures(proof: Proof, case: Case, step: int) -> list[Departure]:
         return []
     reference, results = proof.reference(case)
     file = f"{results}.trace"
-    proof.launch(measure.trace_reference, 1, case.reference(reference.has_batch_norm), step, file)
-    of_ranks = proof.launch(measure.trace_case, case.ranks, case.config, step, file, proof.tolerances(case)["gradient"])
+    proof.launch("measure:trace_reference", 1, case.reference(reference.has_batch_norm), step, file)
+    of_ranks = proof.launch(
+        "measure:trace_case", case.ranks, case.config, step, file, proof.tolerances(case)["gradient"]
+    )
     return sorted(departure for departures in of_ranks for departure in departures)

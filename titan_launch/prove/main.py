@@ -17,9 +17,9 @@ from titan_launch.plan.proof.cases import Case, cases, in_precision
 from titan_launch.plan.proof.certificate import Certificate, Finding, Row, Verdict
 from titan_launch.plan.proof.store import digest_of, digests_of_files, versions
 from titan_launch.plan.proof.twin import SAMPLES, SECOND, SEQ_LEN, STEPS, Twin, size_of, structure, twin_of
-from titan_launch.prove import measure, ranks, weights
+from titan_launch.prove import ranks
 from titan_launch.prove.locate import explain, owner
-from titan_launch.prove.measure import TOLERANCES, Difference, Reference, exceeding, kind_of, largest_by_kind
+from titan_launch.prove.results import TOLERANCES, Difference, Reference, exceeding, kind_of, largest_by_kind
 
 MUON_TOLERANCES = {"loss": 1e-4, "gradient": 5e-3, "update": 0.2}
 """Those of Muon, whose iterations make small singular values of a gradient as large as the others."""
@@ -90,7 +90,7 @@ class Proof:
         """Write the folder of the second model's twin, which the loss of the twin names."""
         if self.twin.second is not None:
             model = self.twin.second.model_dump(mode="json")
-            ranks.run_ranks(weights.write_folder, 1, model, SEQ_LEN, str(self.folder / SECOND), timeout=_TIMEOUT_S)
+            self._call("weights:write_folder", 1, model, SEQ_LEN, str(self.folder / SECOND))
 
     def run(self) -> None:
         """Compare every case with one process. Explain the first that differs."""
@@ -116,7 +116,7 @@ class Proof:
         if config.model.weights is None or not (Path(config.model.weights) / "config.json").is_file():
             return
         begin = time.perf_counter()
-        (results,) = self.launch(weights.compare_weights, 1, config)
+        (results,) = self.launch("weights:compare_weights", 1, config)
         if isinstance(results, str):
             self.unproven.append(results)
             return
@@ -140,7 +140,7 @@ class Proof:
     def _compared(self, case: Case) -> list[Difference]:
         reference, file = self.reference(case)
         found: dict[tuple[int, str], Difference] = {}
-        for rows in self.launch(measure.measure_case, case.ranks, case.config, file):
+        for rows in self.launch("measure:measure_case", case.ranks, case.config, file):
             for row in rows:
                 key = (row.step, row.name)
                 if key not in found or row.error > found[key].error:
@@ -168,7 +168,7 @@ class Proof:
             exact = None if case.is_exact else self._measured(in_precision(case, self.twin.config))[1]
             file = str(self.folder / f"reference_{len(self._references)}.pt")
             changes = None if self._references else variants(self.job(config))
-            (reference,) = self.launch(measure.measure_reference, 1, config, changes, file, exact)
+            (reference,) = self.launch("measure:measure_reference", 1, config, changes, file, exact)
             self._references[key] = reference, file
         return self._references[key]
 
@@ -185,9 +185,12 @@ class Proof:
         optimizer = self.twin.config.optimizer
         return "Muon" in (optimizer.name, *(group.algorithm for group in optimizer.param_groups))
 
-    def launch(self, function: Callable[..., Any], world_size: int, config: JobConfig, *args: Any) -> list[Any]:
-        """Run a function of `prove.measure` on ranks with a twin. Return the results of all ranks."""
-        return ranks.run_ranks(function, world_size, self.job(config), *args, timeout=_TIMEOUT_S)
+    def launch(self, function: str, world_size: int, config: JobConfig, *args: Any) -> list[Any]:
+        """Run a function of this package, `module:name`, on ranks with a twin. Return the results of all ranks."""
+        return self._call(function, world_size, self.job(config), *args)
+
+    def _call(self, function: str, world_size: int, *args: Any) -> list[Any]:
+        return ranks.run_ranks(f"titan_launch.prove.{function}", world_size, *args, timeout=_TIMEOUT_S)
 
     def job(self, config: JobConfig) -> dict[str, Any]:
         """Return a twin as the table of a job, which trains in the folder of this proof."""

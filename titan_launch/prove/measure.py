@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,8 @@ from titan_launch.optim.registry import replicas_of
 from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.plan.proof.twin import STEPS
 from titan_launch.plan.units.rule_assignment import is_batch_norm
-from titan_launch.prove.trace import Departure, Event, Trace, departures, traced
+from titan_launch.prove.results import Departure, Difference, Event, Reference, largest_by_kind
+from titan_launch.prove.trace import Trace, departures, traced
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step
 from titan_launch.train.run import Run
@@ -29,72 +28,6 @@ from titan_launch.train.run import Run
 Step = dict[str, Tensor]
 """The results of a step by name: `loss`, `gradient norm`, and of whole tensors `gradient NAME`, `update NAME`,
 `buffer NAME` and `average NAME`."""
-
-
-class Difference(NamedTuple):
-    """A result of a step beside that of one process."""
-
-    step: int
-    name: str
-    error: float
-    """Norm of the difference, relative to the norm of the result of one process."""
-
-    cosine: float
-    ratio: float
-    """Norm of the result, relative to that of one process."""
-
-
-TOLERANCES = {"loss": 1e-5, "gradient": 1e-4, "update": 1e-3, "buffer": 1e-4, "average": 1e-4}
-"""Largest relative differences in fp32, by kind of result. Sums in another order differ by 1e-7 to 1e-6."""
-
-
-def kind_of(result: Difference) -> str:
-    """Return the kind of a result, by which it has a tolerance."""
-    return result.name.split(" ")[0]
-
-
-def largest_by_kind(results: Iterable[Difference]) -> dict[str, float]:
-    """Return the largest difference of each kind of result."""
-    errors: dict[str, float] = {}
-    for result in results:
-        errors[kind_of(result)] = max(errors.get(kind_of(result), 0.0), result.error)
-    return errors
-
-
-def exceeding(results: Iterable[Difference], tolerances: Mapping[str, float]) -> list[Difference]:
-    """Return the results that differ by more than the tolerance of their kind, in order."""
-    return [result for result in results if not result.error <= tolerances[kind_of(result)]]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """One process that trains the twin in the plainest way."""
-
-    has_batch_norm: bool
-    num_parameters: int
-    names: frozenset[str]
-    """The results of a step that some rank of every layout must have."""
-
-    changed: tuple[Difference, ...]
-    """The results that differ in a second run: the model is not deterministic."""
-
-    dead: tuple[str, ...]
-    """Trained parameters whose gradient is exactly 0 in every step."""
-
-    rounding: tuple[str, ...]
-    """Trained parameters whose gradient is a rounding error in every step."""
-
-    constant: tuple[str, ...]
-    """Trained parameters whose gradient does not depend on the data."""
-
-    without_effect: tuple[str, ...]
-    """Weights of losses in the job that change no gradient when they are 0."""
-
-    rounding_errors: dict[str, float]
-    """In the precision of the job: the largest difference from the same steps in fp32, by kind of result."""
-
-    files: tuple[str, ...]
-    """Files of the user's own modules."""
 
 
 def measure_reference(

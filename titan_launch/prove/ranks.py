@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +31,8 @@ def start_server() -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float) -> list[Any]:
-    """Call a function of a module on every rank of a new gloo group. Return the results in the order of ranks.
+def run_ranks(function: str, world_size: int, *args: Any, timeout: float) -> list[Any]:
+    """Call a function, `module:name`, on every rank of a new gloo group. Return the results in the order of ranks.
 
     Arguments and results are pickled. Raises the ConfigError or UserError of the first rank that fails with one, and
     RunError with the traceback of any other failure, or if a rank takes longer than `timeout` seconds.
@@ -93,7 +94,7 @@ def _received(pipe: Connection, process: Any, rank: int) -> Any:
     return result
 
 
-def _main(pipe: Connection, function: Callable[..., Any], args: Any, rank: int, world_size: int, store: str) -> None:
+def _main(pipe: Connection, function: str, args: Any, rank: int, world_size: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -105,7 +106,8 @@ def _main(pipe: Connection, function: Callable[..., Any], args: Any, rank: int, 
     status = 0
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-        message = function(*args)
+        module, _, name = function.partition(":")
+        message = getattr(importlib.import_module(module), name)(*args)
         dist.barrier()  # a rank that leaves early breaks the collectives of the others
     except BaseException as error:
         problems = error.problems if isinstance(error, ConfigError) else ()

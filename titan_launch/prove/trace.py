@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,8 @@ from titan_launch.models.parallel_plans import style_by_module
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.stages import PassThrough
 from titan_launch.parallel.context_parallel import sequence_part
+from titan_launch.prove.results import INPUT_GRADIENT, LOSS, OUTPUT, Departure, Event
 from titan_launch.train.run import Run
-
-OUTPUT, INPUT_GRADIENT, LOSS = "output", "input gradient", "gradient of the logits"
 
 _PARTS_OF_SUMS: Mapping[str, frozenset[TensorStyle]] = {
     OUTPUT: frozenset({"latent", "experts", "router", "shared_rowwise"}),
@@ -36,13 +35,6 @@ _PARTS_OF_SUMS: Mapping[str, frozenset[TensorStyle]] = {
 }
 """Tensor-parallel styles of modules whose outputs, or the gradients of whose inputs, may be parts of sums over ranks,
 which are not compared."""
-
-
-class Event(NamedTuple):
-    """A kind of tensor of a module."""
-
-    kind: str
-    path: str
 
 
 @dataclass
@@ -99,14 +91,6 @@ def _after(trace: Trace, path: str, module: nn.Module, args: tuple[Any, ...], ou
     trace.add(Event(OUTPUT, path), found)
     if not path and found.requires_grad:
         found.register_hook(lambda gradient: trace.add(Event(LOSS, ""), gradient))
-
-
-class Departure(NamedTuple):
-    """An event whose tensor differs from that of one process."""
-
-    order: int
-    event: Event
-    error: float
 
 
 def departures(run: Run, trace: Trace, reference: Trace, tolerance: float) -> list[Departure]:

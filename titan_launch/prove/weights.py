@@ -22,7 +22,8 @@ from titan_launch.models.init import allocate, initialize, load_weights
 from titan_launch.models.weights.folder import find_weights, open_weights
 from titan_launch.models.weights.writing import Entry, write_json, write_tensors
 from titan_launch.plan.hardware import GIB, free_memory_gib
-from titan_launch.prove.measure import Difference, difference
+from titan_launch.prove.measure import difference
+from titan_launch.prove.results import Difference
 from titan_launch.train.model import build_job_model
 
 _SEQUENCES, _TOKENS = 2, 24
