@@ -1,4 +1,6 @@
-"""Seeded bugs, which are planted one at a time in the ranks of a proof.
+"""Seeded bugs, which are planted one at a time in the ranks of a proof, and the mutation score.
+
+python -m tests.prove.mutants --write docs/verification/prove.md      # takes half an hour
 
 A mutant of the package replaces a function on every rank, also on the one process of the reference, as a bug in the
 package's code would. A mutant of a user's model is a factory of `user_models`.
@@ -6,16 +8,26 @@ package's code would. A mutant of a user's model is a factory of `user_models`.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Replicate
+
+from benchmarks.publishing import markdown_table, publish
+from titan_launch.config.job import JobConfig
+from titan_launch.core.patches import replaced
+from titan_launch.plan.proof.certificate import Certificate
+from titan_launch.prove import ranks
+from titan_launch.prove.main import prove
 
 Plant = Callable[[], None]
 
@@ -465,16 +477,14 @@ def saved_results_in_wrong_order() -> None:
 # The loss in chunks
 
 
-def last_chunk_has_no_gradient() -> None:
+def later_chunks_have_no_gradient() -> None:
     from titan_launch.loss import chunked
 
     old = chunked._gradient
 
     def gradient(logits: Tensor, index: Tensor, *others: Any) -> Tensor:
-        found = old(logits, index, *others)
-        return found * 0 if bool((index < 0).all()) else found
+        return old(logits, index, *others) * (index >= 0)
 
-    chunked._gradient = gradient
     chunked.Kernels.compiled = staticmethod(  # type: ignore[method-assign]
         lambda compile_function: chunked.Kernels(chunked._add_classes, gradient)
     )
@@ -540,7 +550,7 @@ def local_gradient_has_one_chunk() -> None:
     fsdp._placement_of_experts = lambda modules, shards: None  # type: ignore[assignment]
 
 
-_NORMS, _PARTIAL = r"(layers\.\d\.\w+_norm|norm)", Partial
+_NORMS = r"(layers\.\d\.\w+_norm|norm)"
 _EXPERT = r"layers\.\d\.moe(\..*)?"
 
 MUTANTS: dict[str, Mutant] = {
@@ -599,7 +609,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "saved_results_in_wrong_order": Mutant(r"layers\.1\..*", SELECTIVE, saved_results_in_wrong_order, "checkpointing"),
     # the loss in chunks
-    "last_chunk_has_no_gradient": Mutant("output", {"loss": {"chunks": 4}}, last_chunk_has_no_gradient, "4 chunks"),
+    "later_chunks_have_no_gradient": Mutant(
+        "output", {"loss": {"chunks": 4}}, later_chunks_have_no_gradient, "4 chunks"
+    ),
     "z_loss_without_its_factor": Mutant(
         "output", {"loss": {"chunks": 4, "z_loss": 0.1}}, z_loss_without_its_factor, "4 chunks"
     ),
@@ -634,3 +646,41 @@ def planted(name: str, function: str, *args: Any) -> Any:
         plant()
     module, _, attribute = function.partition(":")
     return getattr(importlib.import_module(module), attribute)(*args)
+
+
+def certificate_with(name: str) -> Certificate:
+    """Return the certificate of a mutant's job, in fp32, with the bug planted on every rank."""
+    run_ranks = ranks.run_ranks
+
+    def run(function: str, world_size: int, *args: Any, timeout: float) -> list[Any]:
+        return run_ranks("tests.prove.mutants:planted", world_size, name, function, *args, timeout=timeout)
+
+    job = {"precision": {"param_dtype": "float32"}, **MUTANTS[name].job}
+    with replaced(ranks, "run_ranks", run):
+        return prove(JobConfig.model_validate(job))
+
+
+def main() -> None:
+    """Plant all bugs, and write the table of what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="the Markdown file with the table's markers")
+    parser.add_argument("--only", nargs="*", default=list(MUTANTS), metavar="NAME", help="bugs to plant")
+    arguments = parser.parse_args()
+    rows, found, named = [("bug", "module", "shown by")], 0, 0
+    for name in arguments.only:
+        certificate = certificate_with(name)
+        if certificate.findings:
+            finding = certificate.findings[0]
+            module, parts = finding.module, ", ".join(finding.parts)
+        else:
+            module, parts = "; ".join(certificate.problems), ""
+        is_named = re.fullmatch(MUTANTS[name].module or ".+", module) is not None
+        found, named = found + (certificate.verdict != "proven"), named + is_named
+        rows.append((f"`{name}`", module if is_named else f"**{module}**", parts))
+        print(" | ".join(rows[-1]), flush=True)
+    score = f"{found} of {len(rows) - 1} bugs were found, and the right module was named for {named}."
+    publish(f"{score}\n\n{markdown_table(rows)}", "mutants", arguments.write)
+
+
+if __name__ == "__main__":
+    main()

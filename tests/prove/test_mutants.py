@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
-from tests.prove.mutants import MUTANTS
+from tests.prove.mutants import MUTANTS, certificate_with
 from tests.sampling import rest_is_slow
-from titan_launch.config.job import JobConfig
-from titan_launch.core.patches import replaced
-from titan_launch.plan.proof.certificate import Certificate
-from titan_launch.prove import ranks
-from titan_launch.prove.main import prove
-
-
-def certificate_with(name: str) -> Certificate:
-    """Return the certificate of a mutant's job, in fp32, with the bug planted on every rank."""
-    run_ranks = ranks.run_ranks
-
-    def run(function: str, world_size: int, *args: Any, timeout: float) -> list[Any]:
-        return run_ranks("tests.prove.mutants:planted", world_size, name, function, *args, timeout=timeout)
-
-    job = {"precision": {"param_dtype": "float32"}, **MUTANTS[name].job}
-    with replaced(ranks, "run_ranks", run):
-        return prove(JobConfig.model_validate(job))
 
 
 @pytest.mark.timeout(600)
