@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import UserError, listed
+from titan_launch.core.errors import RunError, UserError, listed
 from titan_launch.plan.hardware import free_memory_gib
-from titan_launch.plan.proof.cases import Case, cases, in_precision
+from titan_launch.plan.proof.cases import Case, cases, has_compiler, in_precision
 from titan_launch.plan.proof.certificate import Certificate, Finding, Row, Verdict
 from titan_launch.plan.proof.store import digest_of, digests_of_files, versions
 from titan_launch.plan.proof.twin import SAMPLES, SECOND, SEQ_LEN, STEPS, Twin, size_of, structure, twin_of
@@ -168,7 +169,8 @@ class Proof:
             exact = None if case.is_exact else self._measured(in_precision(case, self.twin.config))[1]
             file = str(self.folder / f"reference_{len(self._references)}.pt")
             changes = None if self._references else variants(self.job(config))
-            (reference,) = self.launch("measure:measure_reference", 1, config, changes, file, exact)
+            with _failure_on_a_cpu_explained():
+                (reference,) = self.launch("measure:measure_reference", 1, config, changes, file, exact)
             self._references[key] = reference, file
         return self._references[key]
 
@@ -196,6 +198,10 @@ class Proof:
         """Return a twin as the table of a job, which trains in the folder of this proof."""
         job = config.job.model_copy(update={"dump_folder": str(self.folder)})
         table = config.model_copy(update={"job": job}).model_dump(mode="json")
+        if config.compile.enable and config.compile.backend == "inductor" and not has_compiler():
+            table["compile"]["backend"] = "aot_eager"
+            if _NO_COMPILER not in self.unproven:
+                self.unproven.append(_NO_COMPILER)
         for settings in (table["loss"][name] for name in ("dpo", "distillation") if table["loss"][name]):
             settings |= {key: str(self.folder / SECOND) for key, value in settings.items() if value == SECOND}
         return table
@@ -256,6 +262,21 @@ class Proof:
                 f"{processes} processes need about {needed:.1f} GiB of memory, and {free:.1f} GiB are free; free "
                 "memory, or use a machine with more"
             )
+
+
+_NO_COMPILER = 'compile.backend = "inductor": this host has no C++ compiler, so the graphs ran with "aot_eager"'
+
+
+@contextmanager
+def _failure_on_a_cpu_explained() -> Iterator[None]:
+    """Replace the failure of one process by a UserError. A twin that fails alone says nothing about a layout."""
+    try:
+        yield
+    except RunError as error:
+        reason = f"one process on a CPU cannot train the twin, so there is nothing to compare with: {error}"
+        raise UserError(
+            f"{reason}\nkernels that only run on a GPU need a CPU path; [prove.args] may choose it"
+        ) from None
 
 
 _OTHER_SAMPLES = 48

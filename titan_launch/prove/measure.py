@@ -12,17 +12,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import config_error
 from titan_launch.core.import_string import user_files
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.optim.registry import replicas_of
 from titan_launch.optim.replica_shards import ReplicaShards
+from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.plan.proof.twin import STEPS
 from titan_launch.plan.units.rule_assignment import is_batch_norm
 from titan_launch.prove.results import Departure, Difference, Event, Reference, largest_by_kind
 from titan_launch.prove.trace import Trace, departures, traced
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step
+from titan_launch.train.model import build_job_model
 from titan_launch.train.run import Run
 
 Step = dict[str, Tensor]
@@ -39,6 +42,7 @@ def measure_reference(
     `variants`: the same twin with other data (`data`), and with the weight of a loss at 0, by the key of the weight.
     None: the model is known to be deterministic and live.
     """
+    _check_size(JobConfig.model_validate(job))
     steps, run, _ = train_twin(job)
     again = steps if variants is None else train_twin(job)[0]
     torch.save(steps, file)
@@ -72,6 +76,23 @@ def measure_reference(
 SMALLEST = 1e-7
 """A gradient whose norm is smaller than this part of the norm of all gradients is a rounding error: the gradient of the
 bias of keys is 0, since softmax does not change when all scores rise by the same number."""
+
+
+_BYTES = 100
+"""Bytes for each parameter of one process: the parameter, its gradient and state, and the results of two runs."""
+
+
+def _check_size(config: JobConfig) -> None:
+    """Raise ConfigError for a twin that one process cannot hold."""
+    built = build_job_model(config)
+    number = sum(parameter.numel() for parameter in built.module.parameters())
+    needed, free = number * _BYTES / GIB, free_memory_gib()
+    if needed > free:
+        reason = (
+            f"has {number:,} parameters, so a proof needs about {needed:.0f} GiB of memory, and {free:.1f} are free"
+        )
+        advice = "name smaller arguments of the model in the table [prove.args]"
+        raise config_error(("model", "name"), f"{reason}; {advice}", config.model.name)
 
 
 def _differ(step: Step, other: Step) -> bool:

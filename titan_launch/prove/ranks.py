@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, UserError
+from titan_launch.core.import_string import raised_in_user_forward, user_traceback
 from titan_launch.core.patches import environment
 from titan_launch.core.signals import signal_name
 
@@ -112,6 +113,7 @@ def _main(pipe: Connection, function: str, args: Any, rank: int, world_size: int
     except BaseException as error:
         problems = error.problems if isinstance(error, ConfigError) else ()
         is_of_user = isinstance(error, UserError)
-        message, status = _Failure(str(error) if is_of_user else traceback.format_exc(), is_of_user, problems), 1
+        trace = user_traceback(error) if raised_in_user_forward(error) else traceback.format_exc()
+        message, status = _Failure(str(error) if is_of_user else trace.rstrip(), is_of_user, problems), 1
     pipe.send_bytes(pickle.dumps(message))  # torch's own reducers send tensors as memory that dies with this process
     os._exit(status)  # gloo's threads can abort an interpreter that shuts down in the ordinary way

@@ -19,13 +19,14 @@ from pydantic import TypeAdapter
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.files import cache_folder, read_regular, replace_text
-from titan_launch.core.fingerprint import content_digest
+from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
 from titan_launch.core.json_files import JsonError, parse_as, reason_of
 from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.plan.proof.twin import twin_of
 
 _PACKAGES = ("titan-launch", "torch", "transformers")
 _MOST_BYTES = 1 << 22
+_SAMPLE_BYTES = 1 << 12
 CERTIFICATE = TypeAdapter(Certificate)
 
 
@@ -42,8 +43,18 @@ def digest_of(config: JobConfig) -> str:
     """Return the digest by which a job's certificate is found. Raises ConfigError for a job without a twin."""
     twin = twin_of(config)
     tables = [job.model_dump(mode="json") for job in (twin.config, twin.precision) if job is not None]
-    parts = json.dumps([tables, versions(), _digest_of_package()], sort_keys=True)
+    parts = json.dumps([tables, _digest_of_weights(config), versions(), _digest_of_package()], sort_keys=True)
     return hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()
+
+
+def _digest_of_weights(config: JobConfig) -> str | None:
+    """Return the digest of the folder in `model.weights`, whose values are part of a proof; None without a folder."""
+    if config.model.weights is None:
+        return None
+    files = sorted(Path(config.model.weights).glob("*.safetensors"))
+    with suppress(OSError):
+        return fingerprint_of_files([(file.name, file) for file in files], _SAMPLE_BYTES).digest
+    return None
 
 
 @cache
