@@ -238,7 +238,7 @@ def test_the_proof_of_the_docs_names_the_module_with_the_bug(tmp_path: Path) -> 
     finding = output.partition("\n\ntwin:")[0]
     assert re.sub(r"[\d.]+e-\d+|[\d.]+\d", "N", finding) == re.sub(r"[\d.]+e-\d+|[\d.]+\d", "N", printed.rstrip())
     status, output, _ = run_command(right, tmp_path, timeout=300)
-    assert status == 0 and output.startswith("layout proven: ")
+    assert status == 0 and output.startswith("layout proven (")
     others = [line for name, block in blocks("sh") if PROOF in name for line in block.splitlines()]
     for line in others:
         assert parse_arguments(shlex.split(line)[1:]).run

@@ -518,7 +518,7 @@ def running_variance_of_one_rank() -> None:
     old = _Synchronized._track
 
     def track(self: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        old(self, mean, variance * 1.1, count)
+        old(self, mean, variance, count / self.ranks)
 
     _Synchronized._track = track  # type: ignore[method-assign]
 
@@ -542,12 +542,6 @@ def decay_of_replicas() -> None:
 
     old = WeightEMA._source
     WeightEMA._source = source  # type: ignore[method-assign]
-
-
-def local_gradient_has_one_chunk() -> None:
-    from titan_launch.parallel import fsdp
-
-    fsdp._placement_of_experts = lambda modules, shards: None  # type: ignore[assignment]
 
 
 _NORMS = r"(layers\.\d\.\w+_norm|norm)"
@@ -619,6 +613,9 @@ MUTANTS: dict[str, Mutant] = {
     "batchnorm_backward_is_local": Mutant(
         "norm", {**BATCHNORM, "batchnorm": {"statistics": "synchronized"}}, batchnorm_backward_is_local, "shards"
     ),
+    "running_variance_of_one_rank": Mutant(
+        _NORMS, {**BATCHNORM, "batchnorm": {"statistics": "synchronized"}}, running_variance_of_one_rank, "shards"
+    ),
     "matrices_of_own_shards": Mutant(
         "the optimizer", {"optimizer": {"name": "Muon"}}, matrices_of_own_shards, "shards"
     ),
@@ -628,13 +625,10 @@ MUTANTS: dict[str, Mutant] = {
     "user_scaled_by_ranks": Mutant(r"blocks\.3.*", _user("scaled_by_ranks"), None, "shards"),
     "user_counts_calls": Mutant(r"blocks\.\d.*", _user("counts_calls", **FULL), None, "checkpointing"),
     "user_mixes_tokens": Mutant(r"blocks\.0.*", _user("mixes_tokens", **TP), None, "tensor"),
-    "user_remembers": Mutant("", _user("remembers"), None),
-    "user_mean_in_place_of_sum": Mutant(
-        "the loss", _user("correct", loss={"name": "tests.prove.user_models:local_mean"}), None
-    ),
+    "user_remembers": Mutant(r"blocks\.0.*", _user("remembers"), None, "accumulation"),
     "user_random": Mutant("", _user("random"), None),
     "user_unused": Mutant("", _user("unused"), None),
-    "user_decayed": Mutant("", _user("decayed"), None),
+    "user_decayed": Mutant(r"blocks\.\d", _user("decayed"), None, "accumulation"),
 }
 """All bugs by name. An empty `module` means that the certificate has a problem in place of a difference."""
 

@@ -187,7 +187,7 @@ def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     store(certificate(digest_of(load_job(str(path)).config), "differs"))
     assert main(launch) == 2
-    assert "layout NOT proven: shards 2 do not train what one process trains" in capsys.readouterr().err
+    assert "layout NOT proven (shards 2): it does not train what one process trains" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(300)

@@ -190,16 +190,7 @@ def remembers() -> nn.Module:
     return Model(Remembers)
 
 
-class TokenPlan(nn.Module):
-    """A block whose parts mix tokens in a module that the plan calls per token."""
-
-
 def mixes_tokens() -> nn.Module:
     """Return a model whose plan says that the mixers work per token: each rank sums its own tokens only."""
     plan = {"embedding": "embedding", "blocks.*.*": "sequence", "head.norm": "sequence", "head.output": "head"}
     return Model(Mixer, plan)
-
-
-def local_mean(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return a loss that is a mean, where a sum is expected."""
-    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())

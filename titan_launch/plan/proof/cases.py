@@ -66,6 +66,7 @@ def cases(twin: JobConfig) -> Iterator[Case]:
     own_modes = tuple(_modes(choices[0]))
     alone = without(choices[0], axes)
     yield Case(alone, own_modes)
+    choices = [_without_kernels(choice) for choice in choices]
     if not axes:
         yield from (Case(choice, tuple(_modes(choice))) for choice in choices[1:])
         return
@@ -75,6 +76,13 @@ def cases(twin: JobConfig) -> Iterator[Case]:
     for index, pair in enumerate(combinations([axis for axis in axes if axis in DEGREES], 2)):
         config = without(choices[index % len(choices)], tuple(axis for axis in axes if axis not in _with_needed(pair)))
         yield Case(config, (*_axes(config), *_modes(config)))
+
+
+def _without_kernels(config: JobConfig) -> JobConfig:
+    """Return a twin whose compiled graphs run operation by operation, in place of kernels that take a minute."""
+    if config.compile.backend != "inductor" or not config.compile.enable:
+        return config
+    return config.model_copy(update={"compile": config.compile.model_copy(update={"backend": "aot_eager"})})
 
 
 def single_parts(case: Case) -> list[Case]:

@@ -101,9 +101,9 @@ class Certificate:
     def headline(self) -> str:
         """The verdict in one line."""
         return {
-            "proven": f"layout proven: {self.layout} train what one process trains",
-            "differs": f"layout NOT proven: {self.layout} do not train what one process trains",
-            "cannot be proven": f"layout not proven: {self.layout} cannot be compared with one process",
+            "proven": f"layout proven ({self.layout}): it trains what one process trains",
+            "differs": f"layout NOT proven ({self.layout}): it does not train what one process trains",
+            "cannot be proven": f"layout not proven ({self.layout}): the twin cannot be compared with one process",
         }[self.verdict]
 
     def text(self) -> str:

@@ -346,6 +346,8 @@ def _unproven(config: JobConfig) -> Iterator[str]:
         yield "kernels of CUDA and NCCL: all runs were on CPUs with gloo"
     if config.float8.enable:
         yield "[float8]: the twin computes these layers in the other dtypes of the job"
+    if config.compile.enable and config.compile.backend == "inductor":
+        yield "compile.backend: only one process runs the kernels of inductor; layouts run its graphs with aot_eager"
     if config.training.enable_cpu_offload:
         yield "training.enable_cpu_offload: there is no copy between a host and a GPU"
     if config.activation_checkpoint.offload:
