@@ -65,6 +65,7 @@ NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 
 
 WHOLE_WAY, FINE_TUNING, YOUR_MODEL = "from_text_to_text.md", "fine_tuning.md", "your_model.md"
+PROOF = "how_to/prove.md"
 """The pages whose commands are run in order, by tests of their own."""
 
 
@@ -75,7 +76,7 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> list[str]:
-    run_in_order = (WHOLE_WAY, FINE_TUNING, YOUR_MODEL)
+    run_in_order = (WHOLE_WAY, FINE_TUNING, YOUR_MODEL, PROOF)
     in_docs = [
         line
         for name, block in blocks("sh")
@@ -222,6 +223,25 @@ def test_the_model_of_the_docs_trains(tmp_path: Path) -> None:
     status, _, reported = run_command(wrong, tmp_path)
     (error,) = re.findall("^error: job.toml:5: .*$", page, flags=re.MULTILINE)
     assert status == 2 and error in reported
+
+
+def test_the_proof_of_the_docs_names_the_module_with_the_bug(tmp_path: Path) -> None:
+    """Run the page's commands about the user's model. The first prints the page's lines, up to digits of numbers."""
+    page = (REPO / "docs" / PROOF).read_text()
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    (_, code), (_, job), (_, lines), (_, printed) = found[2:6]
+    (tmp_path / "my_model.py").write_text(code)
+    (tmp_path / "job.toml").write_text(job)
+    wrong, right = (shlex.split(line)[1:] for line in lines.splitlines())
+    status, output, _ = run_command(wrong, tmp_path, timeout=300)
+    assert status == 1
+    finding = output.partition("\n\ntwin:")[0]
+    assert re.sub(r"[\d.]+e-\d+|[\d.]+\d", "N", finding) == re.sub(r"[\d.]+e-\d+|[\d.]+\d", "N", printed.rstrip())
+    status, output, _ = run_command(right, tmp_path, timeout=300)
+    assert status == 0 and output.startswith("layout proven (")
+    others = [line for name, block in blocks("sh") if PROOF in name for line in block.splitlines()]
+    for line in others:
+        assert parse_arguments(shlex.split(line)[1:]).run
 
 
 CHAT_TEMPLATE = (
@@ -429,7 +449,10 @@ def test_every_command_of_the_docs_is_valid(command: str, capsys: pytest.Capture
         case [
             "python",
             "-m",
-            "tests.parallel.matrix" | "tests.models.parity" | "tests.models.mutations" as module,
+            "tests.parallel.matrix"
+            | "tests.models.parity"
+            | "tests.models.mutations"
+            | "tests.prove.mutants" as module,
             *arguments,
         ]:
             check_benchmark(f"-m {module}", arguments, capsys)

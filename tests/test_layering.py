@@ -28,6 +28,7 @@ RANKS = {
     "loss": 6,
     "train": 7,
     "trace": 8,
+    "prove": 8,
     "launch": 8,
     "recipes": 8,
     "inference": 8,

@@ -20,6 +20,7 @@ COMMANDS = {
     "migrate": "convert a job file of TorchTitan, and name each key that could not be carried",
     "check": "check the job file and, if it exists, its run folder, without torch or a GPU",
     "plan": "predict dtypes of modules, memory, communication and step time, without a GPU",
+    "prove": "compare the layout of the job with one process, at a small size on CPU ranks",
     "prepare": "tokenize text into files that runs map into memory, and train tokenizers",
     "data": "show what the data of the job is, and its first samples, without a GPU",
     "import": "convert a Hugging Face folder to the names of this package, and write a job that starts from it",

@@ -20,10 +20,10 @@ from typing import Any
 
 from benchmarks.publishing import publish
 from tests.distributed import run_ranks
-from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import SPLITS_BACKWARD_OF_EXPERTS
+from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, report, train_one_step
 

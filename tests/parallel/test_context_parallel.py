@@ -13,12 +13,12 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 
 from tests.distributed import run_ranks
 from tests.parallel.divided_model import MAX_TOKENS, Model
-from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.parallel.test_tensor_parallel import OWN, VALIDATION, assert_close, llama, train_one
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 from titan_launch.models.parallel_plans import check_context_plan
 from titan_launch.parallel.context_parallel import SequencePart
 from titan_launch.train.build import build_run

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.observer import Observer
+from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.expert_args import ExpertArgs

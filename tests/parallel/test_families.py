@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.parallel.test_tensor_parallel import TWO, assert_close, train_one
 from tests.sampling import sampled
 from tests.train.jobs import TINY_ARGS
+from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 
 SEQUENCES_WHOLE = {**TWO, "sequence_parallel": False}
 CONTEXT, PIPELINE = {"context_parallel_degree": 2}, {"pipeline_parallel_degree": 2}

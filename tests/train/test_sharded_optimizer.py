@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.sampling import rest_is_slow, sampled
 from tests.tensors import assert_equal
 from tests.train.jobs import TINY_EXPERTS, read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.checkpoint.index import read_index, read_tensor
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 from titan_launch.metrics.memory import track
 from titan_launch.optim import replica_shards
 from titan_launch.optim.registry import replicas_of

@@ -6,10 +6,12 @@ from argparse import SUPPRESS, Namespace
 
 from titan_launch.commands.parser import Parser, check_weights, load_to_train
 from titan_launch.commands.train import add_dry_run, add_output, dry_run, is_dry_run
-from titan_launch.core.errors import UserError
+from titan_launch.config.loading.load import LoadedJob
+from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.process import BAD_INPUT
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.launch.torchrun import launch
+from titan_launch.plan.proof.store import find
 
 
 def add_arguments(parser: Parser) -> None:
@@ -17,6 +19,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_job("titan-launch launch --nproc-per-node 2 --config configs/llama_bn.toml --training.steps=20")
     for name, (metavar, text) in LAUNCH_OPTIONS.items():
         parser.add_argument(f"--{name}", dest=name, metavar=metavar, default=SUPPRESS, help=text)
+    text = "refuse to start unless `titan-launch prove` has a certificate of the job's layout (see prove.certificate)"
+    parser.add_argument("--require-proof", action="store_true", help=text)
     add_output(parser)
     add_dry_run(parser)
 
@@ -36,6 +40,23 @@ def run(arguments: Namespace) -> int:
         dry_run(arguments)
     loaded = load_to_train(arguments, world_size, is_elastic=world_size is None)
     check_weights(loaded)
+    if arguments.require_proof:
+        _check_proof(loaded, arguments.config)
     output = ["--quiet"] * arguments.quiet + ([f"--log-level={arguments.log_level}"] if arguments.log_level else [])
     worker_args = ["--config", arguments.config, *output, *arguments.overrides]
     return launch(processes, worker_args, final_statuses=(BAD_INPUT,), run_folder=loaded.config.job.run_folder)
+
+
+def _check_proof(loaded: LoadedJob, file: str) -> None:
+    """Raise UserError if no certificate proves the layout of a job."""
+    try:
+        certificate = find(loaded.config)
+    except ConfigError as error:
+        raise UserError(loaded.provenance.describe(error.problems)) from None
+    if certificate is None:
+        command = f"titan-launch prove --config {file}"
+        remedy = f"run {command} with the same overrides, or name the file of its --out as prove.certificate"
+        reason = f"no certificate of this job, of this code and of these versions; {remedy}"
+        raise UserError(f"error: --require-proof: {reason}")
+    if certificate.verdict != "proven":
+        raise UserError(f"error: --require-proof: {certificate.text()}")

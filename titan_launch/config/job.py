@@ -18,6 +18,7 @@ from titan_launch.config.sections.run import (
     MetricsConfig,
     PlannerConfig,
     ProfilingConfig,
+    ProveConfig,
 )
 from titan_launch.config.sections.section import Section
 from titan_launch.config.sections.tokenizer import TokenizerConfig
@@ -57,5 +58,6 @@ class JobConfig(Section):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
     planner: PlannerConfig = Field(default_factory=PlannerConfig)
+    prove: ProveConfig = Field(default_factory=ProveConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)

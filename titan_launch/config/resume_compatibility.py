@@ -141,6 +141,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "metrics": "operation",
     "profiling": "operation",
     "planner": "operation",
+    "prove": "operation",
     "comm": "operation",
     "debug": "operation",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from typing import Annotated, Any, ClassVar
 
@@ -23,6 +24,31 @@ Parts = Annotated[int, Field(ge=1, le=MOST_PARTS)]
 
 Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
 NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+
+
+@dataclass(frozen=True)
+class TwinNeeds:
+    """The properties of a layout that the arguments of a small twin must keep (`ModelArgs.twin`)."""
+
+    shards: int
+    """Number of ranks over which the job shards rows of parameters, tensor parallelism included."""
+
+    is_tensor_parallel: bool
+    stages: int
+    """Number of pipeline stages of the twin; 1 without pipeline parallelism."""
+
+    keeps_depth: bool
+    """True if globs of the job name layers by number."""
+
+    seq_len: int
+    """Tokens per sequence of the job."""
+
+    twin_seq_len: int
+
+    def rows(self, own: int, small: int) -> int:
+        """Return at most `small` for a number of rows: one that two shards divide unevenly if the job's shards do."""
+        uneven = small - (2 if self.is_tensor_parallel else 1)
+        return own if own <= small else small if own % self.shards == 0 else uneven
 
 
 class ModelArgs(Section):
@@ -89,6 +115,11 @@ class ModelArgs(Section):
     def experts_per_token(self) -> int | None:
         """Return the number of experts that process a token in a layer; None for a model without experts."""
         return None
+
+    def twin(self, needs: TwinNeeds) -> dict[str, Any]:
+        """Return the arguments that a small twin changes: the same structure, with the fewest layers that have every
+        kind of block, and the smallest sizes that `needs` allows. Empty: the model is not shrunk."""
+        return {}
 
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting in `[model.args]` that selects a BatchNorm with statistics over tokens, such as `norm =

@@ -32,9 +32,18 @@ from titan_launch.core.phantom import is_marked
 from titan_launch.core.terminal import one_line
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, numbered_lines
 from titan_launch.metrics.tags import WITHOUT_IMPROVEMENT
+from titan_launch.plan.proof.certificate import Certificate
+from titan_launch.plan.proof.store import CERTIFICATE
 from titan_launch.train.run_folder.attempt import Launch, attempt_name, attempt_numbers, parse_launch
 from titan_launch.train.run_folder.folder import LOCK_FILE, checkpoint_folder
-from titan_launch.train.run_folder.records import AUDIT_FILE, CONFIG_FILE, LAUNCH_FILE, ROLLED_BACK_FILE, UNITS_FILE
+from titan_launch.train.run_folder.records import (
+    AUDIT_FILE,
+    CONFIG_FILE,
+    LAUNCH_FILE,
+    PROOF_FILE,
+    ROLLED_BACK_FILE,
+    UNITS_FILE,
+)
 
 State = Literal["running", "finished", "ended early", "stopped", "failed"]
 """State of a run. `finished`: the last step is done. `ended early`: `validation.patience` ended the run. `stopped`: a
@@ -298,6 +307,11 @@ class RecordedRun:
     def audit(self) -> RecordedAudit | None:
         """The content of `precision_audit.json`; None without that file."""
         return _record(self.folder / AUDIT_FILE, _AUDIT)
+
+    @cached_property
+    def proof(self) -> Certificate | None:
+        """The content of `proof.json`; None without that file."""
+        return _record(self.folder / PROOF_FILE, CERTIFICATE)
 
     @cached_property
     def units(self) -> list[RecordedUnit]:

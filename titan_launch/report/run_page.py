@@ -53,6 +53,7 @@ def run_page(run: RecordedRun) -> str:
             section("Where the time of a step goes", _times(run)),
             section("Memory", _memory(run)),
             section("Precision", _precision(run)),
+            section("Proof of the layout", _proof(run)),
             section("Starts", _starts(run)),
             section("Skipped steps and rollbacks", _skips(run)),
             section("Checkpoints", _checkpoints(run)),
@@ -134,6 +135,12 @@ def _unit_cells(unit: RecordedUnit, audited: AuditedUnit | None) -> tuple[str, .
     observed = "" if audited is None else "as planned" if audited.as_planned else "differs"
     dtypes = (unit.storage_dtype, unit.compute_dtype, unit.reduce_dtype, unit.output_dtype or "unchanged")
     return (f"{unit.parameters:,}", *dtypes, unit.reason, observed)
+
+
+def _proof(run: RecordedRun) -> str:
+    if run.proof is None:
+        return ""
+    return f"<pre>{escape(run.proof.text())}</pre>"
 
 
 def _starts(run: RecordedRun) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.fsdp import Unfreezing
 from titan_launch.parallel.pipeline import pipeline_of
+from titan_launch.plan.proof.store import find
 from titan_launch.plan.replica_shards import gradients_leave_early
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.plan.types import ModelPlan
@@ -71,7 +73,7 @@ from titan_launch.train.run_folder.folder import (
     prepare_run_folder,
 )
 from titan_launch.train.run_folder.logs import LogFile
-from titan_launch.train.run_folder.records import record_run, record_units
+from titan_launch.train.run_folder.records import record_proof, record_run, record_units
 from titan_launch.train.run_folder.resume import (
     ConsumedSamples,
     Resumable,
@@ -109,6 +111,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     """
     process = process or Surroundings()
     watchdog = process.watchdog or Watchdog(config.comm, ranks)
+    certificate = on_rank_0(partial(find, config))  # of the job as written: `auto` stands for several modes
     job = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, process.locate_key)
@@ -158,8 +161,9 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     config = job.config
     on_rank_0(lambda: record_run(folder.path, job.requested, job.attempt, stack))
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, process.locate_key)))
+    on_rank_0(lambda: record_proof(folder.path, certificate))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
-    log_run(job, ranks.device, memory_check, data, folder.path)
+    log_run(job, ranks.device, memory_check, data, folder.path, certificate)
     train_batches = stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack)
     validation_batches = build_validation_batches(config, data, job.layout, ranks, stack)
     meter = build_meter(job, ranks, timeline, flops)

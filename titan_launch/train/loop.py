@@ -15,7 +15,7 @@ from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.checkpoint.retention import best_steps, validation_losses
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import Stopped, format_key
-from titan_launch.core.observer import StepResult, WatchedStep
+from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.data.order import MixtureOrder
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
@@ -215,8 +215,9 @@ def result(run: Run) -> str:
     return f"the result is {checkpoint_folder(run.output.folder.path) / checkpoint_name(run.progress.step)}"
 
 
-def train_one_step(run: Run) -> StepResult:
-    """Fetch a step's microbatches, train on them, and advance the run's progress."""
+def train_one_step(run: Run, *more: Observer) -> StepResult:
+    """Fetch a step's microbatches, train on them, and advance the run's progress. `more`: observers that come after
+    those of the run."""
     number = run.progress.step + 1
     run.watchdog.enter("loading data", number)
     timeline = run.observers.meter.timeline
@@ -227,7 +228,7 @@ def train_one_step(run: Run) -> StepResult:
     unfreeze(run)
     set_lr(run.optimizer, run.config.optimizer.lr, current_lr_factor(run, number))
     step = WatchedStep(number, due_after_step(run.config, number, run.first_step, 0, False).report, microbatches)
-    observers = list(run.observers)
+    observers = [*run.observers, *more]
     try:
         for observer in observers:
             observer.before_step(step)

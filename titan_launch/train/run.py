@@ -21,6 +21,8 @@ from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.parallel.fsdp import Unfreezing
 from titan_launch.plan.hardware import GIB, Hardware, find_device
+from titan_launch.plan.proof.certificate import Certificate
+from titan_launch.plan.proof.store import describe
 from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.report.unit_table import KeyLocator, format_lines, format_plan, summary_of_job
 from titan_launch.train.batches import RunBatches, RunData
@@ -109,13 +111,19 @@ def log_job(job: ResolvedJob, locate_key: KeyLocator) -> None:
 
 
 def log_run(
-    job: ResolvedJob, device: torch.device, memory_check: MemoryCheck | None, data: RunData, folder: Path
+    job: ResolvedJob,
+    device: torch.device,
+    memory_check: MemoryCheck | None,
+    data: RunData,
+    folder: Path,
+    certificate: Certificate | None,
 ) -> None:
-    """Log the device, the predicted memory, the data and the run folder."""
+    """Log the device, the predicted memory, the data, the proof of the layout and the run folder."""
     lines = [
         ("device", f"{device.type}{_memory(job.hardware, memory_check)}"),
         *data.describe(job.config.training.total_steps * job.layout.global_batch_size),
         *_steps_of_epochs(job.config.training, data),
+        ("proof", describe(certificate)),
         ("folder", f"{folder} ({UNITS_FILE} has the table of the {len(job.plan.units)} FSDP2 units)"),
     ]
     for line in format_lines(lines).split("\n"):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from titan_launch.config.sections.section import Array, Section, is_import_string
+from titan_launch.config.sections.section import Array, Section, Table, is_import_string
 from titan_launch.core.errors import did_you_mean
 
 
@@ -137,6 +137,22 @@ class DebugConfig(Section):
 
     max_rollbacks: Annotated[int, Field(ge=1)] = 3
     """Maximum number of rollbacks of a run. The run ends when it would have to roll back once more."""
+
+
+class ProveConfig(Section):
+    """The small twin of the job that the command `prove` trains. Only this command reads these keys."""
+
+    args: Table = Field(default_factory=dict)
+    """Arguments of the model that the twin has in place of those in `[model.args]`: smaller sizes of a model of your
+    own, or of a class of `transformers` whose sizes are not known. A model of this package needs none."""
+
+    vocab_size: Annotated[int, Field(ge=2)] | None = None
+    """Number of different tokens of the twin's data, at most 64. The twin's embedding must have as many rows. Default:
+    64, or less if the model's argument `vocab_size` is smaller."""
+
+    certificate: str | None = None
+    """File that `prove --out` wrote, relative to the working directory. `launch --require-proof` and the header of a
+    run read it in place of the cache of this host."""
 
 
 UNWATCHED_GROUPS = ("checkpoint",)

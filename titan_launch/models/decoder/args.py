@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, NumTokens, Parts, Width
+from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, NumTokens, Parts, TwinNeeds, Width
 from titan_launch.models.decoder.attention_args import LatentAttentionArgs, PositiveFloat, RopeScaling
 from titan_launch.models.decoder.expert_args import ExpertArgs
 
@@ -351,3 +351,50 @@ class DecoderArgs(ModelArgs):
         """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
         norms."""
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
+
+    def twin(self, needs: TwinNeeds) -> dict[str, Any]:
+        """Return the arguments of a small twin. It has at least two layers, and every combination of window and experts
+        that the layers of this decoder have."""
+        kv_heads = min(self.n_kv_heads, 2)
+        heads = kv_heads * min(self.n_heads // self.n_kv_heads, 2)
+        has_own_width = self.head_dim is not None and self.head_dim * self.n_heads != self.dim
+        width = min(self.head_width, 8)
+        sizes: dict[str, Any] = {
+            "n_heads": heads,
+            "n_kv_heads": kv_heads,
+            "head_dim": None if self.head_dim is None else width,
+            "dim": 4 * width if has_own_width and heads != 4 else heads * width + 8 * has_own_width,
+            "hidden_dim": needs.rows(self.hidden_dim, 48),
+            "vocab_size": needs.rows(self.vocab_size, 64),
+            "query_scale": self.query_scale,
+        }
+        if self.latent_attention is not None:
+            sizes["latent_attention"] = self.latent_attention.twin()
+            sizes["dim"] = 32
+        if self.max_positions is not None:
+            sizes["max_positions"] = min(self.max_positions, max(32, needs.twin_seq_len))
+        if self.sliding_window is not None and self.sliding_window < needs.seq_len:
+            sizes["sliding_window"] = min(self.sliding_window, needs.twin_seq_len // 2 - 1)
+        if self.experts is not None:
+            sizes["experts"] = self.experts.twin()
+        return {**sizes, **self._twin_layers(needs)}
+
+    def _twin_layers(self, needs: TwinNeeds) -> dict[str, Any]:
+        def kinds(args: DecoderArgs) -> set[tuple[bool, bool]]:
+            return {(args.window_of(layer) is None, args.has_experts(layer)) for layer in range(args.n_layers)}
+
+        first = self.n_layers if needs.keeps_depth else min(self.n_layers, max(2, needs.stages))
+        for n_layers in range(first, self.n_layers):
+            changes: dict[str, Any] = {"n_layers": n_layers}
+            if self.full_attention_every is not None:
+                changes["full_attention_every"] = min(self.full_attention_every, 2)
+            if self.full_attention_layers is not None:
+                changes["full_attention_layers"] = [n_layers]
+            if self.experts is not None:
+                dense = min(self.experts.first_dense_layers, 1)
+                changes["experts"] = self.experts.model_copy(update={"first_dense_layers": dense})
+            if kinds(self.model_copy(update=changes)) == kinds(self):
+                if self.experts is not None:
+                    changes["experts"] = {**self.experts.twin(), "first_dense_layers": dense}
+                return changes
+        return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -133,3 +133,10 @@ class LatentAttentionArgs(Section):
     def head_width(self) -> int:
         """Width of a head of queries and keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def twin(self) -> dict[str, Any]:
+        """Return small sizes with the same structure."""
+        small = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+        if self.q_lora_rank is not None:
+            small["q_lora_rank"] = 16
+        return {**self.model_dump(mode="json"), **small}

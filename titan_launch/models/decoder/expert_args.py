@@ -106,3 +106,19 @@ class ExpertArgs(Section):
         their existence counts."""
         table = self.model_dump(mode="json", exclude={"balance_loss", "z_loss"})
         return {**table, "selection_bias_rate": None if self.selection_bias_rate is None else 0.0}
+
+    def twin(self) -> dict[str, Any]:
+        """Return small sizes with the same structure: 4 experts, or 8 in 2 or 4 groups. A token still has one expert,
+        several or all."""
+        groups = min(self.num_groups, 4)
+        experts = min(self.num_experts, 4 if groups == 1 else 8)
+        top_k = experts if self.top_k == self.num_experts else min(self.top_k, 2)
+        return {
+            **self.model_dump(mode="json"),
+            "num_experts": experts,
+            "top_k": top_k,
+            "num_groups": groups,
+            "top_k_groups": groups if self.top_k_groups == self.num_groups else min(self.top_k_groups, groups - 1),
+            "hidden_dim": min(self.hidden_dim, 16),
+            "shared_hidden_dim": None if self.shared_hidden_dim is None else min(self.shared_hidden_dim, 24),
+        }

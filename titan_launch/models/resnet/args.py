@@ -10,7 +10,7 @@ from pydantic import Field
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
 from titan_launch.config.sections.section import Array
-from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, Width
+from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, TwinNeeds, Width
 
 ImageSize = Annotated[int, Field(ge=1, le=1 << 16)]
 BlockKind = Literal["basic", "bottleneck"]
@@ -67,6 +67,16 @@ class ResNetArgs(ModelArgs):
         elif len(self.depths) != len(self.widths):
             stages = f"depths has {len(self.depths)} stages, but widths has {len(self.widths)}"
             yield ("widths", "depths"), f"{stages}; write one number per stage in both"
+
+    def twin(self, needs: TwinNeeds) -> dict[str, Any]:
+        """Return the arguments of a small twin: at most two blocks in each stage, one that changes the shape and one
+        that does not."""
+        return {
+            "depths": self.depths if needs.keeps_depth else [min(depth, 2) for depth in self.depths],
+            "widths": [min(width, 8 * 2**index) for index, width in enumerate(self.widths)],
+            "image_size": min(self.image_size, 32 if self.stem == "imagenet" else 8),
+            "num_classes": needs.rows(self.num_classes, 10),
+        }
 
     def images_taken(self) -> ImageFormat:
         """Return the format of the images that the model takes."""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
-from titan_launch.models.args import Layers, ModelArgs, Parts, Width
+from titan_launch.models.args import Layers, ModelArgs, Parts, TwinNeeds, Width
 
 ImageSize = Annotated[int, Field(ge=1, le=1 << 16)]
 
@@ -80,6 +80,19 @@ class ViTArgs(ModelArgs):
     def num_layers(self) -> int:
         """Return the number of blocks."""
         return self.n_layers
+
+    def twin(self, needs: TwinNeeds) -> dict[str, Any]:
+        """Return the arguments of a small twin, with 16 patches."""
+        heads = min(self.n_heads, 2)
+        return {
+            "image_size": 8,
+            "patch_size": 2,
+            "n_heads": heads,
+            "dim": heads * min(self.head_dim, 16),
+            "hidden_dim": needs.rows(self.hidden_dim, 48),
+            "num_classes": needs.rows(self.num_classes, 10),
+            "n_layers": self.n_layers if needs.keeps_depth else min(self.n_layers, max(2, needs.stages)),
+        }
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         """Return the number of heads, the width of the feed-forward layer, and the number of classes, by argument."""

@@ -20,6 +20,7 @@ from titan_launch.core.errors import Stopped, config_error, format_key
 from titan_launch.core.files import read_regular, replace_text
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, reason_of
 from titan_launch.core.signals import RESTART_STATUS
+from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.train.run_folder.attempt import Attempt, Launch, launch_of, parse_launch
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,9 @@ ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
 
 AUDIT_FILE = "precision_audit.json"
 """Planned and observed dtypes of the first step."""
+
+PROOF_FILE = "proof.json"
+"""The certificate of the layout (`titan-launch prove`), if one was found when the run started."""
 
 UNITS_FILE = "units.json"
 """Table of the FSDP2 units."""
@@ -68,6 +72,14 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
 def record_units(folder: Path, units: list[dict[str, Any]]) -> None:
     """Write the unit table of `titan_launch.plan.report.unit_table.describe_units`."""
     replace_text(folder / UNITS_FILE, json.dumps(units, indent=2) + "\n")
+
+
+def record_proof(folder: Path, certificate: Certificate | None) -> None:
+    """Write the certificate of the layout. Without one, remove that of an earlier start."""
+    if certificate is None:
+        (folder / PROOF_FILE).unlink(missing_ok=True)
+    else:
+        replace_text(folder / PROOF_FILE, certificate.dumps())
 
 
 def record_audit(folder: Path, audit: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""PyTorch's ring attention on the CPU, which the launcher does not support: the kernel is registered with PyTorch's
-dispatcher."""
+"""PyTorch's ring attention on the CPU, for proofs and tests. A run does not support it: the kernel is registered with
+PyTorch's dispatcher here, and only for causal attention without a mask."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def _forward(q: DTensor, k: DTensor, v: DTensor, dropout: float = 0.0, is_causal
         return _FORWARD(query, key, value, 0.0, is_causal, scale=kwargs.get("scale"))
 
     group, locals_ = q.device_mesh.get_group(), [tensor.to_local() for tensor in (q, k, v)]
-    results = _attention._templated_ring_attention(group, _TOKENS, attend, *locals_, is_causal=is_causal)
+    ring: Any = _attention._templated_ring_attention
+    results = ring(group, _TOKENS, attend, *locals_, is_causal=is_causal)
     return tuple(_like(q, result) for result in results)
 
 
-def _backward(
+def _backward(  # noqa: PLR0913 - the signature is PyTorch's
     grad: DTensor,
     q: DTensor,
     k: DTensor,
@@ -55,14 +56,14 @@ def _backward(
     is_causal: bool,
     **kwargs: Any,
 ) -> Any:
-    def attend(  # the argument names of PyTorch's ring
+    def attend(  # noqa: PLR0913 - PyTorch's ring passes these names
         query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, grad_out: Tensor
     ) -> tuple[Tensor, ...]:
         return _BACKWARD(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=kwargs.get("scale"))
 
     group = q.device_mesh.get_group()
     grad_, *others = (tensor.to_local().contiguous() for tensor in (grad, q, k, v, out, log_sums))
-    ring = _attention._templated_ring_attention_backward
+    ring: Any = _attention._templated_ring_attention_backward
     results = ring(group, _TOKENS, attend, grad_, "grad_out", *others, is_causal)
     return tuple(_like(q, result) for result in results[:3])
 

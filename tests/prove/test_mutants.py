@@ -1,0 +1,28 @@
+"""The mutation score: each seeded bug is found by a proof, and the certificate names its module."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.prove.mutants import MUTANTS, certificate_with
+from tests.sampling import rest_is_slow
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", rest_is_slow(list(MUTANTS), every=8))
+def test_a_seeded_bug_is_found_and_its_module_named(name: str) -> None:
+    mutant, certificate = MUTANTS[name], certificate_with(name)
+    if not mutant.module:
+        assert certificate.verdict == "cannot be proven" and certificate.problems
+        return
+    assert certificate.verdict == "differs"
+    finding = certificate.findings[0]
+    assert re.fullmatch(mutant.module, finding.module), f"{finding.module}: {finding.how}"
+    assert any(part.startswith(mutant.part) for part in finding.parts) or not mutant.part, finding.parts
+
+
+def test_there_are_enough_mutants() -> None:
+    assert len(MUTANTS) >= 30
+    assert sum(mutant.plant is None for mutant in MUTANTS.values()) >= 5, "of users' models"

@@ -1,0 +1,226 @@
+"""A job's small twin on CPU ranks trains what one process trains, and a certificate says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.parity import random_model
+from titan_launch.cli import main
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.core.json_files import parse_as
+from titan_launch.core.patches import replaced
+from titan_launch.plan.proof.cases import MOST_RANKS, cases
+from titan_launch.plan.proof.certificate import Certificate
+from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store
+from titan_launch.plan.proof.twin import twin_of
+from titan_launch.prove import main as prove_main
+from titan_launch.prove.main import prove
+
+
+def job(**sections: Any) -> JobConfig:
+    return JobConfig.model_validate(sections)
+
+
+EXACT = {"precision": {"param_dtype": "float32"}}
+
+
+def test_a_dense_decoder_is_proven_in_fp32_and_in_its_precision() -> None:
+    proven = prove(job(parallelism={"tensor_parallel_degree": 4}, loss={"chunks": 4}))
+    assert proven.verdict == "proven"
+    assert [(row.ranks, row.precision) for row in proven.rows] == [(1, "float32"), (4, "float32"), (4, "bfloat16")]
+    assert proven.rows[1].name == "shards 2, tensor 2, accumulation immediate, 4 chunks of the loss"
+    assert parse_as(CERTIFICATE, proven.dumps().encode()) == proven
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallelism": {"context_parallel_degree": 2, "data_parallel_replicate_degree": 2}},
+        {
+            "model": {"name": "qwen3_moe", "args": {"experts": {"balance_loss": 0.1, "selection_bias_rate": 1e-3}}},
+            "parallelism": {"expert_parallel_degree": 4, "tensor_parallel_degree": 2},
+        },
+        {
+            "parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+            "gradient_accumulation": {"mode": "deferred", "keep_params_unsharded": True},
+        },
+        {
+            "model": {"name": "deepseek_v3"},
+            "parallelism": {"data_parallel_replicate_degree": 2, "shard_optimizer_over_replicas": True},
+            "ema": {"decay": 0.9},
+        },
+        {"model": {"name": "gemma3"}, "data": {"kind": "text", "packing": "documents"}},
+        {"model": {"name": "gpt2"}, "parallelism": {"tensor_parallel_degree": 2, "sequence_parallel": False}},
+        {"model": {"name": "llama3", "args": {"norm": "batchnorm"}}, "batchnorm": {"statistics": "synchronized"}},
+        {"lora": {"targets": ["all-linear"], "dropout": 0.1}, "parallelism": {"tensor_parallel_degree": 2}},
+        {"training": {"unfreeze": [{"match": "layers.0.**", "after_step": 100}]}},
+        {"model": {"name": "resnet"}, "data": {"kind": "images"}, "optimizer": {"name": "SGD", "lr": 0.1}},
+        {"model": {"name": "vit"}, "data": {"kind": "images"}, "parallelism": {"tensor_parallel_degree": 2}},
+    ],
+)
+def test_layouts_are_proven(sections: dict[str, Any]) -> None:
+    proven = prove(job(**sections, **EXACT))
+    assert proven.verdict == "proven", proven.text()
+
+
+def test_more_axes_than_processes_are_proven_in_pairs() -> None:
+    degrees = ("tensor", "context", "pipeline")
+    config = job(parallelism={f"{axis}_parallel_degree": 2 for axis in degrees})
+    assert [case.ranks for case in cases(twin_of(config).config)] == [1, *[4] * 6]
+    with_replicas = job(parallelism={"tensor_parallel_degree": 8, "data_parallel_replicate_degree": 4})
+    assert [case.ranks for case in cases(twin_of(with_replicas).config)] == [1, MOST_RANKS]
+
+
+def test_every_mode_that_auto_may_choose_is_run() -> None:
+    config = job(
+        gradient_accumulation={"mode": "auto"},
+        activation_checkpoint={"mode": "auto"},
+        parallelism={"data_parallel_replicate_degree": 2},
+    )
+    names = [case.name for case in cases(twin_of(config).config)][1:]
+    modes = ("immediate", "deferred_all_reduce", "deferred with unsharded parameters")
+    assert [mode in name for mode, name in zip(modes, names, strict=True)] == [True] * 3
+    assert [name.rpartition(" ")[2] for name in names] == ["full", "selective", "full"]
+
+
+TWINS = [("llama3", "70B"), ("gemma3", "27B"), ("deepseek_v3", "671B-A37B"), ("vit", "L/16")]
+
+
+@pytest.mark.parametrize("name, flavor", TWINS)
+def test_a_twin_has_the_structure_of_its_job_and_is_small(name: str, flavor: str) -> None:
+    from titan_launch.models.architectures import resolve_args
+    from titan_launch.models.build import build_model
+
+    kind = "images" if name == "vit" else "text"
+    config = job(model={"name": name, "flavor": flavor}, data={"kind": kind}, training={"seq_len": 8192})
+    twin = twin_of(config).config
+    built = build_model(twin.model, twin.training.seq_len).module
+    whole = build_model(config.model, config.training.seq_len).module
+    assert sum(parameter.numel() for parameter in built.parameters()) < 200_000
+
+    def kinds(model: Any) -> set[str]:
+        return {"|".join(name for name, _ in block.named_parameters()) for block in model.layers}
+
+    assert kinds(built) == kinds(whole)
+    own, small = (resolve_args(m.name, m.flavor, m.args) for m in (config.model, twin.model))
+    if name != "vit":
+        assert (own.n_heads > own.n_kv_heads) == (small.n_heads > small.n_kv_heads)  # type: ignore[attr-defined]
+
+
+def test_uneven_rows_stay_uneven() -> None:
+    assert twin_of(job(model={"args": {"vocab_size": 50257}})).config.model.args["vocab_size"] == 63
+    two = {"tensor_parallel_degree": 2}
+    assert twin_of(job(model={"args": {"vocab_size": 50258}}, parallelism=two)).config.model.args["vocab_size"] == 62
+
+
+def test_a_twin_that_is_not_valid_names_its_argument() -> None:
+    with pytest.raises(
+        ConfigError, match=r"prove\.args\.n_kv_heads: the small twin .* n_heads \(4\) must be a multiple"
+    ):
+        twin_of(job(prove={"args": {"n_kv_heads": 3}}))
+    with pytest.raises(ConfigError, match=r"prove\.args\.no_such"):
+        twin_of(job(prove={"args": {"no_such": 3}}))
+
+
+def test_too_little_memory_is_one_error() -> None:
+    reason = r"2 processes need about 0\.8 GiB of memory, and 0\.5 GiB are free"
+    with replaced(prove_main, "free_memory_gib", lambda: 0.5), pytest.raises(UserError, match=reason):
+        prove(job())
+
+
+def test_globs_that_number_layers_keep_the_depth() -> None:
+    twin = twin_of(job(training={"frozen": ["layers.0.**"]}))
+    assert twin.config.model.args["n_layers"] == 6
+    assert twin.unshrunk == ("the number of layers: globs of the job name layers by number",)
+
+
+# Certificates
+
+
+def certificate(digest: str, verdict: Any = "proven") -> Certificate:
+    texts: dict[str, Any] = {"layout": "shards 2", "twin": "", "created": "2026-11-28"}
+    lists: dict[str, Any] = dict.fromkeys(("rows", "findings", "problems", "unshrunk", "unproven"), ())
+    return Certificate(
+        verdict, digest=digest, num_parameters=1, steps=3, versions={}, files={}, seconds=1.0, **texts, **lists
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_certificate_is_found_by_the_structure_of_the_job(tmp_path: Path) -> None:
+    config = job(parallelism={"tensor_parallel_degree": 2})
+    assert find(config) is None
+    store(certificate(digest_of(config)))
+    assert find(config) is not None
+    larger = {"parallelism": {"tensor_parallel_degree": 8}, "model": {"flavor": "8B"}, "job": {"name": "other"}}
+    assert digest_of(job(**larger)) == digest_of(job(**{**larger, "training": {"steps": 7}})) != digest_of(config)
+    assert find(job(parallelism={"tensor_parallel_degree": 4})) == find(config), "sizes of axes do not matter"
+    assert find(job(parallelism={"context_parallel_degree": 2})) is None
+    file = tmp_path / "proof.json"
+    named = job(parallelism={"tensor_parallel_degree": 2}, prove={"certificate": str(file)})
+    with pytest.raises(ConfigError, match=r"prove\.certificate: cannot be read"):
+        find(named)
+    file.write_text(certificate(digest_of(config)).dumps())
+    assert find(named) == find(config)
+
+
+@pytest.mark.usefixtures("cache")
+def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f'[job]\ndump_folder = "{tmp_path}"\ndevice = "cpu"\n[data]\nkind = "synthetic"\n')
+    launch = ["launch", "--require-proof", "--config", str(path)]
+    assert main(launch) == 2
+    assert "error: --require-proof: no certificate of this job" in capsys.readouterr().err
+    from titan_launch.config.loading.load import load_job
+
+    store(certificate(digest_of(load_job(str(path)).config), "differs"))
+    assert main(launch) == 2
+    assert "layout NOT proven (shards 2): it does not train what one process trains" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(300)
+def test_values_of_a_folder_are_those_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    random_model("Qwen 2.5, tied, windows", tmp_path / "hf")
+    sections = {"model": {"weights": str(tmp_path / "hf"), **model_of(tmp_path / "hf")}, **EXACT}
+    proven = prove(job(**sections, data={"kind": "synthetic", "vocab_size": 8}))
+    assert proven.verdict == "proven", proven.text()
+    assert proven.rows[-1].errors.keys() == {"logits", "gradient"}
+    tampered = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**tampered, "rms_norm_eps": 0.5}))
+    differs = prove(job(**sections, data={"kind": "synthetic", "vocab_size": 8}))
+    assert differs.verdict == "differs" and differs.findings[0].parts == ("model.weights",)
+
+
+def model_of(folder: Path) -> dict[str, Any]:
+    from titan_launch.models.huggingface.config_json import read_folder_config
+
+    found = read_folder_config(folder)
+    return {"name": found.name, "flavor": found.flavor, "args": dict(found.args)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["dpo", "distillation"])
+def test_a_second_model_has_a_twin_of_its_own(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    random_model("Llama 2", tmp_path / "hf", vocab_size=320)
+    model = {"weights": str(tmp_path / "hf"), **model_of(tmp_path / "hf")}
+    settings = {"dpo": {"reference": model["weights"]}, "distillation": {"teacher": model["weights"]}}
+    data = {"dpo": {"kind": "preferences", "path": "pairs.jsonl"}, "distillation": {"kind": "text"}}
+    parallelism = {"tensor_parallel_degree": 2, "loss_parallel": False}
+    loss = {"name": name, name: settings[name]}
+    proven = prove(job(model=model, loss=loss, data=data[name], parallelism=parallelism, **EXACT))
+    assert proven.verdict == "proven", proven.text()

@@ -1,0 +1,53 @@
+"""The command `prove`: a certificate that a job's layout trains what one process trains."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import NoReturn
+
+from titan_launch.commands.parser import Parser, load
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import RunError
+from titan_launch.core.files import refuse_weights_folder, replace_text
+from titan_launch.core.process import run_and_exit
+from titan_launch.core.terminal import one_line, say, say_data
+from titan_launch.plan.proof.certificate import Certificate
+from titan_launch.plan.proof.store import find, store
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `prove`."""
+    parser.add_job("titan-launch prove --config configs/parallel/tensor.toml")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="also write the certificate as JSON")
+    parser.add_argument("--again", action="store_true", help="run all of it, also if a certificate is in the cache")
+
+
+def run(arguments: Namespace) -> NoReturn:
+    """Print the certificate of the job, and end the process."""
+    loaded = load(arguments, None)
+    if arguments.out is not None:
+        refuse_weights_folder(arguments.out)
+
+    def print_certificate() -> None:
+        certificate = None if arguments.again else find(loaded.config)
+        if certificate is None:
+            certificate = _made(loaded.config)
+        if arguments.out is not None:
+            replace_text(arguments.out, certificate.dumps())
+        say_data(certificate.dumps()) if arguments.json else say(certificate.text())
+        if certificate.verdict != "proven":
+            raise RunError(certificate.headline)
+
+    run_and_exit(print_certificate, loaded.provenance.describe)
+
+
+def _made(config: JobConfig) -> Certificate:
+    """Return a new certificate, which is stored in the cache."""
+    from titan_launch.prove.main import prove
+
+    certificate = prove(config, lambda text: say(one_line(text), file=sys.stderr, flush=True))
+    store(certificate)
+    return certificate

@@ -1,0 +1,233 @@
+"""The runs of a proof: one process in the plainest way, and the layouts that are compared with it. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
+from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.plan.proof.twin import DEGREES, num_microbatches, splits_backward, world_size
+
+MOST_RANKS = 8
+"""Largest number of processes of a run. Layouts with more axes are run pairwise."""
+
+AXES = (*DEGREES, "sharded optimizer")
+"""Parts of a layout that a run may have or not. The last one needs replicas."""
+
+MODES = ("accumulation", "checkpointing", "chunks", "compile", "precision units")
+"""Parts of a job that are no axes, by the names that a certificate uses."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of the twin that is compared with one process."""
+
+    config: JobConfig
+    parts: tuple[str, ...]
+    """The axes and modes by which the run differs from one process in the plainest way."""
+
+    is_exact: bool = True
+    """True in fp32, False in the precision of the job."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return world_size(self.config.parallelism)
+
+    @property
+    def name(self) -> str:
+        """The parts in words: `shards 2, tensor 2, accumulation deferred`."""
+        return ", ".join(_in_words(self.config, part) for part in self.parts) or "one process"
+
+    def reference(self, has_batch_norm: bool) -> JobConfig:
+        """Return the job of one process that trains the same global batch. Its step is one microbatch. Batch statistics
+        need the same microbatches as the case; synchronized ones, those of all ranks together."""
+        training, degrees = self.config.training, self.config.parallelism
+        size = GLOBAL_BATCH
+        if has_batch_norm:
+            ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
+            assert training.local_batch_size != "auto"
+            size = training.local_batch_size * (ranks if self.config.batchnorm.statistics == "synchronized" else 1)
+        return without(self.config, (*AXES, *MODES)).model_copy(
+            update={"training": training.model_copy(update={"local_batch_size": size})}
+        )
+
+
+def cases(twin: JobConfig) -> Iterator[Case]:
+    """Yield the runs of a twin: its modes on one process, then its layout in every mode that the job may take."""
+    choices = list(_choices(twin))
+    axes = tuple(_axes(twin))
+    own_modes = tuple(_modes(choices[0]))
+    alone = without(choices[0], axes)
+    yield Case(alone, own_modes)
+    choices = [_without_kernels(choice) for choice in choices]
+    if not axes:
+        yield from (Case(choice, tuple(_modes(choice))) for choice in choices[1:])
+        return
+    if world_size(twin.parallelism) <= MOST_RANKS:
+        yield from (Case(choice, (*axes, *_modes(choice))) for choice in choices)
+        return
+    for index, pair in enumerate(combinations([axis for axis in axes if axis in DEGREES], 2)):
+        config = without(choices[index % len(choices)], tuple(axis for axis in axes if axis not in _with_needed(pair)))
+        yield Case(config, (*_axes(config), *_modes(config)))
+
+
+def _without_kernels(config: JobConfig) -> JobConfig:
+    """Return a twin whose compiled graphs run operation by operation, in place of kernels that take a minute."""
+    if config.compile.backend != "inductor" or not config.compile.enable:
+        return config
+    return config.model_copy(update={"compile": config.compile.model_copy(update={"backend": "aot_eager"})})
+
+
+def single_parts(case: Case) -> list[Case]:
+    """Return the runs that have one part of a case each, for a bisection."""
+    found = []
+    for part in case.parts:
+        kept = _with_needed((part,))
+        config = without(case.config, tuple(other for other in case.parts if other not in kept))
+        found.append(Case(config, (part,), case.is_exact))
+    return found
+
+
+def pairs_of_parts(case: Case) -> list[Case]:
+    """Return the runs that have two parts of a case each."""
+    found = []
+    for pair in combinations(case.parts, 2):
+        kept = _with_needed(pair)
+        config = without(case.config, tuple(other for other in case.parts if other not in kept))
+        found.append(Case(config, pair, case.is_exact))
+    return found
+
+
+def _with_needed(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """Add the axes without which a part does not exist."""
+    added = list(parts)
+    if "expert" in parts and not {"shards", "context"} & {*parts}:
+        added.append("shards")
+    if "sharded optimizer" in parts:
+        added.append("replicas")
+    return tuple(added)
+
+
+def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
+    """Return a twin without some of its axes and modes. Its batch is divided anew over the ranks."""
+    degrees: dict[str, Any] = {DEGREES[part]: 1 for part in parts if part in DEGREES}
+    if {"sharded optimizer", "replicas"} & {*parts}:
+        degrees["shard_optimizer_over_replicas"] = False
+    parallelism = config.parallelism.model_copy(update=degrees)
+    if parallelism.tensor_parallel_degree == 1:
+        parallelism = parallelism.model_copy(update={"sequence_parallel": True, "loss_parallel": True})
+    changes: dict[str, Any] = {"parallelism": parallelism}
+    plain = {
+        "accumulation": ("gradient_accumulation", GradientAccumulationConfig(mode="immediate")),
+        "checkpointing": ("activation_checkpoint", ActivationCheckpointConfig()),
+        "chunks": ("loss", config.loss.model_copy(update={"chunks": 1})),
+        "compile": ("compile", CompileConfig()),
+        "precision units": ("precision", config.precision.model_copy(update={"rules": ()})),
+    }
+    changes |= dict(plain[part] for part in parts if part in plain)
+    changed = config.model_copy(update=changes)
+    if "accumulation" in parts and splits_backward(parallelism):
+        changed = changed.model_copy(update={"gradient_accumulation": _ONCE})
+    if changed.gradient_accumulation.mode == "deferred_all_reduce" and not _all_reduces(parallelism):
+        mode = {"gradient_accumulation": GradientAccumulationConfig(mode="immediate")}
+        changed = changed.model_copy(update=mode)
+    if changed.activation_checkpoint.mode == "memory_budget" and not changed.compile.enable:
+        changed = changed.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig()})
+    return with_batch(changed)
+
+
+_ONCE = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
+"""The only mode of schedules that split backward."""
+
+
+def with_batch(config: JobConfig) -> JobConfig:
+    """Return a twin whose step has 16 samples, in at least two microbatches of equal size on each rank."""
+    degrees = config.parallelism
+    ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
+    local = GLOBAL_BATCH // (ranks * num_microbatches(config))
+    training = config.training.model_copy(update={"global_batch_size": GLOBAL_BATCH, "local_batch_size": local})
+    return config.model_copy(update={"training": training})
+
+
+GLOBAL_BATCH = 16
+
+
+def _axes(config: JobConfig) -> Iterator[str]:
+    degrees = config.parallelism
+    yield from (axis for axis, key in DEGREES.items() if getattr(degrees, key) > 1)
+    if degrees.shard_optimizer_over_replicas and degrees.data_parallel_replicate_degree > 1:
+        yield "sharded optimizer"
+
+
+def _modes(config: JobConfig) -> Iterator[str]:
+    """Yield the modes of a twin that its plainest run has not. Every run accumulates."""
+    yield "accumulation"
+    if config.activation_checkpoint.mode != "none":
+        yield "checkpointing"
+    if config.loss.chunks > 1:
+        yield "chunks"
+    if config.compile.enable:
+        yield "compile"
+
+
+def _choices(twin: JobConfig) -> Iterator[JobConfig]:
+    """Yield the twin in every accumulation mode and checkpointing mode that `auto` may choose, each at least once."""
+    accumulation, checkpointing = twin.gradient_accumulation, twin.activation_checkpoint
+    if splits_backward(twin.parallelism):
+        modes = [_ONCE]
+    elif accumulation.mode == "auto":
+        names = ["immediate", *(["deferred_all_reduce"] if _all_reduces(twin.parallelism) else [])]
+        modes = [GradientAccumulationConfig(mode=name, keep_params_unsharded=False) for name in names]
+        kept = accumulation.keep_params_unsharded
+        modes.append(GradientAccumulationConfig(mode="deferred", keep_params_unsharded=kept is not False))
+    else:
+        modes = [accumulation.model_copy(update={"keep_params_unsharded": bool(accumulation.keep_params_unsharded)})]
+    chosen = ("full", "selective") if checkpointing.mode == "auto" else (checkpointing.mode,)
+    checkpointings = [checkpointing.model_copy(update={"mode": name}) for name in chosen]
+    for index in range(max(len(modes), len(checkpointings))):
+        changes = {
+            "gradient_accumulation": modes[index % len(modes)],
+            "activation_checkpoint": checkpointings[index % len(checkpointings)],
+        }
+        yield with_batch(twin.model_copy(update=changes))
+
+
+def _all_reduces(parallelism: ParallelismConfig) -> bool:
+    return parallelism.data_parallel_replicate_degree > 1 and not parallelism.shard_optimizer_over_replicas
+
+
+def in_precision(case: Case, twin: JobConfig) -> Case:
+    """Return a case in the precision of a twin."""
+    sections = {name: getattr(twin, name) for name in ("precision", "optimizer")}
+    return replace(case, config=case.config.model_copy(update=sections), is_exact=not case.is_exact)
+
+
+def has_compiler(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return True if this host has a compiler of C++, which inductor needs."""
+    return any(shutil.which(name) for name in (environment.get("CXX"), "g++", "clang++") if name)
+
+
+def _in_words(config: JobConfig, part: str) -> str:
+    if part in DEGREES:
+        words = f"{part} {getattr(config.parallelism, DEGREES[part])}"
+        if part == "pipeline":
+            words += f" ({config.parallelism.pipeline_parallel_schedule})"
+        if part == "tensor":
+            off = [key for key in ("sequence_parallel", "loss_parallel") if not getattr(config.parallelism, key)]
+            words += "".join(f" without {key}" for key in off)
+        return words
+    accumulation = config.gradient_accumulation
+    kept = " with unsharded parameters" if accumulation.keep_params_unsharded else ""
+    return {
+        "accumulation": f"accumulation {accumulation.mode}{kept}",
+        "checkpointing": f"checkpointing {config.activation_checkpoint.mode}",
+        "chunks": f"{config.loss.chunks} chunks of the loss",
+        "compile": f"compile ({config.compile.backend})",
+    }.get(part, part)

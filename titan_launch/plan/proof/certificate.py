@@ -1,0 +1,156 @@
+"""The certificate of a proof: what was compared with one process, what differs, and what was not proven. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Verdict = Literal["proven", "differs", "cannot be proven"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of the twin beside one process."""
+
+    name: str
+    """The axes and modes of the run."""
+
+    ranks: int
+    precision: str
+    """`float32`, or the dtypes of the job."""
+
+    errors: Mapping[str, float]
+    """The largest relative difference of each kind of result: `loss`, `gradient`, `update`, and so on."""
+
+    tolerances: Mapping[str, float]
+    num_results: int
+    """Number of results that were compared, over all steps."""
+
+    seconds: float
+
+    @property
+    def exceeded(self) -> list[str]:
+        """The kinds whose largest difference is above its tolerance."""
+        return [kind for kind, error in self.errors.items() if not error <= self.tolerances[kind]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The place where a run departs from one process."""
+
+    run: str
+    result: str
+    """The first result that differs, such as `gradient layers.0.attention.wo.weight`."""
+
+    step: int
+    error: float
+    ratio: float
+    """Norm of the result, relative to that of one process."""
+
+    cosine: float
+    module: str
+    """The first module that departs."""
+
+    how: str
+    """What departs in the module, in words."""
+
+    parts: tuple[str, ...]
+    """The axes or modes which show the difference alone, or in pairs."""
+
+    is_alone: bool = True
+    """False if no single part shows the difference."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of `titan-launch prove`."""
+
+    verdict: Verdict
+    layout: str
+    """The axes and modes of the job."""
+
+    digest: str
+    """Digest of the job's structure, and of all code that computes it."""
+
+    twin: str
+    """Sizes of the twin."""
+
+    num_parameters: int
+    steps: int
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+    problems: tuple[str, ...]
+    """Reasons other than a difference: dead parameters, a model that is not deterministic."""
+
+    unshrunk: tuple[str, ...]
+    unproven: tuple[str, ...]
+    versions: Mapping[str, str]
+    files: Mapping[str, str]
+    """Digests of the files of the user's own modules, by path."""
+
+    created: str
+    seconds: float
+
+    def dumps(self) -> str:
+        """Return the certificate as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line."""
+        return {
+            "proven": f"layout proven ({self.layout}): it trains what one process trains",
+            "differs": f"layout NOT proven ({self.layout}): it does not train what one process trains",
+            "cannot be proven": f"layout not proven ({self.layout}): the twin cannot be compared with one process",
+        }[self.verdict]
+
+    def text(self) -> str:
+        """Return the certificate for the terminal."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield self.headline
+        for finding in self.findings:
+            yield ""
+            yield from describe_finding(finding)
+        if self.problems:
+            yield ""
+            yield from self.problems
+        yield ""
+        yield f"twin: {self.num_parameters:,} parameters ({self.twin}), {self.steps} steps"
+        yield from _table(self.rows)
+        for title, sentences in (("not shrunk", self.unshrunk), ("not proven", self.unproven)):
+            if sentences:
+                yield ""
+                yield f"{title}:"
+                yield from (f"  {sentence}" for sentence in sentences)
+        yield ""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        yield f"made in {self.seconds:.0f} s on {self.created} with {versions}; digest {self.digest}"
+
+
+def describe_finding(finding: Finding) -> Iterator[str]:
+    """Yield the lines about a difference."""
+    yield f"module: {finding.module} ({finding.how})"
+    yield f"first result that differs: {finding.result} in step {finding.step}, by {finding.error:.1e} of its norm;"
+    yield f"  its norm is {finding.ratio:.4g} times that of one process, the cosine is {finding.cosine:.4f}"
+    shown = "shown by" if finding.is_alone else "shown only together by"
+    yield f"{shown}: {', '.join(finding.parts) or 'no part of the layout alone'} (found in: {finding.run})"
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row.errors))
+    header = ["", *kinds, "results", "ranks", "dtype", "run"]
+    lines = [header]
+    for row in rows:
+        errors = [f"{row.errors[kind]:.0e}" if kind in row.errors else "" for kind in kinds]
+        mark = "differs" if row.exceeded else "equal"
+        lines.append([mark, *errors, str(row.num_results), str(row.ranks), row.precision, row.name])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    for line in lines:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    limits = dict.fromkeys((row.precision, tuple(row.tolerances.items())) for row in rows)
+    for precision, tolerances in limits:
+        yield f"tolerances in {precision}: {', '.join(f'{kind} {value:.0e}' for kind, value in tolerances)}"

@@ -1,0 +1,117 @@
+"""Certificates in the user's cache, or in a file that the job names. No torch.
+
+A certificate is found by a digest of the twin that it proves, and of all code that computed it. The digest does not
+depend on the degrees above 1, on sizes, or on the host: it is the same on the laptop and on the cluster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.files import cache_folder, read_regular, replace_text
+from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
+from titan_launch.core.json_files import JsonError, parse_as, reason_of
+from titan_launch.plan.proof.certificate import Certificate
+from titan_launch.plan.proof.twin import twin_of
+
+_PACKAGES = ("titan-launch", "torch", "transformers")
+_MOST_BYTES = 1 << 22
+_SAMPLE_BYTES = 1 << 12
+CERTIFICATE = TypeAdapter(Certificate)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that compute a step, without the parts that name a build."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name).partition("+")[0]
+    return found
+
+
+def digest_of(config: JobConfig) -> str:
+    """Return the digest by which a job's certificate is found. Raises ConfigError for a job without a twin."""
+    twin = twin_of(config)
+    tables = [job.model_dump(mode="json") for job in (twin.config, twin.precision) if job is not None]
+    parts = json.dumps([tables, _digest_of_weights(config), versions(), _digest_of_package()], sort_keys=True)
+    return hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()
+
+
+def _digest_of_weights(config: JobConfig) -> str | None:
+    """Return the digest of the folder in `model.weights`, whose values are part of a proof; None without a folder."""
+    if config.model.weights is None:
+        return None
+    files = sorted(Path(config.model.weights).glob("*.safetensors"))
+    with suppress(OSError):
+        return fingerprint_of_files([(file.name, file) for file in files], _SAMPLE_BYTES).digest
+    return None
+
+
+@cache
+def _digest_of_package() -> str:
+    """Return a digest of the content of this package's files."""
+    return content_digest(sorted((Path(__file__).parent.parent.parent).rglob("*.py")))
+
+
+def digests_of_files(files: Iterable[str]) -> dict[str, str]:
+    """Return a digest of the content of each file, by its path relative to the working directory if it is below."""
+    found = {}
+    for file in map(Path, files):
+        name = str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+        found[name] = content_digest([file])
+    return found
+
+
+def find(config: JobConfig) -> Certificate | None:
+    """Return the certificate of a job: from `prove.certificate` if the job sets it, else from the cache. None if there
+    is none, or if it is of another structure or of other code.
+
+    Raises ConfigError if `prove.certificate` cannot be read.
+    """
+    try:
+        digest = digest_of(config)
+    except ConfigError:
+        return None
+    named = config.prove.certificate
+    try:
+        found = parse_as(CERTIFICATE, read_regular(Path(named or _entry(digest)), _MOST_BYTES))
+    except (OSError, JsonError) as error:
+        if named is None:
+            return None
+        reason = f"cannot be read ({reason_of(error)}); write it with titan-launch prove --out"
+        raise config_error(("prove", "certificate"), reason, named) from None
+    is_current = found.digest == digest
+    with suppress(OSError):
+        return found if is_current and digests_of_files(found.files) == dict(found.files) else None
+    return None
+
+
+def store(certificate: Certificate) -> None:
+    """Write a certificate into the cache. A cache that cannot be written is not used."""
+    with suppress(OSError):
+        path = _entry(certificate.digest)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_text(path, certificate.dumps())
+
+
+def _entry(digest: str) -> Path:
+    return cache_folder() / "proofs" / f"{digest}.json"
+
+
+def describe(certificate: Certificate | None) -> str:
+    """Return the line of a run's header about its proof."""
+    if certificate is None:
+        return "layout not proven; titan-launch prove compares it with one process"
+    if certificate.verdict == "proven":
+        return f"layout proven on {certificate.created} ({certificate.digest})"
+    return f"layout NOT proven on {certificate.created}: it {certificate.verdict} ({certificate.digest})"

@@ -1,0 +1,376 @@
+"""The small twin of a job: the same structure at the smallest sizes, in fp32 and without dropout. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from pydantic import ValidationError
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.loss import frozen_job
+from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
+from titan_launch.config.sections.checkpoint import CheckpointConfig
+from titan_launch.config.sections.data import FactoryData, separates_documents
+from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.config.sections.precision import Float8Config, KernelsConfig, PrecisionConfig
+from titan_launch.config.sections.run import CommConfig, DebugConfig, GeneralConfig, MetricsConfig, PlannerConfig
+from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
+from titan_launch.config.sections.training import Constant, OptimizerConfig, TrainingConfig
+from titan_launch.core.errors import config_error
+from titan_launch.models.architectures import ALL_IN_ARGS, images_taken, resolve_args, vocabulary_taken
+from titan_launch.models.args import TwinNeeds
+
+STEPS = 3
+"""Steps that each run of a proof trains. The first step of LoRA's A and of layers behind zeros has gradient 0."""
+
+SEQ_LEN = 16
+VOCABULARY = 64
+SAMPLES = "titan_launch.prove.samples:Samples"
+
+_UNKNOWN_SHARDS = 8
+"""Number of shards that counts for `data_parallel_shard_degree = -1`: usual numbers of GPUs are multiples of 8."""
+
+SECOND = "TWIN_OF_SECOND_MODEL"
+"""Stands for the folder of the second model's twin, which is written for each proof."""
+
+DEGREES = {
+    "pipeline": "pipeline_parallel_degree",
+    "replicas": "data_parallel_replicate_degree",
+    "shards": "data_parallel_shard_degree",
+    "context": "context_parallel_degree",
+    "tensor": "tensor_parallel_degree",
+    "expert": "expert_parallel_degree",
+}
+"""The axes of a layout by their names in a certificate, with their keys in `[parallelism]`."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The small twin of a job, in the job's layout."""
+
+    config: JobConfig
+    """The twin in fp32."""
+
+    precision: JobConfig | None
+    """The same twin in the precision of the job; None if that is fp32."""
+
+    unshrunk: tuple[str, ...]
+    """Sentences about everything that has not been shrunk."""
+
+    unproven: tuple[str, ...]
+    """Sentences about the parts of the job that no CPU run can show."""
+
+    second: ModelConfig | None = None
+    """The second model of the loss, whose folder the twin's loss names as `SECOND`; None if there is none."""
+
+
+def twin_of(config: JobConfig) -> Twin:
+    """Return the small twin of a job. Raises ConfigError for a model that cannot be shrunk."""
+    unshrunk: list[str] = []
+    training, parallelism = config.training, config.parallelism
+    seq_len = SEQ_LEN * (2 if config.loss.kind.reads_pairs else 1)
+    model = _model(config, seq_len, unshrunk)
+    second = config.loss.frozen_model()
+    loss, of_second = config.loss, None
+    if second is not None:
+        name, key = loss.name, second.key[-1]
+        settings = getattr(loss, name).model_copy(update={key: SECOND, "dtype": None})
+        loss = loss.model_copy(update={name: settings})
+        of_second = _model(frozen_job(config, second), seq_len, unshrunk)
+    lora = config.lora.model_copy(update={"dropout": 0.0, "adapter": None, **_small_ranks(config.lora)})
+    own = config.optimizer
+    optimizer = own.model_copy(update={"lr": max(own.lr, 1e-3), "eps": max(own.eps, 1e-5)})
+    twin = JobConfig().model_copy(
+        update={
+            "job": GeneralConfig(name="twin", device="cpu"),
+            "model": model,
+            "lora": lora,
+            "tokenizer": TokenizerConfig(),
+            "data": _data(config, model, unshrunk),
+            "training": _training(training, seq_len),
+            "loss": loss,
+            "precision": in_fp32(config.precision),
+            "batchnorm": config.batchnorm,
+            "activation_checkpoint": config.activation_checkpoint.model_copy(update={"offload": False}),
+            "gradient_accumulation": config.gradient_accumulation,
+            "compile": config.compile.model_copy(update={"cache_folder": None}),
+            "kernels": KernelsConfig(),
+            "float8": Float8Config(),
+            "parallelism": _smallest_degrees(parallelism, unshrunk),
+            "optimizer": _in_fp32(optimizer),
+            "lr_scheduler": Constant(kind="constant"),
+            "ema": config.ema.model_copy(update={"start_step": 0, "every_steps": 1, "validate_with": "both"}),
+            "checkpoint": CheckpointConfig(save_last=False),
+            "metrics": MetricsConfig(log_freq=STEPS, enable_tensorboard=False),
+            "planner": PlannerConfig(),
+            "comm": CommConfig(hang_seconds=0, flight_recorder_size=0),
+            "debug": DebugConfig(audit_precision=False),
+        }
+    )
+    of_job = {"precision": config.precision, "optimizer": optimizer}
+    is_fp32 = twin.precision == config.precision and twin.optimizer == optimizer
+    precision = None if is_fp32 else twin.model_copy(update=of_job)
+    return Twin(twin, precision, tuple(dict.fromkeys(unshrunk)), tuple(_unproven(config)), of_second)
+
+
+def in_fp32(precision: PrecisionConfig) -> PrecisionConfig:
+    """Return a section with the same rules, so that the FSDP2 units are the same, all in float32."""
+
+    def exact(section: Any) -> dict[str, Any]:
+        return {name: "float32" for name, value in section.changed() if name.endswith("dtype") and value is not None}
+
+    rules = tuple(rule.model_copy(update=exact(rule)) for rule in precision.rules)
+    return precision.model_copy(update={**exact(precision), "param_dtype": "float32", "rules": rules})
+
+
+def _in_fp32(optimizer: OptimizerConfig) -> OptimizerConfig:
+    return optimizer.model_copy(update={"state_dtype": None, "rounding": "nearest", "master_weights": False})
+
+
+def _training(training: TrainingConfig, seq_len: int) -> TrainingConfig:
+    names = ("max_norm", "trainable", "frozen", "seed")
+    kept = {name: getattr(training, name) for name in names}
+    unfreeze = tuple(entry.model_copy(update={"after_step": 1}) for entry in training.unfreeze)
+    return TrainingConfig(seq_len=seq_len, steps=STEPS).model_copy(update={**kept, "unfreeze": unfreeze})
+
+
+def _small_ranks(lora: LoRAConfig) -> dict[str, Any]:
+    def small(rank: int | None) -> int | None:
+        return None if rank is None else min(rank, 4)
+
+    rules = tuple(rule.model_copy(update={"rank": small(rule.rank)}) for rule in lora.rules)
+    return {"rank": small(lora.rank), "rules": rules}
+
+
+def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> ParallelismConfig:
+    """Return the same axes with 2 ranks each. Experts are divided over the ranks of shards or of context."""
+    degrees = {key: 1 if getattr(parallelism, key) == 1 else 2 for key in DEGREES.values()}
+    if parallelism.pipeline_parallel_split_points:
+        unshrunk.append("parallelism.pipeline_parallel_split_points: the twin's stages are divided evenly")
+    return parallelism.model_copy(update={**degrees, "pipeline_parallel_split_points": ()})
+
+
+def num_stages(parallelism: ParallelismConfig) -> int:
+    """Return the number of pipeline stages of a twin; 1 without pipeline parallelism."""
+    if parallelism.pipeline_parallel_degree == 1:
+        return 1
+    is_single = parallelism.pipeline_parallel_schedule in ("1F1B", "GPipe")
+    return 2 * (parallelism.pipeline_parallel_stages_per_rank or (1 if is_single else 2))
+
+
+def num_microbatches(config: JobConfig) -> int:
+    """Return the number of microbatches of a step of a twin: 4 for a pipeline, else 2."""
+    return 4 if config.parallelism.pipeline_parallel_degree > 1 else 2
+
+
+def splits_backward(parallelism: ParallelismConfig) -> bool:
+    """Return True if the schedule computes the gradients of weights later than those of activations."""
+    is_divided = parallelism.pipeline_parallel_degree > 1
+    return is_divided and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+
+
+# The model
+
+
+def _model(config: JobConfig, seq_len: int, unshrunk: list[str]) -> ModelConfig:
+    model, wanted = config.model, dict(config.prove.args)
+    without_weights = model.model_copy(update={"weights": None, "exclude_from_weights": ()})
+    if model.is_of_package:
+        return _of_package(config, without_weights, wanted, seq_len, unshrunk)
+    if model.name == HUGGINGFACE:
+        return _of_transformers(config, without_weights, wanted, seq_len, unshrunk)
+    if not wanted:
+        unshrunk.append(f"model {model.name} keeps its arguments; [prove.args] names smaller ones")
+    return without_weights.model_copy(update={"args": {**model.args, **wanted}})
+
+
+def _of_package(
+    config: JobConfig, model: ModelConfig, wanted: dict[str, Any], seq_len: int, unshrunk: list[str]
+) -> ModelConfig:
+    args, parallelism = resolve_args(model.name, model.flavor, model.args), config.parallelism
+    shards = parallelism.data_parallel_shard_degree
+    keeps_depth = _names_layers(config)
+    needs = TwinNeeds(
+        shards=(_UNKNOWN_SHARDS if shards == -1 else shards) * parallelism.tensor_parallel_degree,
+        is_tensor_parallel=parallelism.tensor_parallel_degree > 1,
+        stages=num_stages(parallelism),
+        keeps_depth=keeps_depth,
+        seq_len=config.training.seq_len,
+        twin_seq_len=seq_len,
+    )
+    changes = args.twin(needs) | wanted
+    if not args.twin(needs):
+        unshrunk.append(f"model {model.name} keeps its arguments: it has no rule for a smaller size")
+    elif keeps_depth:
+        unshrunk.append("the number of layers: globs of the job name layers by number")
+    table = {**args.model_dump(mode="json"), **changes}
+    small = {name: value for name, value in table.items() if value is not None}
+    try:
+        checked = type(args).model_validate(small)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise config_error(("prove", "args", name), f"{first['msg']}; correct this argument", UNNAMED) from None
+    for names, reason in checked.problems():
+        text = f"the small twin of this model is not valid: {reason}; set prove.args.{names[0]} to a size that fits"
+        raise config_error(("prove", "args", names[0]), text)
+    return model.model_copy(update={"flavor": ALL_IN_ARGS, "args": small})
+
+
+UNNAMED = ""
+
+
+_GLOB_KEYS = ("lora", "training", "precision", "activation_checkpoint", "optimizer", "float8")
+_NUMBERED = re.compile(r"[.\[]\d")
+
+
+def _names_layers(config: JobConfig) -> bool:
+    """Return True if a glob of the job has the number of a layer, which a twin with fewer layers may lack."""
+
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            for inner in value.values():
+                yield from texts(inner)
+        elif isinstance(value, (list, tuple)):
+            for inner in value:
+                yield from texts(inner)
+
+    sections = (getattr(config, name).model_dump(mode="json") for name in _GLOB_KEYS)
+    return any(_NUMBERED.search(text) for section in sections for text in texts(section))
+
+
+_SIZES: tuple[tuple[str, int], ...] = (
+    ("(num_hidden_layers|n_layer|n_layers|num_layers)", 2),
+    ("(num_attention_heads|n_head|n_heads|num_heads)", 4),
+    ("(num_key_value_heads|num_kv_heads)", 2),
+    ("head_dim", 8),
+    ("(hidden_size|n_embd|d_model|word_embed_proj_dim)", 32),
+    ("(.*intermediate_size|n_inner|ffn_dim|d_ff)", 48),
+    ("vocab_size", VOCABULARY),
+    ("(max_position_embeddings|n_positions|n_ctx)", 64),
+    ("(num_experts|num_local_experts|n_routed_experts)", 4),
+    ("(num_experts_per_tok|top_k_experts)", 2),
+    ("sliding_window", SEQ_LEN // 2 - 1),
+    ("(q_lora_rank|kv_lora_rank)", 16),
+    ("(qk_nope_head_dim|v_head_dim)", 8),
+    ("qk_rope_head_dim", 4),
+    ("(n_group|topk_group|first_k_dense_replace)", 1),
+)
+"""Keys of `config.json` of language models, as patterns, with the sizes of a twin."""
+
+_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""Keys with an entry for each layer."""
+
+
+def _of_transformers(
+    config: JobConfig, model: ModelConfig, wanted: dict[str, Any], seq_len: int, unshrunk: list[str]
+) -> ModelConfig:
+    """Return a class of `transformers` with small sizes: keys of `_SIZES`, no dropout, and one layer of each type."""
+    args = dict(model.args)
+    if images_taken(model) is not None or _names_layers(config):
+        unshrunk.append(f"model {args.get('model_type')} keeps its arguments; [prove.args] names smaller ones")
+        return model.model_copy(update={"args": {**_without_dropout(args), **wanted}})
+    small: dict[str, Any] = {}
+    for key, value in args.items():
+        size = next((size for pattern, size in _SIZES if re.fullmatch(pattern, key)), None)
+        if size is not None and type(value) is int:
+            small[key] = min(value, size)
+    depth = next((key for key in args if re.fullmatch(_SIZES[0][0], key)), None)
+    for key in _LISTS:
+        if depth is not None and isinstance(args.get(key), list):
+            kinds = list(dict.fromkeys(args[key]))
+            small[depth] = max(small[depth], len(kinds), num_stages(config.parallelism))
+    if depth is not None:
+        small[depth] = min(args[depth], max(small[depth], num_stages(config.parallelism)))
+        for key in _LISTS:
+            if isinstance(args.get(key), list):
+                kinds = list(dict.fromkeys(args[key]))
+                small[key] = [kinds[index % len(kinds)] for index in range(small[depth])]
+    heads, kv_heads = (next((key for key in args if re.fullmatch(_SIZES[index][0], key)), None) for index in (1, 2))
+    if heads is not None and kv_heads is not None:
+        ratio = min(2, args[heads] // args[kv_heads])
+        small[kv_heads] = min(2, args[kv_heads])
+        small[heads] = small[kv_heads] * ratio
+    if "vocab_size" in small and config.parallelism.tensor_parallel_degree == 1 and args["vocab_size"] % 2:
+        small["vocab_size"] = VOCABULARY - 1
+    small |= {key: None for key in args if key.endswith("token_id") and isinstance(args[key], int)}
+    if depth is None:
+        unshrunk.append(f"model {args.get('model_type')}: no key of its config.json is known as its number of layers")
+    return model.model_copy(update={"args": {**_without_dropout(args), **small, **wanted}})
+
+
+def _without_dropout(args: Mapping[str, Any]) -> dict[str, Any]:
+    is_dropout = re.compile(".*(dropout|drop_rate|drop_path_rate|_pdrop|dropout_prob)")
+    return {
+        key: 0.0 if is_dropout.fullmatch(key) and isinstance(value, (int, float)) else value
+        for key, value in args.items()
+    }
+
+
+# The data
+
+
+def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
+    """Return random samples of the same form, with different numbers of ignored targets in each."""
+    if config.data.unit == "images":
+        taken = images_taken(model)
+        if taken is None or taken.height is None or taken.width is None:
+            unshrunk.append("[data]: the model does not tell the size of its images, so the job's own images are used")
+            return config.data.model_copy(update={"num_workers": 0})
+        args = {"shape": [taken.channels, taken.height, taken.width], "num_classes": taken.num_classes}
+        return FactoryData(kind=SAMPLES, samples="images", shuffle=False, args=args)
+    pairs, documents = config.loss.kind.reads_pairs, separates_documents(config.data)
+    args = {"num_classes": _vocabulary(config, model), "documents": documents or pairs, "pairs": pairs}
+    return FactoryData(kind=SAMPLES, samples="documents" if documents or pairs else "tokens", shuffle=False, args=args)
+
+
+def _vocabulary(config: JobConfig, model: ModelConfig) -> int:
+    """Return the number of different tokens: at most 64, and at most as many as the model's embedding has rows."""
+    known = config.prove.vocab_size or vocabulary_taken(model) or model.args.get("vocab_size")
+    known = known if isinstance(known, int) else config.data.own_vocabulary() or BYTES_VOCABULARY
+    return min(known, VOCABULARY)
+
+
+def _unproven(config: JobConfig) -> Iterator[str]:
+    """Yield a sentence for each part of the job that a run on a CPU does not show."""
+    if config.job.device != "cpu":
+        yield "kernels of CUDA and NCCL: all runs were on CPUs with gloo"
+    if config.float8.enable:
+        yield "[float8]: the twin computes these layers in the other dtypes of the job"
+    if config.compile.enable and config.compile.backend == "inductor":
+        yield "compile.backend: only one process runs the kernels of inductor; layouts run its graphs with aot_eager"
+    if config.training.enable_cpu_offload:
+        yield "training.enable_cpu_offload: there is no copy between a host and a GPU"
+    if config.activation_checkpoint.offload:
+        yield "activation_checkpoint.offload: there is no copy between a host and a GPU"
+    if list(config.kernels.changed()):
+        yield "[kernels]: the kernels of a CPU are used"
+    if config.lora.dropout:
+        yield "lora.dropout: dropout is off"
+    if config.data.kind != "synthetic":
+        yield f"[data]: random samples stand in for data of the kind {config.data.kind}"
+
+
+def size_of(config: JobConfig) -> str:
+    """Return the arguments of a twin in one line."""
+    sizes = {key: value for key, value in config.model.args.items() if type(value) is int and value > 0}
+    return ", ".join(f"{key} {value}" for key, value in sizes.items())
+
+
+def structure(config: JobConfig) -> str:
+    """Return the job as text without the names of files, for a digest."""
+    return json.dumps(config.model_dump(mode="json"), sort_keys=True)
+
+
+def world_size(parallelism: ParallelismConfig) -> int:
+    """Return the number of ranks of a twin. Expert parallelism shares the ranks of shards and of context."""
+    return prod(getattr(parallelism, key) for axis, key in DEGREES.items() if axis != "expert")

@@ -1,0 +1,117 @@
+"""The place of a difference: the parts of the layout that show it, and the first module that departs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from titan_launch.config.sections.parallelism import CompileConfig
+from titan_launch.core.errors import RunError, listed
+from titan_launch.plan.proof.cases import Case, pairs_of_parts, single_parts
+from titan_launch.plan.proof.certificate import Finding
+from titan_launch.prove.results import LOSS, OUTPUT, Departure, Difference, exceeding
+
+if TYPE_CHECKING:
+    from titan_launch.prove.main import Proof
+
+ALL = "all parameters"
+_MOST = 0.9
+"""Share of the parameters whose gradients differ if the cause is not in one of them."""
+
+
+def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
+    """Return the finding about a case whose results differ from those of one process."""
+    smallest, parts, is_alone, tolerances = case, list[str](), True, proof.tolerances(case)
+    for number, candidates in ((1, single_parts(case)), (2, pairs_of_parts(case))):
+        proof.say(f"looking for the cause: {len(candidates)} runs with {number} of {len(case.parts)} parts")
+        found = [(one, _compared(proof, one)) for one in candidates]
+        failing = [(one, of_one) for one, of_one in found if exceeding(of_one, tolerances)]
+        if failing:
+            parts, is_alone = [one.name for one, _ in failing], number == 1
+            smallest, results = min(failing, key=lambda pair: pair[0].ranks)
+            break
+    wrong = exceeding(results, tolerances)
+    of_step = [result for result in wrong if result.step == wrong[0].step]
+    first = min(of_step, key=_order)
+    gradients = sum(result.step == first.step and result.name.startswith("gradient ") for result in results) - 1
+    module, how = _module(proof, smallest, of_step, first, gradients)
+    return Finding(
+        run=case.name,
+        result=first.name,
+        step=first.step,
+        error=first.error,
+        ratio=first.ratio,
+        cosine=first.cosine,
+        module=module,
+        how=how,
+        parts=tuple(parts),
+        is_alone=is_alone,
+    )
+
+
+def _compared(proof: Proof, case: Case) -> list[Difference]:
+    """Return the results of a smaller case; none if it does not run, such as a schedule without its microbatches."""
+    try:
+        return proof.compare(case)
+    except RunError:
+        return []
+
+
+def _order(result: Difference) -> int:
+    """Return the rank of a kind of result: the causes come first."""
+    kinds = ("gradient", "loss", "gradient norm", "buffer", "update", "average")
+    return kinds.index(result.name if result.name in kinds else result.name.split(" ")[0])
+
+
+def _module(
+    proof: Proof, case: Case, of_step: Sequence[Difference], first: Difference, num_gradients: int
+) -> tuple[str, str]:
+    """Return the module that departs first, and what departs there. `of_step`: the results of the first step with a
+    difference that exceed their tolerance. `num_gradients`: number of all gradients."""
+    kind = first.name.partition(" ")[0]
+    if kind in ("gradient", "loss") and first.name != "gradient norm":
+        if departed := _departures(proof, case, first.step):
+            event, error = departed[0].event, departed[0].error
+            if event.kind == LOSS:
+                return "the loss", f"the gradient of the logits departs by {error:.1e}; the logits are equal"
+            what = "its output departs" if event.kind == OUTPUT else "the gradient of its input departs"
+            return event.path or "the whole model", f"{what} by {error:.1e}"
+        wrong = [r for r in of_step if r.name.startswith("gradient ") and r.name != "gradient norm"]
+        if not wrong:
+            return "the loss", "outputs and gradients of all modules are equal"
+        if len(wrong) > max(2, _MOST * num_gradients):
+            ratio = median(result.ratio for result in wrong)
+            return ALL, f"the gradients of {len(wrong)} parameters depart after backward, by a factor of {ratio:.4g}"
+        names = [result.name.removeprefix("gradient ") for result in wrong]
+        what = f"the gradient of {listed(names)} departs; activations and their gradients do not"
+        return owner(names[0]), what
+    if first.name == "gradient norm":
+        return "gradient clipping", "the norm of equal gradients departs"
+    name = first.name.partition(" ")[2]
+    if kind == "buffer":
+        return owner(name), f"its buffer {name.rpartition('.')[2]} departs; gradients do not"
+    if kind == "average":
+        return "[ema]", f"the average of {name} departs; its updates do not"
+    updates = [result.name for result in of_step if result.name.startswith("update ")]
+    return "the optimizer", f"the update of {len(updates)} parameters departs, first {name}; their gradients do not"
+
+
+def owner(name: str) -> str:
+    """Return the path of the module that has a parameter or a buffer."""
+    return name.rpartition(".")[0] or "the whole model"
+
+
+def _departures(proof: Proof, case: Case, step: int) -> list[Departure]:
+    """Return the tensors of modules that depart in a step, in the order of one process. A compiled model has none."""
+    eager = replace(case, config=case.config.model_copy(update={"compile": CompileConfig()}))
+    if eager.config != case.config:
+        return []
+    reference, results = proof.reference(case)
+    file = f"{results}.trace"
+    proof.launch("measure:trace_reference", 1, case.reference(reference.has_batch_norm), step, file)
+    of_ranks = proof.launch(
+        "measure:trace_case", case.ranks, case.config, step, file, proof.tolerances(case)["gradient"]
+    )
+    return sorted(departure for departures in of_ranks for departure in departures)

@@ -1,0 +1,306 @@
+"""The proof of a job's layout: runs of its small twin on CPU ranks, beside one process."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import RunError, UserError, listed
+from titan_launch.plan.hardware import free_memory_gib
+from titan_launch.plan.proof.cases import Case, cases, has_compiler, in_precision
+from titan_launch.plan.proof.certificate import Certificate, Finding, Row, Verdict
+from titan_launch.plan.proof.store import digest_of, digests_of_files, versions
+from titan_launch.plan.proof.twin import SAMPLES, SECOND, SEQ_LEN, STEPS, Twin, size_of, structure, twin_of
+from titan_launch.prove import ranks
+from titan_launch.prove.locate import explain, owner
+from titan_launch.prove.results import TOLERANCES, Difference, Reference, exceeding, kind_of, largest_by_kind
+
+MUON_TOLERANCES = {"loss": 1e-4, "gradient": 5e-3, "update": 0.2}
+"""Those of Muon, whose iterations make small singular values of a gradient as large as the others."""
+
+WEIGHTS_TOLERANCE = 1e-3
+"""Largest relative difference of logits and gradients from those of `transformers`, whose operations differ."""
+
+_WIDEST = 0.5
+"""Largest tolerance in the precision of the job. A kind of result that rounding changes more is not compared."""
+
+_RANK_GIB = 0.4
+_TIMEOUT_S = 600.0
+Say = Callable[[str], None]
+
+
+def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
+    """Compare a job's layout with one process. `say` shows progress.
+
+    Raises ConfigError for a job whose twin cannot be built, UserError if the host has too little memory, and RunError
+    if a run fails.
+    """
+    begin = time.perf_counter()
+    twin, digest = twin_of(config), digest_of(config)
+    ranks.start_server()
+    with tempfile.TemporaryDirectory(prefix="titan-launch-prove-") as folder:
+        proof = Proof(twin, Path(folder), say)
+        proof.run()
+        proof.compare_weights(config)
+    problems = tuple(proof.problems())
+    verdict: Verdict = "differs" if proof.findings else "cannot be proven" if problems else "proven"
+    return Certificate(
+        verdict=verdict,
+        layout=proof.cases[-1].name,
+        digest=digest,
+        twin=size_of(twin.config),
+        num_parameters=proof.num_parameters,
+        steps=STEPS,
+        rows=tuple(proof.rows),
+        findings=tuple(proof.findings),
+        problems=problems,
+        unshrunk=twin.unshrunk,
+        unproven=(*twin.unproven, *proof.unproven, *proof.not_live()),
+        versions=versions(),
+        files=digests_of_files(proof.files),
+        created=f"{datetime.now():%Y-%m-%d}",
+        seconds=time.perf_counter() - begin,
+    )
+
+
+@dataclass
+class Proof:
+    """The runs of a twin, and what they have shown so far."""
+
+    twin: Twin
+    folder: Path
+    say: Say
+    rows: list[Row] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cases = list(cases(self.twin.config))
+        self._references: dict[str, tuple[Reference, str]] = {}
+        self._results: dict[str, list[Difference]] = {}
+        self._has_batch_norm = False
+
+    def write_second_model(self) -> None:
+        """Write the folder of the second model's twin, which the loss of the twin names."""
+        if self.twin.second is not None:
+            model = self.twin.second.model_dump(mode="json")
+            self._call("weights:write_folder", 1, model, SEQ_LEN, str(self.folder / SECOND))
+
+    def run(self) -> None:
+        """Compare every case with one process. Explain the first that differs."""
+        self._check_host(max(case.ranks for case in self.cases))
+        self.write_second_model()
+        all_cases = [*self.cases]
+        if self.twin.precision is not None:
+            all_cases.append(in_precision(self.cases[-1], self.twin.precision))
+        for case in all_cases:
+            if self.reference(case)[0].changed or (self.findings and not case.is_exact):
+                return
+            begin = time.perf_counter()
+            results = self.compare(case)
+            row = self._row(case, results, time.perf_counter() - begin)
+            self.rows.append(row)
+            self.say(f"{'differs' if row.exceeded else 'equal'}: {row.name} on {row.ranks} ranks, {row.precision}")
+            if row.exceeded and not self.findings:
+                self.findings.append(explain(self, case, results))
+
+    def compare_weights(self, config: JobConfig) -> None:
+        """Compare the model with the values of `model.weights` with the class of `transformers`. The folder may also be
+        one that this package wrote, which no class reads."""
+        if config.model.weights is None or not (Path(config.model.weights) / "config.json").is_file():
+            return
+        begin = time.perf_counter()
+        (results,) = self.launch("weights:compare_weights", 1, config)
+        if isinstance(results, str):
+            self.unproven.append(results)
+            return
+        name, errors = f"values of {config.model.weights} beside their class in transformers", largest_by_kind(results)
+        seconds = time.perf_counter() - begin
+        row = Row(name, 1, "float32", errors, dict.fromkeys(errors, WEIGHTS_TOLERANCE), len(results), seconds)
+        self.rows.append(row)
+        if wrong := exceeding(results, row.tolerances):
+            first = wrong[-1]  # logits depend on all gradients' modules, so a gradient names the place
+            module, how = owner(first.name.partition(" ")[2]), f"{len(wrong)} results differ from transformers"
+            numbers = (first.name, 1, first.error, first.ratio, first.cosine)
+            self.findings.append(Finding(name, *numbers, module, how, ("model.weights",)))
+
+    def compare(self, case: Case) -> list[Difference]:
+        """Return the results of a case in order, each with the largest difference of all ranks. It runs once."""
+        key = structure(case.config)
+        if key not in self._results:
+            self._results[key] = self._compared(case)
+        return self._results[key]
+
+    def _compared(self, case: Case) -> list[Difference]:
+        reference, file = self.reference(case)
+        found: dict[tuple[int, str], Difference] = {}
+        for rows in self.launch("measure:measure_case", case.ranks, case.config, file):
+            for row in rows:
+                key = (row.step, row.name)
+                if key not in found or row.error > found[key].error:
+                    found[key] = row
+        for name in sorted(reference.names - {name for _, name in found}):
+            found[STEPS, name] = Difference(STEPS, name, 1.0, 0.0, 0.0)
+        tolerances = self.tolerances(case)
+        is_compared = {kind: tolerance <= _WIDEST for kind, tolerance in tolerances.items()}
+        return [
+            row for row in found.values() if is_compared[kind_of(row)] and not self._is_pooled(case, row, reference)
+        ]
+
+    def reference(self, case: Case) -> tuple[Reference, str]:
+        """Return one process that trains what a case trains, and the file with its results. It runs once."""
+        first = self._measured(case)
+        if first[0].has_batch_norm and not self._has_batch_norm:
+            self._has_batch_norm = True  # so the microbatches of one process must be those of the case
+            return self._measured(case)
+        return first
+
+    def _measured(self, case: Case) -> tuple[Reference, str]:
+        config = case.reference(self._has_batch_norm)
+        key = structure(config)
+        if key not in self._references:
+            exact = None if case.is_exact else self._measured(in_precision(case, self.twin.config))[1]
+            file = str(self.folder / f"reference_{len(self._references)}.pt")
+            changes = None if self._references else variants(self.job(config))
+            with _failure_on_a_cpu_explained():
+                (reference,) = self.launch("measure:measure_reference", 1, config, changes, file, exact)
+            self._references[key] = reference, file
+        return self._references[key]
+
+    def tolerances(self, case: Case) -> dict[str, float]:
+        """Return the largest difference that a case may have, by kind of result: in fp32 a fixed one, else some times
+        the difference of one process from the same process in fp32."""
+        if case.is_exact:
+            return TOLERANCES | (MUON_TOLERANCES if self._has_muon else {})
+        rounding = self.reference(case)[0].rounding_errors
+        return {kind: max(100 * exact, 3 * rounding.get(kind, 0.0)) for kind, exact in TOLERANCES.items()}
+
+    @property
+    def _has_muon(self) -> bool:
+        optimizer = self.twin.config.optimizer
+        return "Muon" in (optimizer.name, *(group.algorithm for group in optimizer.param_groups))
+
+    def launch(self, function: str, world_size: int, config: JobConfig, *args: Any) -> list[Any]:
+        """Run a function of this package, `module:name`, on ranks with a twin. Return the results of all ranks."""
+        return self._call(function, world_size, self.job(config), *args)
+
+    def _call(self, function: str, world_size: int, *args: Any) -> list[Any]:
+        return ranks.run_ranks(f"titan_launch.prove.{function}", world_size, *args, timeout=_TIMEOUT_S)
+
+    def job(self, config: JobConfig) -> dict[str, Any]:
+        """Return a twin as the table of a job, which trains in the folder of this proof."""
+        job = config.job.model_copy(update={"dump_folder": str(self.folder)})
+        table = config.model_copy(update={"job": job}).model_dump(mode="json")
+        if config.compile.enable and config.compile.backend == "inductor" and not has_compiler():
+            table["compile"]["backend"] = "aot_eager"
+            if _NO_COMPILER not in self.unproven:
+                self.unproven.append(_NO_COMPILER)
+        for settings in (table["loss"][name] for name in ("dpo", "distillation") if table["loss"][name]):
+            settings |= {key: str(self.folder / SECOND) for key, value in settings.items() if value == SECOND}
+        return table
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the twin."""
+        return max(reference.num_parameters for reference, _ in self._references.values())
+
+    @property
+    def files(self) -> list[str]:
+        """The files of the user's own modules."""
+        return sorted({file for reference, _ in self._references.values() for file in reference.files})
+
+    def problems(self) -> list[str]:
+        """Return sentences about models of which a comparison says nothing."""
+        found: dict[str, None] = {}
+        for reference, _ in self._references.values():
+            if reference.changed:
+                first = reference.changed[0]
+                found[
+                    f"not deterministic: {first.name} of step {first.step} differs when one process trains twice, by "
+                    f"{first.error:.1e} of its norm; remove the random numbers of the model's forward"
+                ] = None
+            if reference.dead:
+                found[
+                    f"dead: the gradient of {listed(reference.dead)} is 0 in all {STEPS} steps; freeze these "
+                    "parameters, or correct the model"
+                ] = None
+            if reference.constant:
+                found[f"dead: the gradient of {listed(reference.constant)} does not depend on the data"] = None
+            for key in reference.without_effect:
+                found[f"dead: {key} changes no gradient"] = None
+        return list(found)
+
+    def not_live(self) -> list[str]:
+        """Return sentences about gradients that are rounding errors."""
+        names = sorted({name for reference, _ in self._references.values() for name in reference.rounding})
+        return [f"the gradient of {listed(names)}: it is 0 up to rounding"] if names else []
+
+    def _row(self, case: Case, results: Sequence[Difference], seconds: float) -> Row:
+        errors, tolerances = largest_by_kind(results), self.tolerances(case)
+        limits = {kind: tolerances[kind] for kind in errors}
+        precision = "float32" if case.is_exact else case.config.precision.param_dtype
+        return Row(case.name, case.ranks, precision, errors, limits, len(results), seconds)
+
+    def _is_pooled(self, case: Case, row: Difference, reference: Reference) -> bool:
+        """Return True for running statistics that ranks compute on their own and pool: one process has no such."""
+        degrees, is_local = case.config.parallelism, case.config.batchnorm.statistics == "local"
+        num_data_ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
+        is_statistic = row.name.startswith("buffer ") and row.name.endswith(("running_mean", "running_var"))
+        return reference.has_batch_norm and is_local and num_data_ranks > 1 and is_statistic
+
+    def _check_host(self, processes: int) -> None:
+        free, needed = free_memory_gib(), _RANK_GIB * processes
+        if free < needed:
+            raise UserError(
+                f"{processes} processes need about {needed:.1f} GiB of memory, and {free:.1f} GiB are free; free "
+                "memory, or use a machine with more"
+            )
+
+
+_NO_COMPILER = 'compile.backend = "inductor": this host has no C++ compiler, so the graphs ran with "aot_eager"'
+
+
+@contextmanager
+def _failure_on_a_cpu_explained() -> Iterator[None]:
+    """Replace the failure of one process by a UserError. A twin that fails alone says nothing about a layout."""
+    try:
+        yield
+    except RunError as error:
+        reason = f"one process on a CPU cannot train the twin, so there is nothing to compare with: {error}"
+        raise UserError(
+            f"{reason}\nkernels that only run on a GPU need a CPU path; [prove.args] may choose it"
+        ) from None
+
+
+_OTHER_SAMPLES = 48
+"""Number of the first sample of other data. A run of a twin reads 48."""
+
+_WEIGHTS = ("loss.z_loss", "loss.label_smoothing", "model.args.experts.balance_loss", "model.args.experts.z_loss")
+"""Keys of weights of losses. A weight above 0 must change gradients."""
+
+
+def variants(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return changes of a twin that must change its gradients: other data, by `data`, and each weight of a loss at 0,
+    by its key."""
+    found = {}
+    if job["data"]["kind"] == SAMPLES:
+        found["data"] = _changed(job, "data.args.offset", _OTHER_SAMPLES)
+    for key in _WEIGHTS:
+        value: Any = job
+        for part in key.split("."):
+            value = (value or {}).get(part)
+        if value:
+            found[key] = _changed(job, key, 0.0)
+    return found
+
+
+def _changed(table: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    first, _, rest = key.partition(".")
+    return {**table, first: _changed(table[first], rest, value) if rest else value}

@@ -1,0 +1,8 @@
+"""Modules that are imported once, before ranks are forked (`prove.ranks`)."""
+
+import titan_launch.prove.measure
+import titan_launch.prove.weights
+import titan_launch.train.pipeline_step  # noqa: F401
+from titan_launch.config.job import JobConfig
+
+JobConfig.model_validate({})  # pydantic builds the validator of a section when it is first used

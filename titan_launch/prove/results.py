@@ -1,0 +1,92 @@
+"""The results of ranks, in forms that a process without torch reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Difference(NamedTuple):
+    """A result of a step beside that of one process."""
+
+    step: int
+    name: str
+    error: float
+    """Norm of the difference, relative to the norm of the result of one process."""
+
+    cosine: float
+    ratio: float
+    """Norm of the result, relative to that of one process."""
+
+
+TOLERANCES = {"loss": 1e-5, "gradient": 1e-4, "update": 1e-3, "buffer": 1e-4, "average": 1e-4}
+"""Largest relative differences in fp32, by kind of result. Sums in another order differ by 1e-7 to 1e-6."""
+
+
+def kind_of(result: Difference) -> str:
+    """Return the kind of a result, by which it has a tolerance."""
+    return result.name.split(" ")[0]
+
+
+def largest_by_kind(results: Iterable[Difference]) -> dict[str, float]:
+    """Return the largest difference of each kind of result."""
+    errors: dict[str, float] = {}
+    for result in results:
+        errors[kind_of(result)] = max(errors.get(kind_of(result), 0.0), result.error)
+    return errors
+
+
+def exceeding(results: Iterable[Difference], tolerances: Mapping[str, float]) -> list[Difference]:
+    """Return the results that differ by more than the tolerance of their kind, in order."""
+    return [result for result in results if not result.error <= tolerances[kind_of(result)]]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One process that trains the twin in the plainest way."""
+
+    has_batch_norm: bool
+    num_parameters: int
+    names: frozenset[str]
+    """The results of a step that some rank of every layout must have."""
+
+    changed: tuple[Difference, ...]
+    """The results that differ in a second run: the model is not deterministic."""
+
+    dead: tuple[str, ...]
+    """Trained parameters whose gradient is exactly 0 in every step."""
+
+    rounding: tuple[str, ...]
+    """Trained parameters whose gradient is a rounding error in every step."""
+
+    constant: tuple[str, ...]
+    """Trained parameters whose gradient does not depend on the data."""
+
+    without_effect: tuple[str, ...]
+    """Weights of losses in the job that change no gradient when they are 0."""
+
+    rounding_errors: dict[str, float]
+    """In the precision of the job: the largest difference from the same steps in fp32, by kind of result."""
+
+    files: tuple[str, ...]
+    """Files of the user's own modules."""
+
+
+OUTPUT, INPUT_GRADIENT, LOSS = "output", "input gradient", "gradient of the logits"
+"""Kinds of tensors of a module that are traced."""
+
+
+class Event(NamedTuple):
+    """A kind of tensor of a module."""
+
+    kind: str
+    path: str
+
+
+class Departure(NamedTuple):
+    """An event whose tensor differs from that of one process."""
+
+    order: int
+    event: Event
+    error: float

@@ -1,0 +1,62 @@
+"""Random samples for the small twin of a job. Microbatches and ranks have different numbers of valid targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.data.sources.interface import SourceContext
+
+_NUM_SAMPLES = 96
+_KINDS = 5
+"""Sample i ignores i % 5 eighths of its targets. Of images, every fifth is ignored."""
+
+
+class Samples:
+    """Random tokens or images by index, the same on every rank.
+
+    Tokens: sequences whose ignored targets are at random places. With `documents`, a sequence has up to four; with
+    `pairs`, exactly four, which are two pairs of answers. With `shape`: images of noise, each with a
+    class. `offset`: number of the first sample.
+    """
+
+    def __init__(
+        self,
+        context: SourceContext,
+        num_classes: int,
+        shape: Sequence[int] | None = None,
+        documents: bool = False,
+        pairs: bool = False,
+        offset: int = 0,
+    ):
+        self.num_classes = num_classes
+        self._shape, self._documents, self._pairs = shape, documents, pairs
+        self._length, self._offset = context.seq_len, offset
+
+    def __len__(self) -> int:
+        return _NUM_SAMPLES
+
+    def describe(self) -> str:
+        """Return a text for a log line."""
+        return "random samples of titan-launch prove"
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(self._offset + index)
+        if self._shape is not None:
+            label = torch.randint(self.num_classes, (), generator=generator)
+            is_ignored = index % _KINDS == _KINDS - 1
+            return torch.randn(*self._shape, generator=generator), label.fill_(IGNORED_TARGET) if is_ignored else label
+        tokens = torch.randint(self.num_classes, (self._length + 1,), generator=generator)
+        inputs, targets = tokens[:-1].clone(), tokens[1:].clone()
+        order = torch.randperm(self._length, generator=generator)
+        targets[order[: self._length * (index % _KINDS) // 8]] = IGNORED_TARGET
+        if not self._documents:
+            return inputs, targets
+        ends = torch.randint(1, self._length, (3,), generator=generator)
+        if self._pairs:
+            ends = torch.arange(1, 4) * self._length // 4
+        documents = (torch.arange(self._length)[:, None] >= ends).sum(1)
+        return inputs, targets, documents.to(torch.int32)
