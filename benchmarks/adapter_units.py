@@ -31,7 +31,7 @@ from titan_launch.plan.communication import Collectives, collectives_of_step
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.trace.trace_engine import trace_engine
-from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.model import build_job_model, shard_model
 
 RANKS = 8

@@ -68,7 +68,7 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.pipeline import representative_ranks
 from titan_launch.trace.recorder import recorded_engine
 from titan_launch.trace.step import TracedStep, trace_step
-from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.model import build_job_model
 
 LIMIT = 0.003

@@ -21,9 +21,9 @@ from titan_launch.config.sections.data import ImageData
 from titan_launch.models.build import build_model
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.report.unit_table import format_units
-from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
+from titan_launch.train.mode_choice import plan_precision
 
 REPO = Path(__file__).parent.parent
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))

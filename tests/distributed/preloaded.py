@@ -17,7 +17,7 @@ from tests.train.jobs import tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.recordings import NotRecordedError, Recordings
-from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.model import build_job_model
 
 # What a process does once for all jobs: pydantic builds the validator of a section when it is first used, and the

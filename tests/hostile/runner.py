@@ -41,7 +41,7 @@ _PRELOADED = (
     "titan_launch.cli",
     "titan_launch.config.loading.toml_positions",
     "titan_launch.train.main",
-    "titan_launch.train.data_report",
+    "titan_launch.commands.data_report",
     "titan_launch.trace.step",
     "titan_launch.data.preview",
     "titan_launch.inference.export",

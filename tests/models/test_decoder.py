@@ -22,7 +22,7 @@ from titan_launch.models.decoder.layers import BatchNorm
 from titan_launch.models.decoder.module import SPECS, Decoder, llama_values
 from titan_launch.models.init import initialize
 from titan_launch.plan.experts import active_parameters
-from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.mode_choice import plan_precision
 
 CPU = torch.device("cpu")
 NORMS = ("rmsnorm", "layernorm", "batchnorm")

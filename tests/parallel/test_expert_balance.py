@@ -27,9 +27,9 @@ from titan_launch.models.decoder.mixture_of_experts import ContextGroup, balance
 from titan_launch.models.decoder.module import Decoder
 from titan_launch.parallel.expert_balance import prepare_experts
 from titan_launch.plan.layout import plan_layout
-from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, report, train_one_step
+from titan_launch.train.mode_choice import plan_precision
 
 STEPS = 3
 

@@ -35,9 +35,9 @@ from titan_launch.parallel.expert_parallel import Dispatch
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.trace.observers import ExchangesCounted
-from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, fit, report, save, train_one_step
+from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.model import shard_model
 from titan_launch.train.run import Run
 

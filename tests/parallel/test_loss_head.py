@@ -20,10 +20,10 @@ from titan_launch.loss.build import build_loss
 from titan_launch.models.build import build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import initialize
-from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.forward import find_output_layer
 from titan_launch.train.loop import due_now, report, train_one_step
+from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.step import forward_backward
 
 OWN = "tests.parallel.divided_model:Model"

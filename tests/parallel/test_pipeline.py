@@ -24,9 +24,9 @@ from titan_launch.models.build import build_model
 from titan_launch.models.stages import cut
 from titan_launch.parallel.pipeline import Boundaries, parts
 from titan_launch.plan.communication import collectives_of_step
-from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, fit, report, train_one_step
+from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.run import Run
 
 STEPS = 2

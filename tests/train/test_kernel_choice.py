@@ -21,7 +21,6 @@ from titan_launch.models.decoder.layers import LatentAttention
 from titan_launch.plan.attention_kernels import priority
 from titan_launch.plan.layout import Layout
 from titan_launch.train import kernel_choice as kernels
-from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.kernel_choice import (
     BACKENDS,
     attention_dtypes,
@@ -32,6 +31,7 @@ from titan_launch.train.kernel_choice import (
     use_kernels,
     without_cudnn,
 )
+from titan_launch.train.mode_choice import plan_precision
 
 WHOLE = Layout(1, 1, local_batch_size=1, num_microbatches=1)
 

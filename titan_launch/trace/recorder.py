@@ -73,9 +73,9 @@ from titan_launch.trace.trace_engine import (
     log_whole_trace,
     whole_traced_on_error,
 )
-from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.flops import flops_of_job, unknown_if_it_fails
 from titan_launch.train.measure import hold_frozen
+from titan_launch.train.mode_choice import inspect_model
 from titan_launch.train.model import build_job_model
 from titan_launch.train.step import forward_backward
 

@@ -32,7 +32,7 @@ from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.architectures import images_taken
 from titan_launch.parallel.context_parallel import SequencePart, part_of
 from titan_launch.plan.layout import Layout
-from titan_launch.train.streams import StreamBatches
+from titan_launch.train.stream_batches import StreamBatches
 
 
 class TrainBatches:

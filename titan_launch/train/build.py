@@ -41,7 +41,6 @@ from titan_launch.plan.replica_shards import gradients_leave_early
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.plan.types import ModelPlan
 from titan_launch.plan.units.rule_assignment import matched_modules
-from titan_launch.train.audit import PrecisionAudit, is_audited
 from titan_launch.train.base_weights import RunBase
 from titan_launch.train.batches import (
     RunBatches,
@@ -61,6 +60,7 @@ from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.observers import Observers
 from titan_launch.train.output import build_output
+from titan_launch.train.precision_audit import PrecisionAudit, is_audited
 from titan_launch.train.profiling import StepProfiler
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job, resolve_steps
 from titan_launch.train.run import Run, build_meter, log_job, log_run

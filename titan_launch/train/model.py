@@ -30,8 +30,8 @@ from titan_launch.plan.freezing import Freezing
 from titan_launch.plan.hardware import GIB, format_bytes, free_memory_gib
 from titan_launch.plan.job import plan_untrained
 from titan_launch.plan.types import ModelPlan
-from titan_launch.train.auto_mode import inspect_model
 from titan_launch.train.forward import check_embeddings
+from titan_launch.train.mode_choice import inspect_model
 
 _log = logging.getLogger(__name__)
 

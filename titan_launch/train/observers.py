@@ -10,8 +10,8 @@ from titan_launch.metrics.learned import Learned
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import ConsoleSink
 from titan_launch.optim.ema import WeightEMA
-from titan_launch.train.audit import PrecisionAudit
 from titan_launch.train.measure import StepMeasurements
+from titan_launch.train.precision_audit import PrecisionAudit
 from titan_launch.train.profiling import StepProfiler
 
 

@@ -15,8 +15,8 @@ from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.module_selection import check_shards
 from titan_launch.plan.types import ModelPlan
-from titan_launch.train.auto_mode import hardware_of_run, plan_precision, resolve_auto_modes, resolve_batch_size
 from titan_launch.train.batches import RunData, with_steps
+from titan_launch.train.mode_choice import hardware_of_run, plan_precision, resolve_auto_modes, resolve_batch_size
 from titan_launch.train.model import build_on_all_ranks
 from titan_launch.train.run_folder.attempt import Attempt
 

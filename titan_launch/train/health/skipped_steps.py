@@ -13,6 +13,7 @@ from titan_launch.data.loader import samples_of_step
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.sinks.jsonl import json_number
+from titan_launch.train.batches import TrainBatches
 from titan_launch.train.health.step_guard import SkippedStep, SkippedSteps
 from titan_launch.train.run import Run
 
@@ -93,7 +94,8 @@ def _go_back(run: Run, reason: str) -> None:
         progress.rollbacks = rollbacks + 1
         run.step.parameters_changed()
         run.step.guard.reset_skips()
-        run.batches.train.move_to(position)
+        if isinstance(run.batches.train, TrainBatches):  # a stream cannot go back, so it continues anyway
+            run.batches.train.move_to(position)
     for sink in run.output.sinks:
         sink.rewind(progress.step)
     run.observers.measurements.end_window(progress.step, only_training=False)

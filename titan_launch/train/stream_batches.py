@@ -47,9 +47,6 @@ class StreamBatches(SizedPart):
             return batch
         return Batch._make(None if tensor is None else self._part.of(tensor, axis=1) for tensor in batch)
 
-    def move_to(self, position: int) -> None:
-        """Continue with the next batch: after a rollback, `position` is the number of samples read so far."""
-
     def close(self) -> None:
         """End the data worker."""
         self._loader.close()
