@@ -100,10 +100,10 @@ def callers_of_forward(folder: Path) -> list[list[str]]:
         return run.model.callers
 
 
-def test_the_loop_calls_the_model_through_five_functions(tmp_path: Path) -> None:
+def test_the_loop_calls_the_model_through_six_functions(tmp_path: Path) -> None:
     """The first step, which is audited, has the same calls as the others."""
     (callers,) = run_ranks(callers_of_forward, 1, tmp_path)
-    assert callers == [["fit", "train_one_step", "__call__", "forward_backward", "run_model"]] * 8
+    assert callers == [["fit", "train_one_step", "__call__", "__call__", "forward_backward", "run_model"]] * 8
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
