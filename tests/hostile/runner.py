@@ -41,7 +41,7 @@ _PRELOADED = (
     "titan_launch.cli",
     "titan_launch.config.loading.toml_positions",
     "titan_launch.train.main",
-    "titan_launch.commands.data_report",
+    "titan_launch.train.describe_data",
     "titan_launch.trace.step",
     "titan_launch.data.preview",
     "titan_launch.inference.export",

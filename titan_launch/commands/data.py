@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> NoReturn:
     world_size = arguments.world_size or smallest_world_size(config.parallelism)
 
     def print_data() -> None:
-        from titan_launch.commands.data_report import describe_data
+        from titan_launch.train.describe_data import describe_data
 
         report = describe_data(config, plan_layout(config.parallelism, config.training, world_size), arguments.samples)
         if isinstance(sys.stdout, io.TextIOWrapper):
