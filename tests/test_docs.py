@@ -340,6 +340,7 @@ def test_the_way_from_a_chat_model_to_a_served_one(tmp_path: Path, monkeypatch: 
 
 RESULT = [  # smaller than the main job, and in fp32, so that the numbers are equal
     *(f"--{section}.path={REPO}/titan_launch/config/*/*.py" for section in ("data", "validation.data")),
+    *(f"--{section}.validation_percent=50" for section in ("data", "validation.data")),  # at any path of the checkout
     "--model.args.n_layers=2",
     "--model.args.dim=64",
     "--training.steps=2",
