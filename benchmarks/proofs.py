@@ -25,6 +25,7 @@ from publishing import markdown_table, publish
 
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import UserError
+from titan_launch.data.tokenizers import train_tokenizer
 from titan_launch.prove.main import prove
 from titan_launch.recipes.recipes import RECIPES
 
@@ -78,12 +79,8 @@ def _write_model(folder: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 320}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, **heads)).save_pretrained(folder)
-    text = folder.parent / "text"
-    text.mkdir()
-    (text / "words.txt").write_text(" ".join(f"word {number}" for number in range(2000)))
-    trained = folder.parent / "tokenizer"
-    _run(["prepare", "text", "--train-tokenizer", "300", "--out", str(trained)], folder.parent)
-    (folder / "tokenizer.json").write_text((trained / "tokenizer.json").read_text())
+    train_tokenizer(["a few words"], 300, folder.parent / "tokenizer")
+    (folder / "tokenizer.json").write_text((folder.parent / "tokenizer" / "tokenizer.json").read_text())
 
 
 def _proven(job: Path) -> tuple[str, str, str, str]:

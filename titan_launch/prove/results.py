@@ -49,7 +49,7 @@ class Reference:
     has_batch_norm: bool
     num_parameters: int
     names: frozenset[str]
-    """The results of a step that some rank of every layout must have."""
+    """The gradients of a step, which some rank of every layout must have."""
 
     changed: tuple[Difference, ...]
     """The results that differ in a second run: the model is not deterministic."""

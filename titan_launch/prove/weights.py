@@ -53,7 +53,7 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
     disable_progress_bar()  # its lock would outlive this process
     config = config.model_copy(update={"lora": LoRAConfig()})
     theirs: Any = AutoModelForCausalLM.from_pretrained(
-        config.model.weights, attn_implementation="eager", local_files_only=True
+        config.model.weights, attn_implementation="eager", local_files_only=True, use_safetensors=True
     )
     theirs = theirs.float().train()
     ours = _model_with_weights(config)
