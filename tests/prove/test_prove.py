@@ -63,7 +63,11 @@ def test_a_dense_decoder_is_proven_in_fp32_and_in_its_precision() -> None:
         {"lora": {"targets": ["all-linear"], "dropout": 0.1}, "parallelism": {"tensor_parallel_degree": 2}},
         {"training": {"unfreeze": [{"match": "layers.0.**", "after_step": 100}]}},
         {"model": {"name": "resnet"}, "data": {"kind": "images"}, "optimizer": {"name": "SGD", "lr": 0.1}},
-        {"model": {"name": "vit"}, "data": {"kind": "images"}, "parallelism": {"tensor_parallel_degree": 2}},
+        {
+            "model": {"name": "vit"},
+            "data": {"kind": "images"},
+            "parallelism": {"tensor_parallel_degree": 2, "sequence_parallel": False},
+        },
     ],
 )
 def test_layouts_are_proven(sections: dict[str, Any]) -> None:
