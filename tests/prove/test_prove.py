@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.distributed import run_ranks
 from tests.models.parity import random_model
+from tests.train.jobs import run_job, tiny_job
 from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, UserError
@@ -192,6 +194,17 @@ def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[s
     store(certificate(digest_of(load_job(str(path)).config), "differs"))
     assert main(launch) == 2
     assert "layout NOT proven (shards 2): it does not train what one process trains" in capsys.readouterr().err
+
+
+def test_a_run_records_its_certificate_and_its_page_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "proof.json"
+    table = tiny_job(tmp_path, prove={"certificate": str(file)})
+    file.write_text(certificate(digest_of(JobConfig.model_validate(table))).dumps())
+    run_ranks(run_job, 1, table)
+    assert (tmp_path / "tiny" / "proof.json").read_text() == file.read_text()
+    assert main(["report", str(tmp_path / "tiny"), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Proof of the layout" in page and "layout proven (shards 2)" in page
 
 
 @pytest.mark.timeout(300)
