@@ -39,7 +39,7 @@ def main() -> int:
     """Prove the jobs and write the table. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=["*"], metavar="GLOB", help="names of the jobs to prove")
-    parser.add_argument("--write", type=Path, help="Markdown file to write the table into")
+    parser.add_argument("--write", type=lambda name: Path(name).resolve(), help="Markdown file to write the table into")
     arguments = parser.parse_args()
     rows = [("job", "result", "largest run", "gradient", "seconds")]
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests of two workers share 
 
 LONGEST_FILES = (
     "tests/test_cli.py",
+    "tests/prove/test_mutants.py",
+    "tests/prove/test_prove.py",
     "tests/trace/test_recorder.py",
     "tests/train/test_loop.py",
     "tests/loss/test_losses.py",

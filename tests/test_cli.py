@@ -351,7 +351,8 @@ OPTIONS = {
         ),
         *("device", "memory-gib", "intra-bandwidth", "inter-bandwidth", "gpus-per-node", "expert-load", "mfu"),
     ),
-    "launch": ("config", *LAUNCH_OPTIONS, "quiet", "log-level", "fake-world-size", "fake-rank"),
+    "prove": ("config", "json", "out", "again"),
+    "launch": ("config", *LAUNCH_OPTIONS, "require-proof", "quiet", "log-level", "fake-world-size", "fake-rank"),
 }
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.distributed import run_ranks
 from tests.models.parity import random_model
+from tests.train.jobs import run_job, tiny_job
 from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, UserError
@@ -63,7 +65,11 @@ def test_a_dense_decoder_is_proven_in_fp32_and_in_its_precision() -> None:
         {"lora": {"targets": ["all-linear"], "dropout": 0.1}, "parallelism": {"tensor_parallel_degree": 2}},
         {"training": {"unfreeze": [{"match": "layers.0.**", "after_step": 100}]}},
         {"model": {"name": "resnet"}, "data": {"kind": "images"}, "optimizer": {"name": "SGD", "lr": 0.1}},
-        {"model": {"name": "vit"}, "data": {"kind": "images"}, "parallelism": {"tensor_parallel_degree": 2}},
+        {
+            "model": {"name": "vit"},
+            "data": {"kind": "images"},
+            "parallelism": {"tensor_parallel_degree": 2, "sequence_parallel": False},
+        },
     ],
 )
 def test_layouts_are_proven(sections: dict[str, Any]) -> None:
@@ -188,6 +194,17 @@ def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[s
     store(certificate(digest_of(load_job(str(path)).config), "differs"))
     assert main(launch) == 2
     assert "layout NOT proven (shards 2): it does not train what one process trains" in capsys.readouterr().err
+
+
+def test_a_run_records_its_certificate_and_its_page_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "proof.json"
+    table = tiny_job(tmp_path, prove={"certificate": str(file)})
+    file.write_text(certificate(digest_of(JobConfig.model_validate(table))).dumps())
+    run_ranks(run_job, 1, table)
+    assert (tmp_path / "tiny" / "proof.json").read_text() == file.read_text()
+    assert main(["report", str(tmp_path / "tiny"), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Proof of the layout" in page and "layout proven (shards 2)" in page
 
 
 @pytest.mark.timeout(300)

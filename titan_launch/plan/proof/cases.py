@@ -20,7 +20,7 @@ MOST_RANKS = 8
 AXES = (*DEGREES, "sharded optimizer")
 """Parts of a layout that a run may have or not. The last one needs replicas."""
 
-MODES = ("accumulation", "checkpointing", "chunks", "compile", "precision units")
+MODES = ("accumulation", "checkpointing", "chunks", "compile")
 """Parts of a job that are no axes, by the names that a certificate uses."""
 
 
@@ -129,7 +129,6 @@ def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
         "checkpointing": ("activation_checkpoint", ActivationCheckpointConfig()),
         "chunks": ("loss", config.loss.model_copy(update={"chunks": 1})),
         "compile": ("compile", CompileConfig()),
-        "precision units": ("precision", config.precision.model_copy(update={"rules": ()})),
     }
     changes |= dict(plain[part] for part in parts if part in plain)
     changed = config.model_copy(update=changes)

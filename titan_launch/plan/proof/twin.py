@@ -217,14 +217,11 @@ def _of_package(
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        raise config_error(("prove", "args", name), f"{first['msg']}; correct this argument", UNNAMED) from None
+        raise config_error(("prove", "args", name), f"{first['msg']}; correct this argument") from None
     for names, reason in checked.problems():
         text = f"the small twin of this model is not valid: {reason}; set prove.args.{names[0]} to a size that fits"
         raise config_error(("prove", "args", names[0]), text)
     return model.model_copy(update={"flavor": ALL_IN_ARGS, "args": small})
-
-
-UNNAMED = ""
 
 
 _GLOB_KEYS = ("lora", "training", "precision", "activation_checkpoint", "optimizer", "float8")
