@@ -112,20 +112,20 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     process = process or Surroundings()
     watchdog = process.watchdog or Watchdog(config.comm, ranks)
     certificate = on_rank_0(partial(find, config))  # of the job as written: `auto` stands for several modes
-    job = resolve_job(config, ranks, this_attempt())
+    job, built = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, process.locate_key)
     on_rank_0(lambda: bool(import_sinks(config.metrics)))  # a missing package is an error before memory is allocated
-    refusals = use_kernels(config, job.built, job.plan, job.layout, ranks.device, stack)
+    refusals = use_kernels(config, built, job.plan, job.layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
 
-    adapters = list(adapters_of(job.built.module))  # before pipeline stages divide the model
+    adapters = list(adapters_of(built.module))  # before pipeline stages divide the model
     mesh = build_mesh(job.layout, ranks.device.type)
     data = build_data(config, job.layout, sequence_part(mesh.context, config.parallelism))
     job = resolve_steps(job, data)
     config = job.config
-    flops = flops_of_run(config, job.built, job.plan, data) if ranks.is_rank_0 else None  # which reports them
-    model = assemble_model(config, job.built, job.plan, mesh, data)
+    flops = flops_of_run(config, built, job.plan, data) if ranks.is_rank_0 else None  # which reports them
+    model = assemble_model(config, built, job.plan, mesh, data)
     if ranks.device.type == "cpu":
         speed_up_on_cpu(config, model, stack)
     set_timeouts(config.comm.init_timeout_seconds)

@@ -41,15 +41,13 @@ class ResolvedJob:
 
     layout: Layout
     hardware: Hardware
-    built: BuiltModel
-    """The model, on the meta device."""
-
     plan: ModelPlan
     attempt: Attempt
 
 
-def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJob:
-    """Divide the ranks, build the model, choose the modes, and plan units and dtypes. Collective.
+def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> tuple[ResolvedJob, BuiltModel]:
+    """Divide the ranks, build the model on the meta device, choose the modes, and plan units and dtypes. Return the job
+    and the model. Collective.
 
     A resumed run keeps the modes that its run folder records. Raises ConfigError on all ranks if the job does not fit
     the ranks, the devices or the model.
@@ -67,7 +65,7 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJo
     plan = plan_precision(config, built)
     check_shards(config.float8, plan, layout)
     requested = config.model_copy(update={"parallelism": job.parallelism})
-    return ResolvedJob(config, requested, reason, layout, hardware, built, plan, attempt)
+    return ResolvedJob(config, requested, reason, layout, hardware, plan, attempt), built
 
 
 def resolve_steps(job: ResolvedJob, data: RunData, progress: Progress | None = None) -> ResolvedJob:
