@@ -447,12 +447,12 @@ def statistics_twice() -> None:
 
 
 def router_differs_in_second_forward() -> None:
-    from titan_launch.distributed.torch_private import in_backward
+    from titan_launch.metrics.memory import is_in_backward
     from titan_launch.models.decoder import mixture_of_experts
 
     def change(old: Any) -> Any:
         def choose(logits: Tensor, *args: Any) -> Any:
-            return old(logits.roll(1, -1) if in_backward() else logits, *args)
+            return old(logits.roll(1, -1) if is_in_backward() else logits, *args)
 
         return choose
 

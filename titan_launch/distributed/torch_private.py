@@ -609,9 +609,3 @@ def detached(tensor: Tensor) -> Tensor:
     has the version counter of `tensor`, so operations in place are noticed."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
-
-
-def in_backward() -> bool:
-    """Return True while autograd runs a backward on this thread, such as in the second forward of activation
-    checkpointing."""
-    return torch._C._current_graph_task_id() != -1

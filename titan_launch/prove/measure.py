@@ -17,6 +17,7 @@ from titan_launch.core.import_string import user_files
 from titan_launch.core.observer import Observer
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 from titan_launch.optim.registry import replicas_of
 from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.plan.hardware import GIB, free_memory_gib
@@ -188,8 +189,6 @@ def train_twin(
     steps: list[Step] = []
     with ExitStack() as stack:
         if config.parallelism.context_parallel_degree > 1:
-            from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
-
             stack.enter_context(ring_attention_on_cpu())
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
         run = build_run(config, ranks, stack, Surroundings(quiet=True))

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_launch.distributed.torch_private import in_backward, roots
+from titan_launch.distributed.torch_private import roots
+from titan_launch.metrics.memory import is_in_backward
 from titan_launch.models.build import SPECS
 from titan_launch.models.decoder.mixture_of_experts import Experts
 from titan_launch.models.parallel_plans import style_by_module
@@ -71,7 +72,7 @@ def traced(run: Run) -> Iterator[Trace]:
 
 def _is_traced(tensor: Any) -> bool:
     is_activation = isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_meta
-    return is_activation and torch.is_grad_enabled() and not in_backward()
+    return is_activation and torch.is_grad_enabled() and not is_in_backward()
 
 
 def _before(trace: Trace, path: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
