@@ -22,6 +22,7 @@ from tests.plan.memory.test_optimizer_memory import measure
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch import cli
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.plan.hardware import GIB
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
@@ -94,7 +95,8 @@ def train(folder: Path) -> dict[str, Any]:
     of the optimizer."""
     for heading in ("A model", "A data source", "A metric", "An optimizer"):
         apply(heading)
-    JobConfig.model_rebuild(force=True)  # the server of ranks has built the validator
+    for section in (OptimizerConfig, JobConfig):
+        section.model_rebuild(force=True)  # the server of ranks has built the validators
     sections: dict[str, dict[str, Any]] = {
         "model": {"model": {"name": "bigram"}},
         "data": {"data": {"kind": "counting", "vocab_size": 61}},

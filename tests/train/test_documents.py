@@ -113,7 +113,7 @@ def train(model: str, sections: dict[str, Any], folder: Path, is_packed: bool) -
             return whole[rank::ranks]
 
         of_steps = iter([batch for step in range(STEPS) for batch in batches(step)])
-        run = replace(run, train_batches=of_steps)
+        run = replace(run, batches=replace(run.batches, train=of_steps))
         for _ in range(STEPS):
             scalars = report(run, train_one_step(run), due_now(run))
             measured.append((scalars["train/loss"], scalars["train/grad_norm"]))
