@@ -5,14 +5,14 @@
 
 A time is that of a whole process, from its start to its end. The first plan begins with an empty cache: it imports
 torch and records microbatches in each activation checkpointing mode. The second finds the recordings; its time is the
-median of three. Both print all choices. With `--every`, the first plans of every job file in configs/, of every recipe
-of `init`, and of the largest size of every family are measured, each once. The exit status is 1 if a plan fails.
+median of three. Both print all choices. With `--every`, the first plans of every job file in configs/, of the recipes
+of `init` that need no folder of weights, and of the largest size of every family are measured, each once. The exit
+status is 1 if a plan fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -26,7 +26,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from publishing import markdown_table, publish
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.models.architectures import ARCHITECTURES
@@ -85,48 +84,17 @@ MOST_SECONDS = 10
 _WORLD_SIZES = (8, 4, 2, 16, 64, 512)
 """Tried in this order, until the job accepts one."""
 
-_MACHINE = ("--device", "h100-80gb", "--world-size", "8")
-
-_LLAMA_3_8B = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 128001,
-}
-_SAMPLES = {
-    "text.txt": "a text",
-    "chats.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
-    "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}',
-}
-_DATA = {"pretrain": "text.txt", "continued_pretrain": "text.txt", "sft": "chats.jsonl", "lora": "chats.jsonl"}
-
 
 def _every_job(folder: Path) -> dict[str, list[str]]:
-    """Return the options of every job: files, recipes for a folder of Llama 3 8B without weights, and families."""
+    """Return the options of every job: files, recipes that need no folder of weights, and families."""
     files = {path.relative_to(_CHECKOUT).as_posix(): path for path in sorted((_CHECKOUT / "configs").rglob("*.toml"))}
-    (folder / "config.json").write_text(json.dumps(_LLAMA_3_8B))
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    tokenizer.add_special_tokens([AddedToken(token) for token in ("<|end_of_text|>", "<|im_start|>", "<|im_end|>")])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    for name, text in _SAMPLES.items():
-        (folder / name).write_text(text)
-    for name in RECIPES:
-        model = [] if name in ("pretrain", "image_classification") else ["--model", str(folder)]
-        data = [] if name == "image_classification" else ["--data", str(folder / _DATA.get(name, "pairs.jsonl"))]
-        init = ["init", name, "--out", str(folder / f"{name}.toml"), *model, *data, *_MACHINE]
+    recipes = [name for name, recipe in RECIPES.items() if not recipe.needs_model]
+    for name in recipes:
+        init = ["init", name, "--out", str(folder / f"{name}.toml")]
         subprocess.run([sys.executable, "-m", "titan_launch", *init], check=True, capture_output=True, cwd=_CHECKOUT)
     return {
         **{name: [f"--config={path}"] for name, path in files.items()},
-        **{f"recipe {name}": [f"--config={folder / name}.toml"] for name in RECIPES},
+        **{f"recipe {name}": [f"--config={folder / name}.toml"] for name in recipes},
         **{
             f"{name} {flavor}": _flavor(name, flavor)
             for name, architecture in ARCHITECTURES.items()
