@@ -78,7 +78,7 @@ MEASURED_LIMIT = 0.01
 """The same, relative to the measured one."""
 
 MOST_RUNS = 6
-"""How often a job is measured at most, until a run is within the limit."""
+"""Largest number of runs of a job. The first run within the limit is the last."""
 
 MOST_RANKS = 4
 """Ranks of the jobs that run on this machine."""

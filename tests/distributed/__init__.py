@@ -12,11 +12,13 @@ import os
 import pickle
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from titan_launch.prove.ranks import in_processes
 
 # Ranks are forked from a server that has loaded PyTorch and all of the launcher that a run needs: they begin in 0.1 s
 # instead of 4 s, and are still processes of their own, so that nothing leaks from one test to the next.
@@ -36,23 +38,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     the memory of models that must be recorded. Raises AssertionError with the traceback of the first rank that failed,
     or that is late.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_rank_main, args=(theirs, fn, args, rank, world_size, str(Path(folder, "store")))
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            return _gather(pipes, processes, time.monotonic() + timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    try:
+        return in_processes(partial(_rank_main, fn, args), world_size, _receive, timeout)
+    except TimeoutError as error:
+        raise AssertionError(str(error)) from None
 
 
 def run_command(
@@ -89,18 +78,6 @@ def join_fake_group(world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
-def _gather(pipes: list[multiprocessing.connection.Connection], processes: list[Any], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        assert ready, f"ranks {sorted(set(range(len(pipes))) - set(results))} did not finish in time"
-        for pipe in ready:
-            rank = pipes.index(pipe)
-            results[rank] = _receive(pipe, processes[rank], rank)
-    return [results[rank] for rank in range(len(pipes))]
-
-
 def _receive(pipe: multiprocessing.connection.Connection, process: Any, rank: int) -> Any:
     try:
         succeeded, result = pickle.loads(pipe.recv_bytes())
@@ -134,7 +111,7 @@ def _no_trace(*args: Any) -> None:
 
 
 def _rank_main(
-    pipe: Any, fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store: str
+    fn: Callable[..., Any], args: tuple[Any, ...], pipe: Any, rank: int, world_size: int, store: str
 ) -> None:
     import torch
     import torch.distributed as dist

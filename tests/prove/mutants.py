@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from benchmarks.publishing import markdown_table, publish
+from tests.prove.user_models import Scale
 from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
 from titan_launch.plan.proof.certificate import Certificate
@@ -65,19 +66,6 @@ def _user(name: str, **sections: Any) -> dict[str, Any]:
     return {"model": {"name": f"tests.prove.user_models:{name}"}, **sections}
 
 
-class _Scale(torch.autograd.Function):
-    """The input; its gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
 def _wrap(owner: Any, name: str, change: Callable[[Any], Callable[..., Any]]) -> None:
     setattr(owner, name, change(getattr(owner, name)))
 
@@ -115,7 +103,7 @@ def gathered_gradient_is_scaled() -> None:
 
     def change(old: Any) -> Any:
         def gather_input(module: Any, mesh: Any, stream: Any) -> None:
-            module.register_forward_pre_hook(lambda _, args: (_Scale.apply(args[0], 2.0), *args[1:]))
+            module.register_forward_pre_hook(lambda _, args: (Scale.apply(args[0], 2.0), *args[1:]))
             old(module, mesh, stream)
 
         return gather_input
@@ -309,7 +297,7 @@ def stage_scales_its_gradient() -> None:
     from titan_launch.train.pipeline_step import HiddenModule
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return _Scale.apply(self.module(*args, **kwargs).contiguous(), 0.5)
+        return Scale.apply(self.module(*args, **kwargs).contiguous(), 0.5)
 
     HiddenModule.forward = forward  # type: ignore[method-assign]
 

@@ -84,11 +84,13 @@ class ScaledByRanks(Mixer):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and dist.get_world_size() > 1:
-            x = _Scaled.apply(x, 1 / dist.get_world_size())
+            x = Scale.apply(x, 1 / dist.get_world_size())
         return super().forward(x)
 
 
-class _Scaled(torch.autograd.Function):
+class Scale(torch.autograd.Function):
+    """The input; its gradient is multiplied."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor

@@ -23,7 +23,7 @@ from titan_launch.prove.locate import explain, owner
 from titan_launch.prove.results import TOLERANCES, Difference, Reference, exceeding, kind_of, largest_by_kind
 
 MUON_TOLERANCES = {"loss": 1e-4, "gradient": 5e-3, "update": 0.2}
-"""Those of Muon, whose iterations make small singular values of a gradient as large as the others."""
+"""`TOLERANCES` of Muon. Its iterations make all singular values of an update equal. That enlarges small differences."""
 
 WEIGHTS_TOLERANCE = 1e-3
 """Largest relative difference of logits and gradients from those of `transformers`, whose operations differ."""

@@ -12,10 +12,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, UserError
 from titan_launch.core.import_string import raised_in_user_forward, user_traceback
@@ -23,6 +24,7 @@ from titan_launch.core.patches import environment
 from titan_launch.core.signals import signal_name
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+R = TypeVar("R")
 
 
 def start_server() -> None:
@@ -38,18 +40,35 @@ def run_ranks(function: str, world_size: int, *args: Any, timeout: float) -> lis
     Arguments and results are pickled. Raises the ConfigError or UserError of the first rank that fails with one, and
     RunError with the traceback of any other failure, or if a rank takes longer than `timeout` seconds.
     """
+    try:
+        return in_processes(partial(_main, function, args), world_size, _received, timeout)
+    except TimeoutError as error:
+        raise RunError(str(error)) from None
+
+
+def in_processes(
+    main: Callable[[Connection, int, int, str], None],
+    world_size: int,
+    received: Callable[[Connection, Any, int], R],
+    timeout: float,
+) -> list[R]:
+    """Run `main(pipe, rank, world_size, store)` in a forked process for each rank, and return what `received(pipe,
+    process, rank)` reads from the pipe of each rank, in the order of ranks.
+
+    `store`: a file for the rendezvous. Ends all processes, and raises TimeoutError if a rank takes longer than
+    `timeout` seconds.
+    """
     with tempfile.TemporaryDirectory(prefix="titan-launch-ranks-") as folder:
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
-            place = (rank, world_size, str(Path(folder, "store")))
-            process = _CONTEXT.Process(target=_main, args=(theirs, function, args, *place))
+            process = _CONTEXT.Process(target=main, args=(theirs, rank, world_size, str(Path(folder, "store"))))
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         try:
-            return _gather(pipes, processes, time.monotonic() + timeout)
+            return _gather(pipes, processes, received, time.monotonic() + timeout)
         finally:
             for process in processes:
                 process.kill()
@@ -69,16 +88,21 @@ class _Failure(NamedTuple):
         return UserError(self.text) if self.is_of_user else RunError(f"rank {rank} failed:\n{self.text}")
 
 
-def _gather(pipes: Sequence[Connection], processes: Sequence[Any], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
+def _gather(
+    pipes: Sequence[Connection],
+    processes: Sequence[Any],
+    received: Callable[[Connection, Any, int], R],
+    deadline: float,
+) -> list[R]:
+    results: dict[int, R] = {}
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             late = [str(rank) for rank in range(len(pipes)) if rank not in results]
-            raise RunError(f"ranks {', '.join(late)} of {len(pipes)} did not finish in time")
+            raise TimeoutError(f"ranks {', '.join(late)} of {len(pipes)} did not finish in time")
         for rank in (rank for rank, pipe in enumerate(pipes) if pipe in ready):
-            results[rank] = _received(pipes[rank], processes[rank], rank)
+            results[rank] = received(pipes[rank], processes[rank], rank)
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -95,7 +119,7 @@ def _received(pipe: Connection, process: Any, rank: int) -> Any:
     return result
 
 
-def _main(pipe: Connection, function: str, args: Any, rank: int, world_size: int, store: str) -> None:
+def _main(function: str, args: Any, pipe: Connection, rank: int, world_size: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 

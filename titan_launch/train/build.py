@@ -87,16 +87,16 @@ from titan_launch.train.step import MicrobatchesInTurn, TrainStep, Update
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the process of a rank gives to its run."""
+    """Objects of a rank's process that its run uses."""
 
     locate_key: KeyLocator = format_key
     """Returns the file and line of a key."""
 
     stop: StopRequest | None = None
-    """It is checked for a signal after every step."""
+    """The run looks for a signal here after every step."""
 
     log_file: LogFile | None = None
-    """It writes to the run folder as soon as the folder exists, like the watchdog."""
+    """The log of this rank. Its file is opened in the run folder, as soon as the folder exists."""
 
     watchdog: Watchdog | None = None
     quiet: bool = False

@@ -36,10 +36,11 @@ class Observers:
     # The measured memory includes the update of the average, as the planner's prediction does.
     measurements: StepMeasurements
 
-    # It watches the first step, and `measurements` a later one. So neither counts what the other allocates.
+    # The audit watches the first step, and `measurements` watch a later one. So neither counts allocations of the
+    # other.
     audit: PrecisionAudit | None
 
-    # It copies the parameters after the audit, which raises an error for a wrong step.
+    # Learned metrics copy the parameters. If the audit raises an error for a wrong step, nothing is copied.
     learned: Learned | None
 
     # The average follows the update at once, before an observer that may fail.

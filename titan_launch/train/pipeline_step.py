@@ -34,7 +34,7 @@ from titan_launch.parallel.pipeline import LocalStage, Pipeline
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What all stages of a rank have in common."""
+    """Facts and functions that all stages of a rank share."""
 
     pipeline: Pipeline
     accumulation: AccumulationStrategy
@@ -44,7 +44,7 @@ class StageFacts:
     """Function of a microbatch's index that returns the context of its forward."""
 
     timeline: Parts
-    """It counts the time of forwards and backwards."""
+    """Counts the time of forwards and backwards."""
 
 
 class ScheduledStage(PipelineStage):

@@ -54,7 +54,7 @@ class Finding:
     """The first module that departs."""
 
     how: str
-    """What departs in the module, in words."""
+    """The tensor of the module that departs, and by how much: `its output departs by 1.6e-01`."""
 
     parts: tuple[str, ...]
     """The axes or modes which show the difference alone, or in pairs."""

@@ -78,11 +78,13 @@ def find(config: JobConfig) -> Certificate | None:
 
     Raises ConfigError if `prove.certificate` cannot be read.
     """
+    named = config.prove.certificate
+    if named is None and not _folder().exists():  # so most runs need no digest
+        return None
     try:
         digest = digest_of(config)
     except ConfigError:
         return None
-    named = config.prove.certificate
     try:
         found = parse_as(CERTIFICATE, read_regular(Path(named or _entry(digest)), _MOST_BYTES))
     except (OSError, JsonError) as error:
@@ -104,8 +106,12 @@ def store(certificate: Certificate) -> None:
         replace_text(path, certificate.dumps())
 
 
+def _folder() -> Path:
+    return cache_folder() / "proofs"
+
+
 def _entry(digest: str) -> Path:
-    return cache_folder() / "proofs" / f"{digest}.json"
+    return _folder() / f"{digest}.json"
 
 
 def describe(certificate: Certificate | None) -> str:

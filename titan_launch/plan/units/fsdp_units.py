@@ -55,7 +55,7 @@ rank."""
 
 @dataclass(frozen=True)
 class UnitLimits:
-    """What the parallelism of a job and the release of PyTorch demand of units."""
+    """Limits of units that follow from the parallelism of a job and the release of PyTorch."""
 
     share_units: bool = True
     """True if modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. Otherwise each module
