@@ -185,6 +185,20 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
             "activation_checkpoint": {"mode": "full"},
         },
     ),
+    "every sixth block attends to all tokens": (
+        2,
+        "cuda",
+        {"model": {"name": "gemma3", "flavor": "debug", "args": {"n_layers": 32}}, "precision": BF16},
+    ),
+    "every fourth block is trained": (
+        2,
+        "cuda",
+        {
+            "model": {"args": {"n_layers": 24}},
+            "training": {"trainable": ["layers.3.**", "layers.7.**", "layers.11.**", "layers.15.**", "layers.19.**"]},
+            "precision": BF16,
+        },
+    ),
     "latent attention": (2, "cuda", {"model": {"name": "deepseek_v3", "flavor": "debug"}, "precision": BF16}),
     "latent attention, windows": (
         2,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.rules import RULES
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import ConfigError
@@ -38,9 +41,22 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Change:
-    lines: tuple[str, ...]
+    values: Mapping[tuple[str, str], bool | int | str]
+    """Values by section and key."""
+
     cost: str
-    config: JobConfig
+
+    @property
+    def lines(self) -> list[str]:
+        """The keys to set, as TOML."""
+        return [f"{section}.{key} = {toml_value(value)}" for (section, key), value in self.values.items()]
+
+    def applied_to(self, config: JobConfig) -> JobConfig:
+        """Return the changed job."""
+        for (section, key), value in self.values.items():
+            table: Section = getattr(config, section)
+            config = config.model_copy(update={section: table.model_copy(update={key: value})})
+        return config
 
 
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, most: int = 3) -> list[Advice]:
@@ -52,10 +68,10 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
     config = with_global_batch_size(config, layout)
     needed = predict(config, layout)
     found: list[Advice] = []
-    for change in _changes(config, layout, limit_bytes, predict):
-        predicted = _predicted(change.config, layout.world_size, predict)
+    for change in chain.from_iterable(_changes(config, layout, limit_bytes, predict)):
+        predicted = _predicted(change.applied_to(config), layout.world_size, predict)
         if predicted is not None and predicted < 0.995 * needed:
-            found.append(Advice(change.lines, change.cost, needed - predicted, predicted <= limit_bytes))
+            found.append(Advice(tuple(change.lines), change.cost, needed - predicted, predicted <= limit_bytes))
     if found and not any(advice.fits for advice in found):
         found.insert(0, _combined(config, layout, limit_bytes, predict, needed))
     return sorted(found, key=lambda advice: not advice.fits)[:most]  # stable: the cheapest first
@@ -78,22 +94,36 @@ _MOST_DOUBLINGS = 7
 
 
 def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, needed: float) -> Advice:
-    """Return the advice that applies one change after another, the cheapest first, until the job fits."""
-    lines: dict[str, str] = {}
-    costs: list[str] = []
-    predicted = needed
+    """Return the advice that applies the strongest change of one kind after another, the cheapest kind first, until the
+    job fits, and then weaker changes in the place of those that are stronger than needed."""
+    kinds: list[tuple[_Change, ...]] = []
+    changed, predicted = config, needed
     while predicted > limit_bytes:
-        layout = plan_layout(config.parallelism, config.training, layout.world_size)
-        changes = _changes(config, layout, limit_bytes, predict)
-        candidates = ((change, _predicted(change.config, layout.world_size, predict)) for change in changes)
-        found = next(((c, size) for c, size in candidates if size is not None and size < 0.995 * predicted), None)
-        if found is None:
+        layout = plan_layout(changed.parallelism, changed.training, layout.world_size)
+        for kind in _changes(changed, layout, limit_bytes, predict):
+            size = _predicted(kind[-1].applied_to(changed), layout.world_size, predict)
+            if size is not None and size < 0.995 * predicted:
+                kinds.append(kind)
+                changed, predicted = kind[-1].applied_to(changed), size
+                break
+        else:
             break
-        change, predicted = found
-        lines |= {line.partition(" =")[0]: line for line in change.lines}
-        costs.append(change.cost)
-        config = change.config
-    return Advice(tuple(lines.values()), "; ".join(costs), needed - predicted, predicted <= limit_bytes)
+
+    def sufficient(changes: Sequence[_Change]) -> float | None:
+        changed = reduce(lambda config, change: change.applied_to(config), changes, config)
+        size = _predicted(changed, layout.world_size, predict)
+        return size if size is not None and size <= limit_bytes else None
+
+    chosen = [kind[-1] for kind in kinds]
+    for index, kind in enumerate(kinds if predicted <= limit_bytes else ()):
+        for weaker in kind[:-1]:
+            changes = [*chosen[:index], weaker, *chosen[index + 1 :]]
+            if (size := sufficient(changes)) is not None:
+                chosen, predicted = changes, size
+                break
+    lines = tuple(line for change in chosen for line in change.lines)
+    costs = "; ".join(change.cost for change in chosen)
+    return Advice(lines, costs, needed - predicted, predicted <= limit_bytes)
 
 
 def _predicted(config: JobConfig, world_size: int, predict: Predict) -> float | None:
@@ -106,42 +136,36 @@ def _predicted(config: JobConfig, world_size: int, predict: Predict) -> float | 
         return None
 
 
-def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> Iterator[_Change]:
-    """Yield the changes that a job allows, the cheapest first."""
+def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> Iterator[tuple[_Change, ...]]:
+    """Yield the changes that a job allows, those of one kind together: the cheapest kind first, of each kind the
+    weakest change first."""
     accumulation, checkpointing = config.gradient_accumulation, config.activation_checkpoint
     if accumulation.keep_params_unsharded:
-        yield _set(config, "gradient_accumulation", "keep_params_unsharded", False, "more all-gathers")
+        yield (_Change({("gradient_accumulation", "keep_params_unsharded"): False}, "more all-gathers"),)
+    mode = ("gradient_accumulation", "mode")
     if not accumulation.row.reduce_scatters_each and layout.num_microbatches > 1:
-        yield _set(config, "gradient_accumulation", "mode", "immediate", "a reduce-scatter for every microbatch")
+        yield (_Change({mode: "immediate"}, "a reduce-scatter for every microbatch"),)
     if layout.replicate > 1 and not layout.shards_optimizer:
-        cost = "the exchange between replicas does not overlap with backward"
-        change = _set(config, "parallelism", "shard_optimizer_over_replicas", True, cost)
+        values: dict[tuple[str, str], bool | str] = {("parallelism", "shard_optimizer_over_replicas"): True}
         if accumulation.row.needs_all_reduces:  # they do not exist then
-            other = _set(change.config, "gradient_accumulation", "mode", "immediate", cost)
-            change = _Change((*change.lines, *other.lines), cost, other.config)
-        yield change
+            values[mode] = "immediate"
+        yield (_Change(values, "the exchange between replicas does not overlap with backward"),)
     if config.loss.chunks < 16 and config.data.unit == "tokens" and config.model.loss is None:
-        cost = "a second product of the output layer in backward"
-        yield _set(config, "loss", "chunks", 16, cost)
+        yield (_Change({("loss", "chunks"): 16}, "a second product of the output layer in backward"),)
     size = _smaller_batch(config, layout, limit_bytes, predict)
     if size is not None:
-        change = _set(
-            config, "training", "local_batch_size", size, "more and smaller microbatches; the same global batch"
-        )
-        if config.training.global_batch_size is not None:
-            lines = (*change.lines, f"training.global_batch_size = {config.training.global_batch_size}")
-            change = _Change(lines, change.cost, change.config)
-        yield change
+        batches = {"local_batch_size": size, "global_batch_size": config.training.global_batch_size}
+        kept = {("training", key): value for key, value in batches.items() if value is not None}
+        yield (_Change(kept, "more and smaller microbatches; the same global batch"),)
     stronger = {"none": ("selective", "full"), "selective": ("full",), "memory_budget": ("full",)}
     costs = {"selective": "some operations of forward run twice", "full": "forward runs twice, about a third more time"}
-    for mode in stronger.get(checkpointing.mode, ()):
-        yield _set(config, "activation_checkpoint", "mode", mode, costs[mode])
+    if modes := stronger.get(checkpointing.mode, ()):
+        yield tuple(_Change({("activation_checkpoint", "mode"): mode}, costs[mode]) for mode in modes)
     if config.job.device != "cpu" and not config.training.enable_cpu_offload:
-        yield _set(config, "training", "enable_cpu_offload", True, "parameters cross the bus in every microbatch")
+        yield (_Change({("training", "enable_cpu_offload"): True}, "parameters cross the bus in every microbatch"),)
     if config.optimizer.state_dtype is None:
         cost = "coarser moments: this changes the training"
-        yield _set(config, "optimizer", "state_dtype", "bfloat16", cost)
-        yield _set(config, "optimizer", "state_dtype", "int8", cost)
+        yield tuple(_Change({("optimizer", "state_dtype"): dtype}, cost) for dtype in ("bfloat16", "int8"))
 
 
 def _smaller_batch(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
@@ -152,10 +176,3 @@ def _smaller_batch(config: JobConfig, layout: Layout, limit_bytes: float, predic
         if predicted is not None and predicted <= limit_bytes:
             return size
     return sizes[0] if sizes else None
-
-
-def _set(config: JobConfig, section: str, key: str, value: bool | int | str, cost: str) -> _Change:
-    table: Section = getattr(config, section)
-    shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
-    changed = config.model_copy(update={section: table.model_copy(update={key: value})})
-    return _Change((f"{section}.{key} = {shown}",), cost, changed)

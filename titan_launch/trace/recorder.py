@@ -41,7 +41,7 @@ from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.depth import block_repeat, without_blocks
+from titan_launch.plan.memory.depth import block_signatures, without_blocks
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.plan.memory.recordings import Recordings, Subject, layout_of_recording
 from titan_launch.plan.memory.replay_engine import ReplayEngine
@@ -178,7 +178,7 @@ class TorchRecorder:
         parts = parts_on_rank(plan, pipeline_rank)
 
         def record(blocks: tuple[Blocks, ...], elsewhere: tuple[Blocks, ...] = ()) -> list[Tape]:
-            removed = [path for part in (*blocks, *elsewhere) for path in part.omitted]
+            removed = [path for part in (*blocks, *elsewhere) for path in part.likes]
             built = build_job_model(job)
             remove_blocks(built.module, removed)
             tapes = _record(job, built, without_blocks(plan, removed), kernels, pipeline_rank, counts)
@@ -186,10 +186,10 @@ class TorchRecorder:
 
         def shortened(rank: int) -> tuple[Blocks, ...]:
             own = parts_on_rank(plan, rank)
-            return tuple(Blocks.shortened(outermost(part.inventory.blocks), block_repeat(part)) for part in own)
+            return tuple(Blocks.shortened(outermost(part.inventory.blocks), block_signatures(part)) for part in own)
 
         repeated = shortened(pipeline_rank)
-        if any(part.omitted for part in repeated):
+        if any(part.likes for part in repeated):
             # The stages of other ranks only run to find the shapes between the stages.
             others = (part for rank in range(layout.pipeline) if rank != pipeline_rank for part in shortened(rank))
             with whole_traced_on_error():

@@ -128,16 +128,12 @@ def count_flops(
 def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
     """Yield the outer blocks that compute and differentiate the same, in order.
 
-    Backward computes a gradient of a block's inputs only if a parameter before it is trained. (The first block of each
-    kind is counted as it is, so what is not known about the modules before the blocks does not matter.)
+    The first block of each kind is counted as it is, so what is not known about the modules before the blocks does not
+    matter.
     """
     kinds: defaultdict[Hashable, list[str]] = defaultdict(list)
-    modules = plan.inventory.by_path
-    follows_trained = any(p.requires_grad for path in plan.inventory.embeddings for p in modules[path].parameters)
     for block, signature in zip(outermost(plan.inventory.blocks), block_signatures(plan), strict=True):
-        module = model.get_submodule(block)
-        kinds[signature, attributes_digest(module), follows_trained].append(block)
-        follows_trained |= any(parameter.requires_grad for parameter in module.parameters())
+        kinds[signature, attributes_digest(model.get_submodule(block))].append(block)
     yield from kinds.values()
 
 

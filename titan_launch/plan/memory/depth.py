@@ -31,17 +31,12 @@ class Shortcut:
 
 def find_shortcut(plan: ModelPlan) -> Shortcut | None:
     """Return shallower models with fewer equal blocks; None if no block repeats often enough."""
-    blocks, repeat = outermost(plan.inventory.blocks), block_repeat(plan)
+    blocks, repeat = outermost(plan.inventory.blocks), longest_repeat(block_signatures(plan))
     if repeat.times <= _DEPTHS[1]:
         return None
     kept = [set(shorten(len(blocks), repeat, times)) for times in _DEPTHS]
     shorter, longer, check = (tuple(path for i, path in enumerate(blocks) if i not in indices) for indices in kept)
     return Shortcut(shorter, longer, repeat.times - _DEPTHS[0], check)
-
-
-def block_repeat(plan: ModelPlan) -> Repeat:
-    """Return the longest repeated part of a model's outer blocks."""
-    return longest_repeat(block_signatures(plan))
 
 
 def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
@@ -50,16 +45,25 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 
 
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
-    """Return a signature of each outer block: its modules with their tensors and units, and which of them are
-    checkpointed. Equal blocks have equal signatures."""
+    """Return a signature of each outer block. Blocks that compute and differentiate the same have equal signatures: its
+    modules with their tensors and units, which of them are checkpointed, the dtypes of the block before it, and whether
+    a parameter before it is trained. Only if one is, backward computes a gradient of the block's inputs.
+    """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
         if block := enclosing(module.path, inside):
             inside[block].append(module)
-    return [
-        (parent(block), _inside(block, plan.checkpointed), *(_signature(plan, module, block) for module in modules))
-        for block, modules in inside.items()
-    ]
+    modules, embeddings = plan.inventory.by_path, plan.inventory.embeddings
+    # Of a model without a known embedding, the first block most likely is like the others.
+    follows_trained = not embeddings or any(p.requires_grad for path in embeddings for p in modules[path].parameters)
+    signatures: list[Hashable] = []
+    blocks = [*inside]
+    for before, (block, own) in zip(blocks[:1] + blocks, inside.items(), strict=False):
+        context = plan.unit_of[before].policy, follows_trained
+        described = [_signature(plan, module, block) for module in own]
+        signatures.append((parent(block), _inside(block, plan.checkpointed), *context, *described))
+        follows_trained |= any(parameter.requires_grad for module in own for parameter in module.parameters)
+    return signatures
 
 
 def _signature(plan: ModelPlan, module: ModuleInfo, block: str) -> Hashable:

@@ -128,7 +128,7 @@ class ReplayEngine:
             model = self._model(is_kept, wanted, first, index, removed)
             return Replay(config, model, self._kernels, self._second()).step(num_microbatches)
 
-        if shortcut is not None and self._recordings.tapes(wanted)[index].parts[0].repeat is not None:
+        if shortcut is not None and self._recordings.tapes(wanted)[index].parts[0].likes:
             shorter, longer = at(shortcut.removed_from_shorter), at(shortcut.removed_from_longer)
             footprint = extrapolate(shorter.footprint, longer.footprint, shortcut.factor)
             if footprint is not None:

@@ -7,13 +7,12 @@ mode of gradient accumulation and any number of shards and blocks: the tape does
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar
 
-from titan_launch.plan.memory.depth import Repeat, shorten
 from titan_launch.plan.memory.ledger import Category
 from titan_launch.plan.types import enclosing, is_within
 
@@ -108,50 +107,32 @@ class Blocks:
     """The outer blocks of a model, or of a pipeline stage."""
 
     paths: tuple[str, ...]
-    repeat: Repeat | None = None
-    """The repeated part of the blocks, of which only some periods were recorded (`_num_recorded`). None: all were."""
+    likes: Mapping[str, str] = field(default_factory=dict)
+    """The blocks that were not recorded, each with the recorded block that it is like."""
+
+    equals: Mapping[str, str] = field(default_factory=dict)
+    """The blocks that stand for others, each with another recorded block that must have the same events."""
 
     @classmethod
-    def shortened(cls, paths: tuple[str, ...], repeat: Repeat) -> Blocks:
-        """Return blocks of which only those that differ are recorded, if the part repeats often enough."""
-        return cls(paths, repeat if repeat.times > _num_recorded(repeat) else None)
+    def shortened(cls, paths: tuple[str, ...], kinds: Sequence[Hashable]) -> Blocks:
+        """Return blocks of which at most four of each kind are recorded.
 
-    @property
-    def omitted(self) -> tuple[str, ...]:
-        """The blocks that were not recorded."""
-        if self.repeat is None:
-            return ()
-        kept = set(shorten(len(self.paths), self.repeat, _num_recorded(self.repeat)))
-        return tuple(path for index, path in enumerate(self.paths) if index not in kept)
-
-    def likes(self) -> dict[str, str]:
-        """Return, for each block that was not recorded, the block of the second period that it is like."""
-        omitted = set(self.omitted)
-        return {path: self._like(index) for index, path in enumerate(self.paths) if path in omitted}
-
-    def equals(self) -> dict[str, str]:
-        """Return, for each block of the second period, another recorded block that must have the same events: neither
-        the first nor the last one of the repeated part, which may differ."""
-        if self.repeat is None:
-            return {}
-        omitted = set(self.omitted)
-        between = range(self.repeat.start + 1, self.repeat.end - 1)
-        likes = ((self._like(index), self.paths[index]) for index in between if self.paths[index] not in omitted)
-        return {like: path for like, path in likes if like != path}
-
-    def _like(self, index: int) -> str:
-        """Return the block of the second period that a block of the repeated part is like."""
-        assert self.repeat is not None
-        start, period = self.repeat.start, self.repeat.period
-        return self.paths[start + period + (index - start) % period]
+        The first and the last one of a kind may differ from the others. The second one stands for the others; that it
+        equals the last but one shows that they are alike.
+        """
+        members: dict[Hashable, list[str]] = {}
+        for path, kind in zip(paths, kinds, strict=True):
+            members.setdefault(kind, []).append(path)
+        likes, equals = dict[str, str](), dict[str, str]()
+        for of_kind in members.values():
+            if len(of_kind) > _MOST_RECORDED:
+                _, second, *others, last_but_one, _ = of_kind
+                likes |= dict.fromkeys(others, second)
+                equals[second] = last_but_one
+        return cls(paths, likes, equals)
 
 
-def _num_recorded(repeat: Repeat) -> int:
-    """Return how many periods of a repeated part are recorded: the first ones and the last ones (`depth.shorten`).
-
-    The first and the last block may differ from the others. Two more of each kind show whether the part is uniform.
-    """
-    return 4 if repeat.period == 1 else 3
+_MOST_RECORDED = 4
 
 
 @dataclass(frozen=True)
@@ -232,26 +213,27 @@ def is_uniform(tape: Tape) -> bool:
         own = [_renamed(segment, names) for segment in tape.segments if segment.module == block]
         return {phase: [segment for segment in own if segment.phase == phase] for phase in ("forward", "backward")}
 
-    pairs = (pair for part in tape.parts for pair in part.equals().items())
+    pairs = (pair for part in tape.parts for pair in part.equals.items())
     return all(events(one, {}) == events(other, {other: one}) for one, other in pairs)
 
 
 def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
     """Return the tape of a model with all of its outer blocks but those that are removed. Blocks that were not recorded
-    are like those of the second period."""
-    like = {path: model for part in tape.parts for path, model in part.likes().items() if path not in removed}
-    second = set(like.values())
+    are like others (`Blocks.likes`)."""
+    like = {path: model for part in tape.parts for path, model in part.likes.items() if path not in removed}
+    after = {path: own for part in tape.parts for path, own in _not_recorded_after(part).items()}
+    of_model: dict[tuple[int, str, str], list[Segment]] = {}
+    for segment in tape.segments:
+        of_model.setdefault((segment.microbatch, segment.phase, segment.module), []).append(segment)
     segments: list[Segment] = []
-    for (_, phase, is_second), run in groupby(tape.segments, lambda s: (s.microbatch, s.phase, s.module in second)):
-        own = list(run)
+    for (microbatch, phase, block), run in groupby(tape.segments, lambda s: (s.microbatch, s.phase, s.module)):
+        own, followers = list(run), [path for path in after.get(block, ()) if path in like]
         copies = [
-            [_renamed(segment, {model: path}) for segment in own if segment.module == model]
-            for path, model in (like.items() if is_second else ())
+            [_renamed(segment, {like[path]: path}) for segment in of_model.get((microbatch, phase, like[path]), ())]
+            for path in followers
         ]
-        if phase == "forward":
-            segments += own + [segment for copy in copies for segment in copy]
-        else:
-            segments += [segment for copy in reversed(copies) for segment in copy] + own
+        blocks = [own, *copies] if phase == "forward" else [*reversed(copies), own]
+        segments += chain.from_iterable(blocks)
     left = (tuple(path for path in part.paths if path not in removed) for part in tape.parts)
     return replace(
         tape,
@@ -261,6 +243,17 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
         shapes=_of_blocks(tape.shapes, like, removed),
         reduced=_of_blocks(tape.reduced, like, removed),
     )
+
+
+def _not_recorded_after(part: Blocks) -> dict[str, list[str]]:
+    """Return the recorded blocks, each with those between it and the next recorded one."""
+    found: dict[str, list[str]] = {}
+    for path in part.paths:
+        if path not in part.likes:
+            own = found[path] = list[str]()
+        else:
+            own.append(path)  # the first block of a kind is recorded
+    return found
 
 
 def _of_blocks(by_name: Mapping[str, T], like: Mapping[str, str], removed: Collection[str]) -> dict[str, T]:
@@ -300,7 +293,7 @@ _KINDS: tuple[Callable[..., Event], ...] = (Bytes, Step, Gradient, Sent)
 def to_json(tape: Tape) -> dict[str, Any]:
     """Return a tape as a value for JSON."""
     return {
-        "parts": [[part.paths, part.repeat and asdict(part.repeat)] for part in tape.parts],
+        "parts": [[part.paths, dict(part.likes), dict(part.equals)] for part in tape.parts],
         "buffers": dict(tape.buffers),
         "shapes": dict(tape.shapes),
         "reduced": dict(tape.reduced),
@@ -326,7 +319,7 @@ def from_json(value: Mapping[str, Any]) -> Tape:
             return Gradient(name, num_bytes, dtype, categories[category])
         return _KINDS[kind](*fields)
 
-    parts = (Blocks(tuple(paths), repeat and Repeat(**repeat)) for paths, repeat in value["parts"])
+    parts = (Blocks(tuple(paths), likes, equals) for paths, likes, equals in value["parts"])
     segments = (
         Segment(phase, module, tuple(event(*fields) for fields in events), microbatch)
         for microbatch, phase, module, events in value["segments"]
