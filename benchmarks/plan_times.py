@@ -5,14 +5,15 @@
 
 A time is that of a whole process, from its start to its end. The first plan begins with an empty cache: it imports
 torch and records microbatches in each activation checkpointing mode. The second finds the recordings; its time is the
-median of three. Both print all choices. With `--every`, the first plans of every job file in configs/, of the recipes
-of `init` that need no folder of weights, and of the largest size of every family are measured, each once. The exit
-status is 1 if a plan fails.
+median of three. Both print all choices. With `--every`, the first plans of every job file in configs/, of every recipe
+of `init`, and of the largest size of every family are measured, each once. Recipes that need a model get Llama 3.1 8B:
+a sparse file has the header of its weights, and no values. The exit status is 1 if a plan fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -28,6 +29,7 @@ from pathlib import Path
 from publishing import markdown_table, publish
 
 from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.data.tokenizers import train_tokenizer
 from titan_launch.models.architectures import ARCHITECTURES
 from titan_launch.recipes.recipes import RECIPES
 
@@ -86,15 +88,21 @@ _WORLD_SIZES = (8, 4, 2, 16, 64, 512)
 
 
 def _every_job(folder: Path) -> dict[str, list[str]]:
-    """Return the options of every job: files, recipes that need no folder of weights, and families."""
+    """Return the options of every job: files, recipes and families."""
     files = {path.relative_to(_CHECKOUT).as_posix(): path for path in sorted((_CHECKOUT / "configs").rglob("*.toml"))}
-    recipes = [name for name, recipe in RECIPES.items() if not recipe.needs_model]
-    for name in recipes:
-        init = ["init", name, "--out", str(folder / f"{name}.toml")]
+    model = _folder_without_values(folder / "model")
+    records = {"chat": {"prompt": "Say one.", "response": "one"}}
+    records["preferences"] = {"prompt": "Say one.", "chosen": "one", "rejected": "two"}
+    for name, recipe in RECIPES.items():
+        init = ["init", name, "--out", str(folder / f"{name}.toml"), *([f"--model={model}"] * recipe.needs_model)]
+        if record := records.get(recipe.kinds[0]):
+            data = folder / f"{name}.jsonl"
+            data.write_text(f"{json.dumps(record)}\n" * 10_000)
+            init.append(f"--data={data}")
         subprocess.run([sys.executable, "-m", "titan_launch", *init], check=True, capture_output=True, cwd=_CHECKOUT)
     return {
         **{name: [f"--config={path}"] for name, path in files.items()},
-        **{f"recipe {name}": [f"--config={folder / name}.toml"] for name in recipes},
+        **{f"recipe {name}": [f"--config={folder / name}.toml"] for name in RECIPES},
         **{
             f"{name} {flavor}": _flavor(name, flavor)
             for name, architecture in ARCHITECTURES.items()
@@ -102,6 +110,31 @@ def _every_job(folder: Path) -> dict[str, list[str]]:
             for flavor in [*architecture.flavors][-1:]
         },
     }
+
+
+def _folder_without_values(folder: Path) -> Path:
+    """Write the files of Llama 3.1 8B; the values of its weights are a hole in a file."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    train_tokenizer(["text"], 300, folder)
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_theta": 500000.0, **scaling, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(**sizes, num_key_value_heads=8, max_position_embeddings=131072, rope_parameters=rope)
+    with torch.device("meta"):
+        tensors = LlamaForCausalLM(config).state_dict()
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
 
 
 def measure_every() -> tuple[str, bool]:
