@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_command
-from tests.loss.test_losses import write_model
+from tests.loss.test_losses import write_model, write_pairs
 from tests.sampling import rest_is_slow
 from tests.trace.planned_jobs import PLANNED, planned_job
 from tests.trace.test_trace_engine import DEEP
@@ -323,6 +323,20 @@ def test_the_second_model_of_a_loss_is_replayed(tmp_path: Path) -> None:
     teacher = write_model(tmp_path / "teacher", 3, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=61)
     loss = {"name": "distillation", "distillation": {"teacher": str(teacher)}}
     config, layout, choice = a_job(2, loss=loss, precision=BF16, gradient_accumulation=DEFERRED)
+    assert_replayed_as_traced(config, layout, choice, "cuda")
+
+
+def test_the_base_of_adapters_is_replayed_before_the_model(tmp_path: Path) -> None:
+    """So every block runs forward twice, and blocks that are not recorded do, too."""
+    pairs = {"kind": "preferences", "path": str(write_pairs(tmp_path / "pairs.jsonl")), "template": "chatml"}
+    config, layout, choice = a_job(
+        2,
+        model={"args": {"n_layers": 9, "vocab_size": 320}},
+        lora={"targets": ["layers.0.attention.wo"], "rank": 4},
+        data=pairs,
+        loss={"name": "dpo", "dpo": {"reference": "base"}},
+        precision=BF16,
+    )
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 

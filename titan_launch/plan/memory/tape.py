@@ -206,15 +206,33 @@ def _states(run: Sequence[Bytes]) -> Iterator[Bytes]:
         before = now
 
 
+_Visits = dict[tuple[int, str, str], list[list[Segment]]]
+"""The segments of each run through a module, by microbatch, phase and module. A loss may run the model twice."""
+
+
+def _visits(tape: Tape) -> _Visits:
+    found: _Visits = {}
+    for place, run in groupby(tape.segments, lambda s: (s.microbatch, s.phase, s.module)):
+        found.setdefault(place, []).append(list(run))
+    return found
+
+
 def is_uniform(tape: Tape) -> bool:
-    """Return True if the recorded blocks that must have the same events have them (`Blocks.equals`)."""
+    """Return True if the recorded blocks that must have the same events have them (`Blocks.equals`), and if all
+    recorded blocks run equally often."""
+    visits = _visits(tape)
+    phases = {(microbatch, phase) for microbatch, phase, _ in visits}
 
-    def events(block: str, names: Mapping[str, str]) -> dict[str, list[Segment]]:
-        own = [_renamed(segment, names) for segment in tape.segments if segment.module == block]
-        return {phase: [segment for segment in own if segment.phase == phase] for phase in ("forward", "backward")}
+    def events(block: str, phase: tuple[int, str], names: Mapping[str, str]) -> list[list[Segment]]:
+        return [[_renamed(segment, names) for segment in visit] for visit in visits.get((*phase, block), ())]
 
-    pairs = (pair for part in tape.parts for pair in part.equals.items())
-    return all(events(one, {}) == events(other, {other: one}) for one, other in pairs)
+    return all(
+        all(events(one, phase, {}) == events(other, phase, {other: one}) for one, other in part.equals.items())
+        and len({len(visits.get((*phase, path), ())) for path in part.paths if path not in part.likes}) == 1
+        for phase in phases
+        for part in tape.parts
+        if part.likes
+    )
 
 
 def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
@@ -222,15 +240,15 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
     are like others (`Blocks.likes`)."""
     like = {path: model for part in tape.parts for path, model in part.likes.items() if path not in removed}
     after = {path: own for part in tape.parts for path, own in _not_recorded_after(part).items()}
-    of_model: dict[tuple[int, str, str], list[Segment]] = {}
-    for segment in tape.segments:
-        of_model.setdefault((segment.microbatch, segment.phase, segment.module), []).append(segment)
+    visits, seen = _visits(tape), Counter[tuple[int, str, str]]()
     segments: list[Segment] = []
     for (microbatch, phase, block), run in groupby(tape.segments, lambda s: (s.microbatch, s.phase, s.module)):
-        own, followers = list(run), [path for path in after.get(block, ()) if path in like]
+        own, visit = list(run), seen[microbatch, phase, block]
+        seen[microbatch, phase, block] += 1
         copies = [
-            [_renamed(segment, {like[path]: path}) for segment in of_model.get((microbatch, phase, like[path]), ())]
-            for path in followers
+            [_renamed(segment, {like[path]: path}) for segment in visits[microbatch, phase, like[path]][visit]]
+            for path in after.get(block, ())
+            if path in like
         ]
         blocks = [own, *copies] if phase == "forward" else [*reversed(copies), own]
         segments += chain.from_iterable(blocks)
