@@ -251,11 +251,15 @@ def _recorder(config: JobConfig) -> Callable[[], Recorder]:
     return recorder
 
 
-def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels) -> Recordings:
+def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels, is_silent: bool = False) -> Recordings:
     """Return the recordings of a job. What is not in the cache is recorded with torch, and said on standard error."""
     from titan_launch.plan.memory.recordings import Recordings
 
-    return Recordings(config, layout, kernels, _recorder(config), lambda text: say(text, file=sys.stderr, flush=True))
+    def tell(text: str) -> None:
+        if not is_silent:
+            say(text, file=sys.stderr, flush=True)
+
+    return Recordings(config, layout, kernels, _recorder(config), tell)
 
 
 def load_to_train(

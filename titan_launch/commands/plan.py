@@ -95,13 +95,29 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--measure", action="store_true", help=text)
     text = "also name changes that save memory, as for a job that does not fit"
     parser.add_argument("--advise", action="store_true", help=text)
+    parser.add_argument("--search", action="store_true", help="find the layouts and modes with the shortest step")
+    text = "with --search: keep this key as the job sets it, or at this value (may be repeated)"
+    parser.add_argument("--hold", action="append", default=[], metavar="KEY[=VALUE]", help=text)
+    text = "with --search: also try a half, a quarter, ... of --world-size, down to the fewest ranks that suffice"
+    parser.add_argument("--max-gpus", action="store_true", help=text)
+    text = "with --search: try global batches from LOW samples to HIGH, each twice the one before"
+    parser.add_argument("--global-batch", metavar="LOW:HIGH", help=text)
+    text = "with --search: write the best job, as a file that extends the job file"
+    parser.add_argument("--out", metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg (needs matplotlib)")
     parser.add_key_options("hardware", KEY_OPTIONS)
 
 
 def run(arguments: Namespace) -> NoReturn:
-    """Print the plan of the job, and end the process."""
+    """Print the plan of the job, or search for another one, and end the process."""
+    if arguments.search:
+        _refuse_without_search(arguments)
+        from titan_launch.commands.plan_search import run_search
+
+        run_search(arguments)
+    if given := [name for name in ("hold", "max_gpus", "global_batch", "out") if getattr(arguments, name)]:
+        raise UserError(f"error: --{given[0].replace('_', '-')} needs --search")
     options = PlanOptions(
         engine=arguments.engine,
         only_own=arguments.rows == "own",
@@ -121,6 +137,15 @@ def run(arguments: Namespace) -> NoReturn:
     check_weights(loaded)
     config = with_local_batch_size(loaded.config, "auto") if arguments.max_batch else loaded.config
     run_and_exit(lambda: print_plan(config, world_size, loaded.provenance.place, options), loaded.provenance.describe)
+
+
+def _refuse_without_search(arguments: Namespace) -> None:
+    """Raise UserError for options of a plan of one layout."""
+    flags = ("max_batch", "verbose", "measure", "advise", "plot", "trial")
+    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(arguments, name) not in (None, False)]
+    given += ["--rows"] * (arguments.rows != "all") + ["--engine"] * (arguments.engine != "replay")
+    if given:
+        raise UserError(f"error: --search and {given[0]}: a search plans many layouts; plan the job that it finds")
 
 
 @dataclass(frozen=True)

@@ -38,24 +38,26 @@ _MOST_PROCESSES = 4
 """Processes that share work. A fork takes some milliseconds, and as much memory as the work of one item."""
 
 
-def in_forks(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = True) -> list[R]:
     """Return the results of a function, in the order of `items`. On Linux, up to four processes, one per core, take one
     item after another: this process, which takes the first item, and forks of it, which return their results pickled.
 
     A fork ends at its first error. What the forks leave is computed in this process, which raises its errors.
+    `takes_part`: False if this process only waits, so that it can fork again after a function that starts threads.
     """
     count = min(usable_cores(), len(items), _MOST_PROCESSES)
-    if count < 2 or sys.platform != "linux":  # elsewhere, a fork may not be safe
+    is_alone = count < 2 if takes_part else usable_cores() < 2 or not items
+    if is_alone or sys.platform != "linux":  # elsewhere, a fork may not be safe
         return list(map(function, items))
     import pickle  # most processes do not need it
 
-    waiting, end = os.pipe()  # the indices of the items that no process has taken; a pipe takes 16,384 of them
-    os.write(end, b"".join(index.to_bytes(4, "little") for index in range(1, len(items))))
+    waiting, end = os.pipe()  # the numbers of the items that no process has taken; a pipe takes 16,384 of them
+    os.write(end, b"".join((index + 1).to_bytes(4, "little") for index in range(takes_part, len(items))))
     os.close(end)
 
     def taken() -> Iterator[tuple[int, R]]:
-        while index := int.from_bytes(os.read(waiting, 4), "little"):
-            yield index, function(items[index])
+        while number := int.from_bytes(os.read(waiting, 4), "little"):  # 0 at the end
+            yield number - 1, function(items[number - 1])
 
     def help_parent(pipe: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and thereby this process
@@ -69,7 +71,7 @@ def in_forks(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     forks: dict[int, int] = {}
     """The pipe of each fork, by the number of its process."""
     try:
-        for _ in range(count - 1):
+        for _ in range(count - takes_part):
             ours, theirs = os.pipe()
             if (process := os.fork()) == 0:
                 try:
@@ -78,8 +80,10 @@ def in_forks(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
                     os._exit(OK)  # whatever happens, this process must not go on as if it were its parent
             os.close(theirs)
             forks[process] = ours
-        found = {0: function(items[0])}
-        found |= taken()
+        found = dict[int, R]()
+        if takes_part:
+            found[0] = function(items[0])
+            found |= taken()
         for pipe in forks.values():
             with suppress(EOFError, pickle.UnpicklingError), open(pipe, "rb", closefd=False) as file:
                 found |= pickle.load(file)  # nothing, or not all of it, if the fork was killed

@@ -10,10 +10,10 @@ from itertools import chain
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.rules import RULES
-from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.batch_size import possible_batch_sizes, with_local_batch_size
 from titan_launch.plan.hardware import format_memory
+from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 
 Predict = Callable[[JobConfig, Layout], float]
@@ -53,10 +53,7 @@ class _Change:
 
     def applied_to(self, config: JobConfig) -> JobConfig:
         """Return the changed job."""
-        for (section, key), value in self.values.items():
-            table: Section = getattr(config, section)
-            config = config.model_copy(update={section: table.model_copy(update={key: value})})
-        return config
+        return with_values(config, self.values)
 
 
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, most: int = 3) -> list[Advice]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import split_backward_checkpoints_whole_modules
@@ -82,6 +83,14 @@ def with_choice(config: JobConfig, choice: Choice) -> JobConfig:
     """Return the job with the modes of `choice`."""
     made = {"gradient_accumulation": choice.accumulation, "activation_checkpoint": choice.activation_checkpoint}
     return config.model_copy(update=made)
+
+
+def with_values(config: JobConfig, values: Mapping[tuple[str, str], Any]) -> JobConfig:
+    """Return the job with other values of keys, by section and key. The values are not validated."""
+    for section in dict.fromkeys(section for section, _ in values):
+        own = {key: value for (of, key), value in values.items() if of == section}
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update=own)})
+    return config
 
 
 def is_auto(config: JobConfig) -> bool:

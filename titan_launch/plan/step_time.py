@@ -25,12 +25,23 @@ class StepTime:
     bubble: float = 0.0
     """Part of `compute` in which a rank waits for other pipeline stages."""
 
+    exposed: float = 0.0
+    """Part of `communication` for which computation waits: that of tensor, context and expert parallelism."""
+
     @property
     def interval(self) -> tuple[float, float] | None:
         """Shortest and longest time of the step in seconds. None if computation or communication is unknown."""
         if self.compute is None or self.communication is None:
             return None
         return max(self.compute, self.communication), self.compute + self.communication
+
+    @property
+    def expected(self) -> float | None:
+        """Time of the step in seconds if FSDP2's and the pipeline's communication overlaps with computation, and the
+        rest does not. It lies in the interval. None if computation or communication is unknown."""
+        if self.compute is None or self.communication is None:
+            return None
+        return max(self.compute, self.communication - self.exposed) + self.exposed
 
     def ties_with(self, other: StepTime) -> bool:
         """Return True if either of two steps may be the shorter one: their intervals overlap or are unknown."""
@@ -41,26 +52,26 @@ class StepTime:
 
 
 def estimate_step_time(
-    flops_per_rank: float | None, link_traffic: LinkTraffic, hardware: Hardware, bubble_share: float = 0.0
+    flops_per_rank: float | None,
+    link_traffic: LinkTraffic,
+    hardware: Hardware,
+    bubble_share: float = 0.0,
+    exposed: LinkTraffic | None = None,
 ) -> StepTime:
     """Return the time of a step: computation at `mfu` of the peak, and communication at full bandwidth.
 
     Links within and across nodes are used at the same time, so the longer time counts. `bubble_share`: see the function
-    `bubble_share`.
+    `bubble_share`. `exposed`: the part of `link_traffic` for which computation waits.
     """
     compute = None
     if flops_per_rank is not None and hardware.peak_tflops is not None:
         compute = flops_per_rank / (hardware.peak_tflops * 1e12 * hardware.mfu)
-    links = (
-        _seconds(link_traffic.within, hardware.intra_node_gb_per_s),
-        _seconds(link_traffic.across, hardware.inter_node_gb_per_s),
-    )
-    known = [seconds for seconds in links if seconds is not None]
-    communication = max(known) if len(known) == len(links) else None
+    communication = communication_seconds(link_traffic, hardware)
     if compute is None:
         return StepTime(None, communication)
     bubble = compute * bubble_share
-    return StepTime(compute + bubble, communication, bubble)
+    waiting = 0.0 if exposed is None else communication_seconds(exposed, hardware) or 0.0
+    return StepTime(compute + bubble, communication, bubble, waiting)
 
 
 def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:
@@ -73,6 +84,13 @@ def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
         return 0.0
     return (layout.pipeline - 1) / (stages_per_rank(parallelism) * layout.num_microbatches)
+
+
+def communication_seconds(traffic: LinkTraffic, hardware: Hardware) -> float | None:
+    """Return the seconds of communication at full bandwidth; None if a required bandwidth is unknown."""
+    within = _seconds(traffic.within, hardware.intra_node_gb_per_s)
+    across = _seconds(traffic.across, hardware.inter_node_gb_per_s)
+    return None if within is None or across is None else max(within, across)
 
 
 def _seconds(num_bytes: float, gb_per_s: float | None) -> float | None:

@@ -89,7 +89,7 @@ def compare(
         notes.append(_MODEL_PARALLEL)
     if layout.pipeline > 1:
         notes.append(_PIPELINE)
-    rows = tuple(_predict(choice, config, layout, subject, hardware) for choice in choices)
+    rows = tuple(predict_row(choice, config, layout, subject, hardware) for choice in choices)
     return Comparison(config, rows, tuple(notes))
 
 
@@ -100,10 +100,13 @@ _PIPELINE = (
 )
 
 
-def _predict(choice: Choice, config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware) -> Row:
+def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware) -> Row:
+    """Return the predictions for a job with the modes of a choice. Raises ConfigError as `compare` does."""
     footprint = subject.engine(choice).with_workspace(hardware.workspace_bytes)
     traffic, flops = subject.engine.traffic(choice), subject.flops_of(choice.activation_checkpoint)
     link_traffic = link_traffic_of_step(traffic, layout, hardware.gpus_per_node)
+    of_layers = Traffic(tensor=traffic.tensor, context=traffic.context, expert=traffic.expert)
+    exposed = link_traffic_of_step(of_layers, layout, hardware.gpus_per_node)
     per_rank = None if flops is None else flops.per_sample * layout.samples_per_rank // layout.model_parallel
     excess = min(config.planner.expert_load, layout.expert) - 1  # of the busiest rank's rows of experts over the mean
     busiest = None if flops is None or per_rank is None else per_rank * (1 + excess * flops.experts_share)
@@ -115,7 +118,7 @@ def _predict(choice: Choice, config: JobConfig, layout: Layout, subject: Subject
         traffic=traffic,
         link_traffic=link_traffic,
         flops_per_rank=per_rank,
-        time=estimate_step_time(busiest, link_traffic, hardware, bubble),
+        time=estimate_step_time(busiest, link_traffic, hardware, bubble, exposed),
         reserved_bytes=reserved,
         verdict=judge(footprint, reserved, hardware),
         is_own=is_configured_choice(config, choice),

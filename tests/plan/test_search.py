@@ -1,0 +1,147 @@
+"""The search finds the layout that trying all of them finds, and writes it as a job file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_command
+from titan_launch.cli import main
+from titan_launch.commands.parser import recordings_of
+from titan_launch.commands.plan_search import search_layouts
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.load import load_job
+from titan_launch.config.rules import RULES
+from titan_launch.core.errors import ConfigError
+from titan_launch.plan.hardware import hardware_of
+from titan_launch.plan.job import with_unsharded_parameters, with_values
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.memory.replay_engine import ReplayEngine
+from titan_launch.plan.report.modes import Row, Subject, compare
+from titan_launch.plan.search import SEARCHED, value_of
+
+RANKS = 4
+DEVICE = [
+    "--planner.overhead_gib=0",
+    "--planner.margin_gib=0",
+    "--planner.fragmentation=0",
+    "--planner.intra_node_gb_per_s=20",
+    "--planner.inter_node_gb_per_s=5",
+    "--planner.gpus_per_node=2",
+    "--metrics.peak_tflops_per_device=1",
+]
+JOB = [
+    "--model.args.n_layers=4",
+    "--training.seq_len=64",
+    "--training.global_batch_size=8",
+    "--data.kind=synthetic",
+    "--parallelism.pipeline_parallel_schedule=1F1B",
+    *DEVICE,
+]
+PLAN = ["plan", "--config=llama_debug", *JOB, "--job.device=cuda"]
+NO_AXES = [f"--hold=parallelism.{axis}_parallel_degree=1" for axis in ("tensor", "context", "pipeline", "expert")]
+HELD = (("parallelism", "pipeline_parallel_schedule"), ("loss", "chunks"))
+
+
+def job(*options: str) -> JobConfig:
+    return load_job("llama_debug", [*JOB, *options]).config
+
+
+def every_fitting_row(config: JobConfig) -> Iterator[Row]:
+    """Plan all combinations of what a search sets, one by one."""
+    parallelism = "parallelism"
+    for tensor, stages, replicas, sharded, size in product((1, 2), (1, 2, 4), (1, 2, 4), (False, True), (1, 2, 4, 8)):
+        one = with_values(
+            config,
+            {
+                (parallelism, "tensor_parallel_degree"): tensor,
+                (parallelism, "pipeline_parallel_degree"): stages,
+                (parallelism, "data_parallel_replicate_degree"): replicas,
+                (parallelism, "shard_optimizer_over_replicas"): sharded,
+                ("training", "local_batch_size"): size,
+            },
+        )
+        try:
+            layout = plan_layout(one.parallelism, one.training, RANKS)
+        except ConfigError:
+            continue
+        if any(problem for rule in RULES for problem in rule(one)):
+            continue
+        hardware = hardware_of(one, ranks_on_machine=2)
+        one = with_unsharded_parameters(one, layout)
+        recordings = recordings_of(one, layout, hardware.kernels)
+        engine = ReplayEngine(one, layout, hardware.kernels, recordings)
+        rows = compare(one, layout, Subject(recordings.subject().inventory, recordings.flops, engine), hardware).rows
+        yield from (row for row in rows if row.verdict == "fits")
+
+
+@pytest.mark.parametrize("gib", [0.02, pytest.param(0.017, marks=pytest.mark.slow)])
+def test_no_layout_is_faster_than_the_one_that_is_found(gib: float) -> None:
+    config = job(f"--planner.memory_gib={gib}", "--job.device=cpu")
+    best = search_layouts(config, RANKS, HELD).best[0]
+    times = [row.time.expected for row in every_fitting_row(config) if row.time.expected is not None]
+    assert best.seconds == pytest.approx(min(times), rel=2e-3)
+    assert best.row.verdict == "fits"
+
+
+def test_the_best_job_is_written_and_keeps_what_is_held(tmp_path: Path) -> None:
+    held = ["--hold=parallelism.tensor_parallel_degree=2", "--hold=parallelism.pipeline_parallel_degree=1"]
+    held += ["--hold=activation_checkpoint.mode=full", "--hold=loss.chunks"]
+    options = [f"--world-size={RANKS}", "--planner.memory_gib=1", "--search", "--json", "--out=best.toml"]
+    status, out, err = run_command([*PLAN, *options, *held], tmp_path)
+    assert status == 0, err
+    found = json.loads(out)["4"]["best"]
+    assert {(job["layout"]["tensor"], job["layout"]["pipeline"]) for job in found} == {(2, 1)}
+    written = load_job(str(tmp_path / "best.toml")).config
+    assert written.activation_checkpoint.mode == "full" and written.parallelism.tensor_parallel_degree == 2
+    assert {".".join(key): value_of(written, key) for key in SEARCHED} == found[0]["keys"]
+    assert main(["check", f"--config={tmp_path}/best.toml", f"--world-size={RANKS}"]) == 0
+    own = ["plan", "--config=best.toml", f"--world-size={RANKS}", "--rows=own", "--json"]
+    status, out, err = run_command(own, tmp_path)
+    assert status == 0, err
+    assert json.loads(out)["rows"][0]["active_bytes"] == found[0]["active_bytes"]
+    status, again, said = run_command([*PLAN, *options[:-1], *held], tmp_path)  # from the cache
+    assert json.loads(again)["4"]["best"] == found, said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--search", "--hold=training.steps=5"], "--hold training.steps: the search does not set this key; it holds"),
+        (["--hold=loss.chunks"], "--hold needs --search"),
+        (["--max-gpus"], "--max-gpus needs --search"),
+        (["--search", "--measure"], "--search and --measure: a search plans many layouts"),
+        (["--search", "--global-batch=9:3"], "--global-batch 9:3: needs two numbers of samples, such as 256:1024"),
+        (["--search", "--out=best.yaml"], "best.yaml: the name of a job file ends in .toml"),
+    ],
+)
+def test_bad_options_are_one_error(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config=llama_debug", "--world-size=4", "--data.kind=synthetic", *options]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("error:") == 1
+
+
+def test_half_of_the_ranks_and_larger_batches_are_tried(tmp_path: Path) -> None:
+    options = ["--search", "--json", "--max-gpus", "--global-batch=4:16", "--hold=activation_checkpoint.mode=none"]
+    command = [*PLAN, "--world-size=2", "--planner.memory_gib=1", *NO_AXES, *options]
+    status, out, err = run_command(command, tmp_path)
+    assert status == 0, err
+    found = json.loads(out)
+    assert [*found] == ["2", "1"]
+    assert all(result["best"] for result in found.values())
+
+
+def test_a_job_that_fits_nowhere_says_so(tmp_path: Path) -> None:
+    options = ["--search", "--hold=activation_checkpoint.mode=full", "--planner.memory_gib=0.0001"]
+    status, _, err = run_command([*PLAN, "--world-size=1", *NO_AXES, *options], tmp_path)
+    assert status == 2
+    assert "nothing fits without training.enable_cpu_offload" in err
+    assert "no layout fits" in err
+    command = ["plan", "--config=llama_debug", "--data.kind=synthetic", "--job.device=cuda", "--search"]
+    status, _, err = run_command(command, tmp_path)
+    assert status == 2
+    assert "planner.device = null (default, not set in the job): a search needs the memory and the speed of" in err

@@ -1,0 +1,118 @@
+"""`plan --search`: the layouts and modes with the shortest predicted step, and a job file for the best one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from titan_launch.commands.parser import check_weights, load, recordings_of
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.load import load_job
+from titan_launch.core.errors import UserError, did_you_mean
+from titan_launch.core.process import run_and_exit
+from titan_launch.core.terminal import one_line, say, say_data
+from titan_launch.plan.hardware import hardware_of
+from titan_launch.plan.job import with_values
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.recordings import Recordings, recorded_job
+from titan_launch.plan.memory.replay_engine import ReplayEngine
+from titan_launch.plan.report.found import describe_result, format_result, overlay
+from titan_launch.plan.report.modes import Subject
+from titan_launch.plan.search import SEARCHED, Key, Result, Search
+from titan_launch.recipes.writing import check_new, write_new
+
+
+def run_search(arguments: Namespace) -> NoReturn:
+    """Search, print the best layouts, write the job file that `--out` names, and end the process."""
+    held = _held(arguments.hold)
+    batches = _batches(arguments.global_batch)
+    arguments.overrides += [f"--{entry}" for entry in arguments.hold if "=" in entry]
+    out = None if arguments.out is None else Path(arguments.out)
+    if out is not None:
+        check_new(str(out), "plan")
+        if not out.parent.is_dir():
+            raise UserError(f"error: --out {one_line(str(out))}: its folder does not exist; name an existing one")
+    loaded = load(arguments, world_size=None)
+    check_weights(loaded)
+
+    def search() -> None:
+        config = loaded.config
+        sizes = [arguments.world_size >> halvings for halvings in range(arguments.world_size.bit_length())]
+        results: dict[int, Result] = {}
+        for world_size in sizes if arguments.max_gpus else sizes[:1]:
+            results[world_size] = _best_batch(config, world_size, held, batches)
+            if not results[world_size].best:
+                break  # fewer ranks hold more each
+        _report(results, config, arguments)
+        fitting = [size for size, result in results.items() if result.best]
+        if not fitting:
+            raise UserError("error: no layout fits; more ranks, a smaller global batch or shorter sequences may")
+        if out is not None:
+            best = results[fitting[-1]].best[0].config
+            base = load_job(arguments.config, []).config
+            write_new(str(out), overlay(base, best, _extended(arguments.config, out)))
+            say(one_line(f"wrote {out}, for {fitting[-1]} ranks"), file=sys.stderr)
+
+    run_and_exit(search, loaded.provenance.describe)
+
+
+def _batches(text: str | None) -> list[int]:
+    """Return the global batches to try: from `LOW:HIGH`, LOW and its doubles up to HIGH. None: that of the job."""
+    if text is None:
+        return []
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
+        raise UserError(f"error: --global-batch {one_line(text)}: needs two numbers of samples, such as 256:1024")
+    return [int(low) << doublings for doublings in range((int(high) // int(low)).bit_length())]
+
+
+def _best_batch(config: JobConfig, world_size: int, held: Sequence[Key], batches: Sequence[int]) -> Result:
+    """Return the result for the global batch with the most samples per second."""
+    jobs = [with_values(config, {("training", "global_batch_size"): size}) for size in batches] or [config]
+    return max((search_layouts(job, world_size, held) for job in jobs), key=_samples_per_second)
+
+
+def _samples_per_second(result: Result) -> float:
+    return result.best[0].layout.global_batch_size / result.best[0].seconds if result.best else 0.0
+
+
+def search_layouts(config: JobConfig, world_size: int, held: Sequence[Key] = ()) -> Result:
+    """Return the best layouts of a job on a number of ranks. Raises ConfigError as `Search`."""
+    hardware = hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
+    recordings: dict[str, Recordings] = {}
+
+    def subject_of(config: JobConfig, layout: Layout) -> Subject:
+        key = recorded_job(config, layout).model_dump_json()
+        own = recordings.setdefault(key, recordings_of(config, layout, hardware.kernels, is_silent=True))
+        return Subject(own.subject().inventory, own.flops, ReplayEngine(config, layout, hardware.kernels, own))
+
+    return Search(config, world_size, hardware, held, subject_of, lambda text: say(text, file=sys.stderr)).run()
+
+
+def _held(entries: Sequence[str]) -> list[Key]:
+    names = {".".join(key): key for key in SEARCHED}
+    keys = [entry.partition("=")[0] for entry in entries]
+    for key in keys:
+        if key not in names:
+            known = f"it holds {', '.join(names)}{did_you_mean(key, list(names))}"
+            raise UserError(f"error: --hold {one_line(key)}: the search does not set this key; {known}")
+    return [names[key] for key in keys]
+
+
+def _report(results: dict[int, Result], config: JobConfig, arguments: Namespace) -> None:
+    if arguments.json:
+        say_data(json.dumps({str(size): describe_result(result) for size, result in results.items()}, indent=2))
+        return
+    for size, result in results.items():
+        hardware = hardware_of(config, ranks_on_machine=min(size, config.planner.gpus_per_node))
+        say(f"{size} ranks\n\n{format_result(result, hardware)}\n")
+
+
+def _extended(config: str, out: Path) -> str:
+    """Return the name of a job file as a file at `out` extends it."""
+    return os.path.relpath(config, out.parent) if Path(config).is_file() else config

@@ -1,0 +1,116 @@
+"""The results of a search, as text, as data, and as a job file. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.core.errors import UserError
+from titan_launch.plan.hardware import Hardware
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.report.table import aligned, format_gib
+from titan_launch.plan.search import SEARCHED, Found, Result, value_of
+
+_COLUMNS: tuple[tuple[str, Callable[[Found], str]], ...] = (
+    ("step s", lambda job: "~{:.3g} ({:.3g} .. {:.3g})".format(job.seconds, *(job.row.time.interval or (0, 0)))),
+    ("reserved GiB", lambda job: f"~{format_gib(job.row.reserved_bytes)}"),
+    ("TP", lambda job: str(job.layout.tensor)),
+    ("CP", lambda job: str(job.layout.context)),
+    ("PP", lambda job: str(job.layout.pipeline) + (f" {job.kind.schedule}" if job.kind.schedule else "")),
+    ("EP", lambda job: str(job.layout.expert)),
+    (
+        "replicas x shards",
+        lambda job: f"{job.layout.replicate} x {job.layout.shard}" + " *" * job.layout.shards_optimizer,
+    ),
+    ("microbatches", lambda job: f"{job.layout.num_microbatches} of {job.layout.local_batch_size}"),
+    ("checkpointing", lambda job: job.row.choice.activation_checkpoint_label),
+    ("accumulation", lambda job: job.row.choice.accumulation_label),
+    ("loss chunks", lambda job: str(job.config.loss.chunks)),
+)
+_MEANINGS = {
+    "step s": "expected, shortest and longest time; expected: all but TP, CP and EP overlaps with computation",
+    "reserved GiB": "estimated memory that the process of one rank takes from the device",
+    "TP CP PP EP": "degrees of tensor, context, pipeline and expert parallelism",
+    "replicas x shards": "*: the optimizer is sharded over the replicas",
+    "microbatches": "microbatches of a step, and samples of each",
+}
+
+
+def _grid(layout: Layout) -> str:
+    return f"{layout.replicate} x {layout.shard}" + " *" * layout.shards_optimizer
+
+
+def format_result(result: Result, hardware: Hardware) -> str:
+    """Return the best jobs as a table, with the reason for the first."""
+    best = result.best
+    counts = f"{result.tried} of {result.families} layouts were planned; the others cannot be faster than these."
+    refused = sum(result.refused.values())
+    if refused:
+        most = max(result.refused, key=lambda reason: result.refused[reason])
+        counts += f" {refused} more are not possible; the most frequent reason: {most}."
+    if not best:
+        return f"No layout fits into {hardware.memory_gib:.4g} GiB per rank with the margin.\n{counts}"
+    lines = [[title, *(cell(job) for job in best)] for title, cell in _COLUMNS]
+    table = "\n".join(aligned(list(zip(*lines, strict=True))))
+    legend = "\n".join(aligned([(f"{name}:", text) for name, text in _MEANINGS.items()]))
+    return f"{_reason(best)}\n\n{table}\n\n{legend}\n\n{counts}"
+
+
+def _reason(best: tuple[Found, ...]) -> str:
+    first, time = best[0], best[0].row.time
+    assert time.compute is not None and time.communication is not None
+    parts = [f"computation {time.compute - time.bubble:.3g} s"]
+    parts += [f"pipeline bubble {time.bubble:.3g} s"] * (time.bubble > 0)
+    parts += [f"communication that computation waits for {time.exposed:.3g} s"] * (time.exposed > 0)
+    overlapped = time.communication - time.exposed
+    hidden = "overlaps" if overlapped <= time.compute else f"exceeds computation by {overlapped - time.compute:.3g} s"
+    parts += [f"the rest of the communication, {overlapped:.3g} s, {hidden}"] * (overlapped > 0)
+    lead = ""
+    if len(best) > 1:
+        share = 100 * (best[1].seconds / first.seconds - 1)
+        lead = f" The next kind takes {share:.2g} % longer." if share >= 0.1 else " The next kind takes as long."
+    samples = first.layout.global_batch_size / first.seconds
+    return f"Best: ~{first.seconds:.3g} s per step, ~{samples:.3g} samples/s: {'; '.join(parts)}.{lead}"
+
+
+def describe_result(result: Result) -> dict[str, Any]:
+    """Return the results for JSON."""
+    return {
+        "tried": result.tried,
+        "layouts": result.families,
+        "refused": dict(result.refused),
+        "best": [
+            {
+                "seconds": job.seconds,
+                "interval": job.row.time.interval,
+                "active_bytes": job.row.footprint.peak_bytes,
+                "reserved_bytes": job.row.reserved_bytes,
+                "layout": asdict(job.layout),
+                "keys": {".".join(key): value_of(job.config, key) for key in SEARCHED},
+            }
+            for job in result.best
+        ],
+    }
+
+
+def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
+    """Return the keys in which `config` differs from `base`, as a job file that extends the file of `base`. Raises
+    UserError for a key that must be unset, which such a file cannot do."""
+    lines = [f"extends = {toml_value(extends)}"]
+    before, after = base.model_dump(mode="json"), config.model_dump(mode="json")
+    for section, table in after.items():
+        changed = list(_changed(before[section], table, section))
+        lines += ["", f"[{section}]", *changed] if changed else []
+    return "\n".join([*lines, ""])
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any], section: str) -> Iterator[str]:
+    for key, value in after.items():
+        if value == before.get(key):
+            continue
+        if value is None:
+            raise UserError(f"error: --out: {section}.{key} must be removed from the job; a file cannot unset it")
+        yield f"{key} = {toml_value(value)}"

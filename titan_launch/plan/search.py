@@ -1,0 +1,501 @@
+"""The search for the layouts and modes with the shortest predicted step: `plan --search`. No torch.
+
+A family is what a recording of the model depends on: the degrees of tensor, context, pipeline and expert parallelism,
+and the schedule. Within a family, the search tries activation checkpointing modes, chunks of the loss, microbatches,
+replicas, a sharded optimizer and gradient accumulation modes. It is a branch and bound:
+
+- A family's lower bound is its computation with the pipeline's bubble, and the communication for which computation
+  waits, as measured once without a pipeline. Families are tried in the order of their bounds, until the next bound is
+  above the results. So the results are those of trying everything.
+- More samples per microbatch take more memory, and so do more replicas: what is above one that does not fit is skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, product
+from operator import call
+from typing import Any, NamedTuple
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules import RULES
+from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.process import in_forks, usable_cores
+from titan_launch.plan.batch_size import possible_batch_sizes, with_local_batch_size
+from titan_launch.plan.communication import link_traffic_of_step
+from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.plan.job import (
+    configured_choice,
+    plan_job,
+    possible_choices,
+    with_choice,
+    with_unsharded_parameters,
+    with_values,
+)
+from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
+from titan_launch.plan.memory.ledger import HELD, Category, StepPoint
+from titan_launch.plan.report.modes import Row, Subject, predict_row
+from titan_launch.plan.step_time import bubble_share, communication_seconds
+from titan_launch.plan.types import Inventory, outermost
+
+Key = tuple[str, str]
+"""Section and key of the job file."""
+
+SEARCHED: tuple[Key, ...] = (
+    ("parallelism", "tensor_parallel_degree"),
+    ("parallelism", "context_parallel_degree"),
+    ("parallelism", "pipeline_parallel_degree"),
+    ("parallelism", "pipeline_parallel_schedule"),
+    ("parallelism", "expert_parallel_degree"),
+    ("parallelism", "data_parallel_replicate_degree"),
+    ("parallelism", "shard_optimizer_over_replicas"),
+    ("training", "local_batch_size"),
+    ("training", "enable_cpu_offload"),
+    ("loss", "chunks"),
+    ("activation_checkpoint", "mode"),
+    ("gradient_accumulation", "mode"),
+    ("gradient_accumulation", "keep_params_unsharded"),
+)
+"""The keys that a search sets, unless they are held."""
+
+_TENSOR, _CONTEXT, _PIPELINE, _SCHEDULE, _EXPERT, _REPLICAS, _SHARDED, _BATCH, _OFFLOAD, _CHUNKS, *_MODES = SEARCHED
+_CHECKPOINTING, _ACCUMULATION, _UNSHARDED = _MODES
+_SHARDS: Key = ("parallelism", "data_parallel_shard_degree")
+_RESET: dict[Key, Any] = {
+    ("parallelism", "pipeline_parallel_stages_per_rank"): None,
+    ("parallelism", "pipeline_parallel_split_points"): (),
+}
+"""Keys that follow from the degree of pipeline parallelism."""
+
+_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+_LEAST_TOKENS = 4096
+"""Tokens of a sequence that context parallelism leaves to a rank."""
+
+SHOWN = 5
+_SAME = 1e-3
+"""Steps whose times differ by less than this share count as equal: then the simpler layout is better."""
+
+
+class Kind(NamedTuple):
+    """What results must differ in, to be shown beside each other."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    schedule: str
+    expert: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A job that fits."""
+
+    config: JobConfig
+    layout: Layout
+    row: Row
+
+    @property
+    def seconds(self) -> float:
+        """Expected time of the step."""
+        assert self.row.time.expected is not None
+        return self.row.time.expected
+
+    @property
+    def kind(self) -> Kind:
+        """What the job differs in from other results."""
+        layout = self.layout
+        schedule = self.config.parallelism.pipeline_parallel_schedule if layout.pipeline > 1 else ""
+        return Kind(layout.tensor, layout.context, layout.pipeline, schedule, layout.expert)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a search."""
+
+    best: tuple[Found, ...]
+    """The best job of each kind, the best kind first; at most `SHOWN`."""
+
+    tried: int
+    """Families of which jobs were planned."""
+
+    families: int
+    refused: Mapping[str, int]
+    """Reasons for which families are not possible, with their numbers."""
+
+
+_Axes = tuple[int, int, int]
+"""Degrees of tensor, context and expert parallelism."""
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What a job without a pipeline tells about those with one."""
+
+    exposed: float
+    """Seconds of a step for which computation waits for communication."""
+
+    held: float
+    """Bytes of parameters and optimizer on a rank."""
+
+    activations_per_sample: float
+    """Bytes that the blocks save for backward."""
+
+    @classmethod
+    def of(cls, found: Found, inventory: Inventory) -> _Probe:
+        """Return what a planned job tells."""
+        blocks, peaks = outermost(inventory.blocks), found.row.footprint.peaks
+        at = [StepPoint(0, "forward", block) for block in (blocks[:1] + blocks[-1:])]
+        held = sum(found.row.footprint.by_category.get(category, 0) for category in HELD)
+        saved = 0.0
+        if len(at) == 2 and all(point in peaks for point in at):
+            first, last = (peaks[point].by_category[Category.ACTIVATIONS] for point in at)
+            saved = max(0.0, last - first) / found.layout.local_batch_size  # temporaries are in both
+        return cls(found.row.time.exposed, held, saved)
+
+
+class Search:
+    """A search on a number of ranks, for a job with a global batch."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        world_size: int,
+        hardware: Hardware,
+        held: Collection[Key],
+        subject_of: Callable[[JobConfig, Layout], Subject],
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        """`held`: searched keys that keep the values of the job. `subject_of` plans a job. Raises ConfigError if memory
+        or speed of the device are unknown."""
+        self._world_size, self._hardware, self._held = world_size, hardware, frozenset(held)
+        self._subject_of, self._say = subject_of, say
+        known = (hardware.memory_gib, hardware.peak_tflops, hardware.intra_node_gb_per_s, hardware.inter_node_gb_per_s)
+        if None in known:
+            reason = "a search needs the memory and the speed of a device; set it (plan: --device), or planner."
+            reason += "memory_gib, both bandwidths and metrics.peak_tflops_per_device"
+            raise config_error(("planner", "device"), reason, config.planner.device)
+        if config.training.global_batch_size is None:
+            config = with_global_batch_size(config, plan_layout(config.parallelism, config.training, world_size))
+        self._config = config
+        one: dict[Key, Any] = {
+            _TENSOR: 1,
+            _CONTEXT: 1,
+            _PIPELINE: 1,
+            _EXPERT: 1,
+            _REPLICAS: 1,
+            _SHARDED: False,
+            _BATCH: 1,
+        }
+        one |= {**_RESET, _SHARDED: False, _SHARDS: -1, ("training", "global_batch_size"): None}
+        self._on_one_rank = with_values(config, one)
+        self._inventory = self._subject(self._on_one_rank, world_size=1).inventory
+        self._flops: dict[tuple[ActivationCheckpointConfig, int], float] = {}
+        self._shares: dict[tuple[int, str], float] = {}
+        self._probes: dict[_Axes, dict[ActivationCheckpointConfig, _Probe]] = {}
+
+    def run(self) -> Result:
+        """Return the best jobs. Without CPU offload, unless nothing fits without it."""
+        result = self._run(self._config)
+        if not result.best and self._is_free(_OFFLOAD) and self._hardware.kernels == "cuda":
+            self._say("nothing fits without training.enable_cpu_offload; searching with it")
+            result = self._run(with_values(self._config, {_OFFLOAD: True}))
+        return result
+
+    def _run(self, config: JobConfig) -> Result:
+        families, refused = [], dict[str, int]()
+        for family in self._families(config):
+            problem = self._problem(family)
+            if problem is None:
+                families.append(family)
+            else:
+                refused[problem] = refused.get(problem, 0) + 1
+        self._count_flops()
+        waiting, found, tried = families, dict[Kind, Found](), 0
+        while waiting:
+            limit, bounds = self._limit(found), {id(family): self._bound_of_family(family) for family in waiting}
+            waiting = [family for family in waiting if bounds[id(family)] < limit]
+            waiting.sort(key=lambda family: (_rounded(bounds[id(family)]), _complexity(family.parallelism)))
+            now = waiting[: 2 * usable_cores()]
+            if new := {_axes(family): family for family in now if _axes(family) not in self._probes}:
+                probes = in_forks(self._probed, [*new.values()], takes_part=False)
+                self._probes |= zip(new, probes, strict=True)
+                continue  # with better bounds
+            tasks = [partial(self._of_family, family, limit) for family in now]
+            for job, problem in in_forks(call, tasks, takes_part=False):
+                if job is not None:
+                    found[job.kind] = job
+                if problem is not None:
+                    refused[problem] = refused.get(problem, 0) + 1
+            tried, waiting = tried + len(tasks), waiting[len(tasks) :]
+            best = min((job.seconds for job in found.values()), default=None)
+            shown = "nothing fits yet" if best is None else f"best {best:.3g} s"
+            self._say(f"searched {tried} of {tried + len(waiting)} layouts: {shown}")
+        return Result(tuple(_ranked(found.values())[:SHOWN]), tried, len(families), refused)
+
+    def _limit(self, found: Mapping[Kind, Found]) -> float:
+        """Return the time above which no result is of interest."""
+        seconds = sorted(job.seconds for job in found.values())
+        return seconds[SHOWN - 1] * (1 + _SAME) if len(seconds) >= SHOWN else float("inf")
+
+    # What is tried
+
+    def _is_free(self, key: Key) -> bool:
+        return key not in self._held
+
+    def _values(self, key: Key, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the values to try for a key: that of the job if it is held."""
+        return values if self._is_free(key) else [value_of(self._config, key)]
+
+    def _plain(self, config: JobConfig, degrees: Mapping[Key, Any]) -> JobConfig:
+        """Return a job with degrees of parallelism, on one replica unless the job holds more."""
+        values = {_SHARDS: -1, _REPLICAS: 1, _SHARDED: False, **degrees}
+        if self._is_free(_PIPELINE):
+            values |= _RESET
+        return with_values(config, {key: value for key, value in values.items() if self._is_free(key)})
+
+    def _families(self, config: JobConfig) -> Iterator[JobConfig]:
+        """Yield every family, the simplest first, whether possible or not."""
+        node = self._hardware.gpus_per_node
+        is_text = config.data.unit == "tokens"
+        blocks = len(outermost(self._inventory.blocks))
+        experts = max((p.shape[0] for m in self._inventory.modules if m.has_experts for p in m.parameters), default=1)
+        tensors = self._values(_TENSOR, _powers(min(node, self._world_size)))
+        contexts = self._values(_CONTEXT, _powers(config.training.seq_len // _LEAST_TOKENS if is_text else 1))
+        stages = self._values(_PIPELINE, _powers(min(blocks, self._world_size)))
+        parts = self._values(_EXPERT, _powers(min(experts, self._world_size)))
+        for tensor, context, pipeline, expert in product(tensors, contexts, stages, parts):
+            for schedule in self._values(_SCHEDULE, _SCHEDULES if pipeline > 1 else [value_of(config, _SCHEDULE)]):
+                values = {_TENSOR: tensor, _CONTEXT: context, _PIPELINE: pipeline, _EXPERT: expert, _SCHEDULE: schedule}
+                yield self._plain(config, values)
+
+    def _problem(self, family: JobConfig) -> str | None:
+        """Return the first reason for which a family is not possible; None if it is."""
+        try:
+            sizes = possible_batch_sizes(family, self._world_size)
+            if not sizes:
+                return "the global batch cannot be divided"
+            smallest = with_local_batch_size(family, sizes[0])
+            modes = self._modes(smallest)
+            if problem := next((problem for rule in RULES for problem in rule(modes[0])), None):
+                return problem.reason
+            plan_job(modes[0], self._inventory)
+        except ConfigError as error:
+            return error.problems[0].reason
+        return None if modes else "no mode is possible"
+
+    def _modes(self, config: JobConfig) -> list[JobConfig]:
+        """Return a job with each combination of modes that it may have, the cheapest activation checkpointing first."""
+        layout = self._layout(config)
+        held = [key for key in _MODES if not self._is_free(key) and value_of(config, key) not in ("auto", None)]
+        choices, _ = possible_choices(config, layout, self._inventory)
+        jobs = [with_choice(config, choice) for choice in choices]
+        return [job for job in jobs if all(value_of(job, key) == value_of(config, key) for key in held)]
+
+    def _layout(self, config: JobConfig) -> Layout:
+        return plan_layout(config.parallelism, config.training, self._world_size)
+
+    # Bounds
+
+    def _count_flops(self) -> None:
+        jobs = [with_values(self._on_one_rank, {_CHUNKS: chunks}) for chunks in self._chunks()]
+        one = plan_layout(self._on_one_rank.parallelism, self._on_one_rank.training, 1)
+        modes = dict.fromkeys(c.activation_checkpoint for c in possible_choices(jobs[0], one, self._inventory)[0])
+        tasks = {(mode, job.loss.chunks): partial(self._flops_of, job, mode) for job, mode in product(jobs, modes)}
+        self._flops = dict(zip(tasks, in_forks(call, [*tasks.values()], takes_part=False), strict=True))
+
+    def _flops_of(self, job: JobConfig, checkpointing: ActivationCheckpointConfig) -> float:
+        counted = self._subject(job, world_size=1).flops_of(checkpointing)
+        return 0.0 if counted is None else float(counted.per_sample)
+
+    def _probed(self, family: JobConfig) -> dict[ActivationCheckpointConfig, _Probe]:
+        """Plan the smallest microbatch of a family without a pipeline, once with each activation checkpointing mode.
+        Return an empty dict if that is not possible; then nothing is known."""
+        found: dict[ActivationCheckpointConfig, _Probe] = {}
+        simple = with_values(family, {**_RESET, _PIPELINE: 1})
+        try:
+            if self._problem(simple) is not None:
+                return found
+            sizes = possible_batch_sizes(simple, self._world_size)
+            for job in self._modes(with_values(simple, {_BATCH: sizes[0], _CHUNKS: self._chunks()[-1]})):
+                if job.activation_checkpoint not in found:
+                    found[job.activation_checkpoint] = _Probe.of(self._planned(job), self._inventory)
+        except ConfigError:  # the family itself will tell
+            pass
+        return found
+
+    def _bound_of_family(self, family: JobConfig) -> float:
+        size = possible_batch_sizes(family, self._world_size)[0]
+        jobs = [with_values(family, {_CHUNKS: chunks, _BATCH: size}) for chunks in self._chunks()]
+        return min(self._bound(job, mode) for job in jobs for mode, _ in self._flops)
+
+    def _bound(self, job: JobConfig, checkpointing: ActivationCheckpointConfig) -> float:
+        """Return a time that no step of a job is below: that of its computation, and of the communication for which it
+        waits. It is infinite if the memory of its blocks alone exceeds the limit."""
+        layout, hardware = self._layout(job), self._hardware
+        assert hardware.peak_tflops is not None and hardware.memory_gib is not None
+        flops = self._flops.get((checkpointing, job.loss.chunks), 0.0) * layout.samples_per_rank / layout.model_parallel
+        compute = flops / (hardware.peak_tflops * 1e12 * hardware.mfu) * (1 + bubble_share(job.parallelism, layout))
+        probe = self._probes.get(_axes(job), {}).get(checkpointing)
+        if probe is None:
+            return compute
+        share = self._smallest_share(job)
+        # The first stages hold as many microbatches as there are ranks after them, of as many times fewer blocks.
+        in_flight = min(layout.pipeline, layout.num_microbatches) / layout.pipeline
+        activations = probe.activations_per_sample * layout.local_batch_size * in_flight * share
+        unsharded = 0.0
+        if job.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
+            # These hold unsharded parameters and gradients, of at least two bytes an element each.
+            divided = layout.tensor * layout.pipeline * layout.expert
+            unsharded = 4 * self._inventory.num_parameters / divided * (layout.parameter_shards > 1)
+        held = probe.held + activations + unsharded
+        needed = held * (1 + hardware.fragmentation) + hardware.overhead_gib * GIB
+        if needed > (hardware.memory_gib - hardware.margin_gib) * GIB:
+            return math.inf
+        return compute + probe.exposed * share
+
+    def _smallest_share(self, job: JobConfig) -> float:
+        """Return the blocks of the pipeline rank that has the fewest, over the mean."""
+        ranks = job.parallelism.pipeline_parallel_degree
+        if ranks == 1:
+            return 1.0
+        key = (ranks, job.parallelism.pipeline_parallel_schedule)
+        if key not in self._shares:
+            blocks, counts = outermost(self._inventory.blocks), Counter[int]()
+            for stage in plan_job(job, self._inventory).stages:
+                counts[stage.rank] += sum(path in stage.modules for path in blocks)
+            self._shares[key] = min(counts[rank] for rank in range(ranks)) * ranks / max(1, len(blocks))
+        return self._shares[key]
+
+    def _chunks(self) -> Sequence[int]:
+        """Return the numbers of chunks of the loss to try."""
+        config = self._config
+        can_chunk = config.data.unit == "tokens" and config.model.loss is None
+        return self._values(_CHUNKS, sorted({config.loss.chunks, 16}) if can_chunk else [config.loss.chunks])
+
+    # Jobs
+
+    def _of_family(self, family: JobConfig, limit: float) -> tuple[Found | None, str | None]:
+        """Return the best job of a family if it takes less than `limit` seconds, and the reason for which the family is
+        not possible."""
+        best: Found | None = None
+        sizes = possible_batch_sizes(family, self._world_size)
+        too_large = set[tuple[ActivationCheckpointConfig, int]]()
+        of_loss = {"", "head", *self._inventory.head}
+        try:
+            modes = self._modes(with_local_batch_size(family, sizes[0]))
+            checkpointings = dict.fromkeys(job.activation_checkpoint for job in modes)
+            for checkpointing, chunks in product(checkpointings, self._chunks()):
+                for size in sizes:
+                    job = with_values(family, {_CHUNKS: chunks, _BATCH: size})
+                    if self._bound(job, checkpointing) >= limit or (checkpointing, size) in too_large:
+                        continue
+                    planned = list(self._until_best(job, checkpointing))
+                    fitting = [found for found in planned if found.row.verdict == "fits"]
+                    for found in chain(fitting, self._with_replicas(fitting)):
+                        if found.seconds < limit:
+                            best, limit = found, found.seconds * (1 - _SAME)
+                    if not fitting:  # a larger microbatch takes more memory
+                        if planned[0].row.footprint.peak_point.unit not in of_loss:  # nor do more chunks help
+                            too_large |= {(checkpointing, other) for other in sizes if other >= size}
+                        break
+        except ConfigError as error:
+            return best, error.problems[0].reason
+        return best, None
+
+    def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig) -> Iterator[Found]:
+        """Yield a job in its gradient accumulation modes, until one that fits is as fast as its computation, or until
+        the mode with the least memory does not fit."""
+        bound = self._bound(job, checkpointing)
+        for one in self._modes(job):
+            if one.activation_checkpoint != checkpointing:
+                continue
+            found = self._planned(one)
+            yield found
+            fits, defers = found.row.verdict == "fits", one.gradient_accumulation.row.defers
+            if found.seconds * (1 - _SAME) <= bound if fits else not defers:
+                return
+
+    def _with_replicas(self, without: Sequence[Found]) -> Iterator[Found]:
+        """Yield jobs with replicas that fit, and that take less time than those `without`."""
+        best = min((job.seconds for job in without), default=0.0)
+        for sharded, job in product(self._values(_SHARDED, (False, True)), without):
+            for replicas in self._values(_REPLICAS, _powers(job.layout.shard)):
+                other = with_values(job.config, {_REPLICAS: replicas, _SHARDED: sharded})
+                if replicas == 1 or other == job.config or any(problem for rule in RULES for problem in rule(other)):
+                    continue
+                # The traffic of one replica lacks that between replicas, so it is a lower bound.
+                traffic = link_traffic_of_step(job.row.traffic, self._layout(other), self._hardware.gpus_per_node)
+                seconds = communication_seconds(traffic, self._hardware)
+                bound = replace(job.row.time, communication=seconds).expected
+                if bound is None or bound >= best * (1 - _SAME):
+                    continue
+                found = [self._planned(one) for one in self._like(other, job.row)]
+                fitting = [one for one in found if one.row.verdict == "fits"]
+                if not fitting:
+                    break  # more replicas take more memory
+                yield from fitting
+                best = min(best, *(one.seconds for one in fitting))
+
+    def _like(self, job: JobConfig, row: Row) -> Iterator[JobConfig]:
+        """Yield a job with replicas in the modes that communicate within a replica as `row` does."""
+        own = row.choice.accumulation
+        for other in self._modes(job):
+            mode = other.gradient_accumulation
+            is_alike = mode.row.reduce_scatters_each == own.row.reduce_scatters_each
+            is_alike &= bool(mode.keep_params_unsharded) == bool(own.keep_params_unsharded)
+            if is_alike and other.activation_checkpoint == row.choice.activation_checkpoint:
+                yield other
+
+    def _planned(self, job: JobConfig) -> Found:
+        layout = self._layout(job)
+        return Found(job, layout, predict_row(configured_choice(job), job, layout, self._subject(job), self._hardware))
+
+    def _subject(self, job: JobConfig, world_size: int | None = None) -> Subject:
+        layout = plan_layout(job.parallelism, job.training, world_size or self._world_size)
+        return self._subject_of(with_unsharded_parameters(job, layout), layout)
+
+
+def _ranked(found: Iterable[Found]) -> list[Found]:
+    """Return jobs, the fastest first; of those that are equally fast, the simplest first."""
+    return sorted(found, key=lambda job: (_rounded(job.seconds), _complexity(job.config.parallelism)))
+
+
+def _rounded(seconds: float) -> int:
+    """Return a number that is the same for times that count as equal."""
+    return round(math.log(seconds) / _SAME) if seconds > 0 else 0
+
+
+def _complexity(parallelism: ParallelismConfig) -> tuple[int, ...]:
+    """Return a number of kinds of parallelism and their degrees: the simpler layout has the smaller one."""
+    degrees = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.context_parallel_degree,
+        parallelism.tensor_parallel_degree,
+        parallelism.expert_parallel_degree,
+    )
+    return (sum(degree > 1 for degree in degrees), *degrees)
+
+
+def _powers(limit: int) -> list[int]:
+    """Return the powers of two up to a limit, at least 1."""
+    return [2**exponent for exponent in range(max(1, limit).bit_length())]
+
+
+def value_of(config: JobConfig, key: Key) -> Any:
+    """Return the value of a key."""
+    return getattr(getattr(config, key[0]), key[1])
+
+
+def _axes(job: JobConfig) -> _Axes:
+    parallelism = job.parallelism
+    return (
+        parallelism.tensor_parallel_degree,
+        parallelism.context_parallel_degree,
+        parallelism.expert_parallel_degree,
+    )
