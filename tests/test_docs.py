@@ -65,7 +65,7 @@ NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 
 
 WHOLE_WAY, FINE_TUNING, YOUR_MODEL = "from_text_to_text.md", "fine_tuning.md", "your_model.md"
-PROOF = "how_to/prove.md"
+PROOF, SEARCH = "how_to/prove.md", "how_to/search_layouts.md"
 """The pages whose commands are run in order, by tests of their own."""
 
 
@@ -76,7 +76,7 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> list[str]:
-    run_in_order = (WHOLE_WAY, FINE_TUNING, YOUR_MODEL, PROOF)
+    run_in_order = (WHOLE_WAY, FINE_TUNING, YOUR_MODEL, PROOF, SEARCH)
     in_docs = [
         line
         for name, block in blocks("sh")
@@ -242,6 +242,19 @@ def test_the_proof_of_the_docs_names_the_module_with_the_bug(tmp_path: Path) -> 
     others = [line for name, block in blocks("sh") if PROOF in name for line in block.splitlines()]
     for line in others:
         assert parse_arguments(shlex.split(line)[1:]).run
+
+
+def test_the_way_from_a_cluster_to_a_job_file(tmp_path: Path) -> None:
+    """Run the commands in order; the printed table is that of the page, and the written job fits."""
+    page = (REPO / "docs" / SEARCH).read_text()
+    (_, lines), (_, printed), *_ = re.findall(r"^```(\w*)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    outputs = []
+    for line in lines.splitlines():
+        status, output, said = run_command(shlex.split(line)[1:], tmp_path, timeout=300)
+        assert status == 0, said
+        outputs.append(output)
+    assert outputs[0].startswith(printed)
+    assert outputs[2].startswith("Fits: ")
 
 
 CHAT_TEMPLATE = (

@@ -73,7 +73,10 @@ _RESET: dict[Key, Any] = {
 }
 """Keys that follow from the degree of pipeline parallelism."""
 
-_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+_SCHEDULES = ("1F1B", "Interleaved1F1B")
+"""The schedules to try, beside that of the job. The bubble of zero-bubble schedules is predicted as 0, the best case: they
+would often be first."""
+
 _LEAST_TOKENS = 4096
 """Tokens of a sequence that context parallelism leaves to a rank."""
 
@@ -270,7 +273,9 @@ class Search:
         stages = self._values(_PIPELINE, _powers(min(blocks, self._world_size)))
         parts = self._values(_EXPERT, _powers(min(experts, self._world_size)))
         for tensor, context, pipeline, expert in product(tensors, contexts, stages, parts):
-            for schedule in self._values(_SCHEDULE, _SCHEDULES if pipeline > 1 else [value_of(config, _SCHEDULE)]):
+            own = value_of(config, _SCHEDULE)
+            schedules = dict.fromkeys([*_SCHEDULES, own]) if pipeline > 1 else [own]
+            for schedule in self._values(_SCHEDULE, [*schedules]):
                 values = {_TENSOR: tensor, _CONTEXT: context, _PIPELINE: pipeline, _EXPERT: expert, _SCHEDULE: schedule}
                 yield self._plain(config, values)
 
@@ -376,7 +381,8 @@ class Search:
         """Return the numbers of chunks of the loss to try."""
         config = self._config
         can_chunk = config.data.unit == "tokens" and config.model.loss is None
-        return self._values(_CHUNKS, sorted({config.loss.chunks, 16}) if can_chunk else [config.loss.chunks])
+        own = config.loss.chunks
+        return self._values(_CHUNKS, [own, 16] if can_chunk and own < 8 else [own])
 
     # Jobs
 

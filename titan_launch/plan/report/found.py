@@ -109,7 +109,7 @@ def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any], section: str) -> Iterator[str]:
     for key, value in after.items():
-        if value == before.get(key):
+        if value == before.get(key) or (value is False and before.get(key) is None):  # None: decided by the launcher
             continue
         if value is None:
             raise UserError(f"error: --out: {section}.{key} must be removed from the job; a file cannot unset it")
