@@ -74,8 +74,8 @@ _RESET: dict[Key, Any] = {
 """Keys that follow from the degree of pipeline parallelism."""
 
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""The schedules to try, beside that of the job. The bubble of zero-bubble schedules is predicted as 0, the best case: they
-would often be first."""
+"""The schedules to try, beside that of the job. The bubble of zero-bubble schedules counts as 0, the best case, so they
+would often come first."""
 
 _LEAST_TOKENS = 4096
 """Tokens of a sequence that context parallelism leaves to a rank."""
