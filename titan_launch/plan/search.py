@@ -31,6 +31,7 @@ from titan_launch.plan.batch_size import possible_batch_sizes, with_local_batch_
 from titan_launch.plan.communication import link_traffic_of_step
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import (
+    Choice,
     configured_choice,
     plan_job,
     possible_choices,
@@ -186,15 +187,7 @@ class Search:
         if config.training.global_batch_size is None:
             config = with_global_batch_size(config, plan_layout(config.parallelism, config.training, world_size))
         self._config = config
-        one: dict[Key, Any] = {
-            _TENSOR: 1,
-            _CONTEXT: 1,
-            _PIPELINE: 1,
-            _EXPERT: 1,
-            _REPLICAS: 1,
-            _SHARDED: False,
-            _BATCH: 1,
-        }
+        one: dict[Key, Any] = dict.fromkeys((_TENSOR, _CONTEXT, _PIPELINE, _EXPERT, _REPLICAS, _BATCH), 1)
         one |= {**_RESET, _SHARDED: False, _SHARDS: -1, ("training", "global_batch_size"): None}
         self._on_one_rank = with_values(config, one)
         self._inventory = self._subject(self._on_one_rank, world_size=1).inventory
@@ -299,7 +292,7 @@ class Search:
         layout = self._layout(config)
         held = [key for key in _MODES if not self._is_free(key) and value_of(config, key) not in ("auto", None)]
         choices, _ = possible_choices(config, layout, self._inventory)
-        jobs = [with_choice(config, choice) for choice in choices]
+        jobs = [with_choice(config, choice) for choice in _with_known_time(choices)]
         return [job for job in jobs if all(value_of(job, key) == value_of(config, key) for key in held)]
 
     def _layout(self, config: JobConfig) -> Layout:
@@ -310,13 +303,17 @@ class Search:
     def _count_flops(self) -> None:
         jobs = [with_values(self._on_one_rank, {_CHUNKS: chunks}) for chunks in self._chunks()]
         one = plan_layout(self._on_one_rank.parallelism, self._on_one_rank.training, 1)
-        modes = dict.fromkeys(c.activation_checkpoint for c in possible_choices(jobs[0], one, self._inventory)[0])
+        choices = _with_known_time(possible_choices(jobs[0], one, self._inventory)[0])
+        modes = dict.fromkeys(choice.activation_checkpoint for choice in choices)
         tasks = {(mode, job.loss.chunks): partial(self._flops_of, job, mode) for job, mode in product(jobs, modes)}
         self._flops = dict(zip(tasks, in_forks(call, [*tasks.values()], takes_part=False), strict=True))
 
     def _flops_of(self, job: JobConfig, checkpointing: ActivationCheckpointConfig) -> float:
         counted = self._subject(job, world_size=1).flops_of(checkpointing)
-        return 0.0 if counted is None else float(counted.per_sample)
+        if counted is None:
+            reason = "its FLOPs cannot be counted, so times cannot be compared; plan layouts one by one"
+            raise config_error(("model", "name"), reason, job.model.name)
+        return float(counted.per_sample)
 
     def _probed(self, family: JobConfig) -> dict[ActivationCheckpointConfig, _Probe]:
         """Plan the smallest microbatch of a family without a pipeline, once with each activation checkpointing mode.
@@ -423,8 +420,10 @@ class Search:
                 continue
             found = self._planned(one)
             yield found
-            fits, defers = found.row.verdict == "fits", one.gradient_accumulation.row.defers
-            if found.seconds * (1 - _SAME) <= bound if fits else not defers:
+            if found.row.verdict == "fits":
+                if found.seconds * (1 - _SAME) <= bound:
+                    return
+            elif not one.gradient_accumulation.row.defers:
                 return
 
     def _with_replicas(self, without: Sequence[Found]) -> Iterator[Found]:
@@ -465,6 +464,11 @@ class Search:
     def _subject(self, job: JobConfig, world_size: int | None = None) -> Subject:
         layout = plan_layout(job.parallelism, job.training, world_size or self._world_size)
         return self._subject_of(with_unsharded_parameters(job, layout), layout)
+
+
+def _with_known_time(choices: Iterable[Choice]) -> list[Choice]:
+    """Leave out modes whose FLOPs the compiler decides."""
+    return [choice for choice in choices if choice.activation_checkpoint.mode != "memory_budget"]
 
 
 def _ranked(found: Iterable[Found]) -> list[Found]:
