@@ -38,12 +38,15 @@ class Mutant:
     """A bug, the job that shows it, and its place."""
 
     module: str
-    """Regular expression of the module that the certificate must name."""
+    """Regular expression of the module with the bug, which the certificate must name."""
 
     job: dict[str, dict[str, Any]]
     plant: Plant | None = None
     part: str = ""
     """A part of the layout that the certificate must name; empty if several show the bug."""
+
+    near: str = ""
+    """What the certificate names in the module's place; empty if it names the module."""
 
 
 def _decoder(name: str = "llama3", **args: Any) -> dict[str, Any]:
@@ -564,11 +567,13 @@ MUTANTS: dict[str, Mutant] = {
     "balance_of_local_tokens": Mutant(_EXPERT, {**EXPERTS, **CP}, balance_of_local_tokens, "context"),
     "z_loss_of_each_rank": Mutant(_EXPERT, {**EXPERTS, **CP}, z_loss_of_each_rank, "context"),
     "keys_without_gradient_of_others": Mutant(
-        r"(layers\.1\.attention.*|rope)", CP, keys_without_gradient_of_others, "context"
+        r"layers\.\d\.attention.*", CP, keys_without_gradient_of_others, "context", near="rope"
     ),
     # pipelines
     "stages_scale_by_microbatches": Mutant("the loss", PP, stages_scale_by_microbatches, "pipeline"),
-    "stage_scales_its_gradient": Mutant(r"the loss|layers\.\d|output", PP, stage_scales_its_gradient, "pipeline"),
+    "stage_scales_its_gradient": Mutant(
+        r"layers\.\d|output", PP, stage_scales_its_gradient, "pipeline", near="the loss"
+    ),
     "stage_skips_its_residual": Mutant(r"layers\.0", PP, stage_skips_its_residual, "pipeline"),
     "targets_of_other_microbatches": Mutant("the loss", PP, targets_of_other_microbatches, "pipeline"),
     # FSDP2, replicas and accumulation
