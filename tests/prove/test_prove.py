@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store
 from titan_launch.plan.proof.twin import twin_of
 from titan_launch.prove import main as prove_main
+from titan_launch.prove import ranks
 from titan_launch.prove.main import prove
 
 
@@ -140,6 +143,18 @@ def test_too_little_memory_is_one_error() -> None:
     reason = r"2 processes need about 0\.8 GiB of memory, and 0\.5 GiB are free"
     with replaced(prove_main, "free_memory_gib", lambda: 0.5), pytest.raises(UserError, match=reason):
         prove(job())
+
+
+def test_too_few_processes_are_one_error() -> None:
+    assert len(ranks.run_ranks("os:getpid", 3, timeout=60)) == 3
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_files = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 8, hard))
+    try:
+        with pytest.raises(UserError, match=r"this host has started \d of 8 processes: .*Too many open files"):
+            ranks.run_ranks("os:getpid", 8, timeout=60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_globs_that_number_layers_keep_the_depth() -> None:

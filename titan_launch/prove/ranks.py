@@ -56,18 +56,23 @@ def in_processes(
     process, rank)` reads from the pipe of each rank, in the order of ranks.
 
     `store`: a file for the rendezvous. Ends all processes, and raises TimeoutError if a rank takes longer than
-    `timeout` seconds.
+    `timeout` seconds, and UserError if the host does not start so many processes.
     """
+    pipes, processes = list[Connection](), list[Any]()
     with tempfile.TemporaryDirectory(prefix="titan-launch-ranks-") as folder:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=main, args=(theirs, rank, world_size, str(Path(folder, "store"))))
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
         try:
+            try:
+                for rank in range(world_size):
+                    ours, theirs = _CONTEXT.Pipe(duplex=False)
+                    pipes.append(ours)
+                    with theirs:
+                        arguments = (theirs, rank, world_size, str(Path(folder, "store")))
+                        process = _CONTEXT.Process(target=main, args=arguments)
+                        process.start()
+                    processes.append(process)
+            except (OSError, EOFError) as error:  # the second: the process that forks has ended
+                reason = f"this host has started {len(processes)} of {world_size} processes: {error}"
+                raise UserError(f"error: {reason}; raise its limits (ulimit -u, ulimit -n)") from None
             return _gather(pipes, processes, received, time.monotonic() + timeout)
         finally:
             for process in processes:
