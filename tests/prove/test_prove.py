@@ -8,13 +8,16 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.distributed import run_ranks
+from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.json_files import parse_as
@@ -122,6 +125,29 @@ def test_a_twin_has_the_structure_of_its_job_and_is_small(name: str, flavor: str
     own, small = (resolve_args(m.name, m.flavor, m.args) for m in (config.model, twin.model))
     if name != "vit":
         assert (own.n_heads > own.n_kv_heads) == (small.n_heads > small.n_kv_heads)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("model_type", ["vit", "resnet"])
+def test_a_class_of_transformers_for_images_is_shrunk(model_type: str, tmp_path: Path) -> None:
+    sizes = {"vit": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224}}
+    sizes["resnet"] = {"hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3]}
+    write_config(tmp_path, model_type, **sizes[model_type])
+    options = ["--model.name=huggingface", f"--model.path={tmp_path}", "--data.kind=images"]
+    np.savez(tmp_path / "i.npz", images=np.zeros((2, 1, 224, 224), np.uint8), labels=np.arange(2))
+    options.append(f"--data.path={tmp_path}/i.npz")
+    args = twin_of(load_job(None, options).config).config.model.args
+    if model_type == "vit":
+        assert (args["num_hidden_layers"], args["hidden_size"], args["image_size"]) == (2, 32, 2 * args["patch_size"])
+    else:
+        assert (args["depths"], args["hidden_sizes"]) == ([1] * 4, [16] * 4)
+
+
+def test_a_model_that_rounding_changes_cannot_be_proven() -> None:
+    certificate = prove(job(**EXACT, model={"name": "tests.prove.user_models:chaotic"}))
+    assert certificate.verdict == "cannot be proven"
+    assert list(certificate.problems) == [
+        "chaotic: rounding alone changes the first step of one process more than a comparison allows"
+    ]
 
 
 def test_uneven_rows_stay_uneven() -> None:

@@ -69,6 +69,17 @@ def correct() -> nn.Module:
     return Model()
 
 
+class Steep(Mixer):
+    """A rounding of its input changes its output as if the input were another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * torch.sin(1e8 * x.detach()))
+
+
+def chaotic() -> nn.Module:
+    return Model(Steep)
+
+
 # Bugs
 
 

@@ -180,11 +180,19 @@ def trace_case(job: dict[str, Any], step: int, file: str, tolerance: float) -> l
     return departures(run, trace, reference, tolerance)
 
 
+def measure_rounding(job: dict[str, Any], file: str) -> list[Difference]:
+    """Train a twin whose parameters begin one rounding apart, and compare its steps with those in `file`.
+
+    Where a model has kinks (ReLU, the choice of experts), a rounding can change a gradient much.
+    """
+    return compare(train_twin(job, begins_apart=True)[0], _loaded(file))
+
+
 def train_twin(
-    job: dict[str, Any], num_steps: int = STEPS, traced_step: int | None = None
+    job: dict[str, Any], num_steps: int = STEPS, traced_step: int | None = None, begins_apart: bool = False
 ) -> tuple[list[Step], Run, Trace | None]:
     """Train a twin on this rank as a run does. Return the results of its steps, the finished run, and the trace of
-    `traced_step`. Collective."""
+    `traced_step`. `begins_apart`: change every parameter by one rounding first. Collective."""
     config, trace = JobConfig.model_validate(job), None
     steps: list[Step] = []
     with ExitStack() as stack:
@@ -195,6 +203,12 @@ def train_twin(
         for module in run.model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
+        if begins_apart:
+            with torch.no_grad():
+                for parameter in map(local_tensor, run.model.parameters()):
+                    limits = torch.full_like(parameter, math.inf)
+                    limits.view(-1)[::2] = -math.inf
+                    parameter.copy_(torch.nextafter(parameter, limits))
         for number in range(1, num_steps + 1):
             with traced(run) if number == traced_step else nullcontext() as found:
                 steps.append(_step(run))

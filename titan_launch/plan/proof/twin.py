@@ -252,6 +252,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ("head_dim", 8),
     ("(hidden_size|n_embd|d_model|word_embed_proj_dim)", 32),
     ("(.*intermediate_size|n_inner|ffn_dim|d_ff)", 48),
+    ("embedding_size", 16),
     ("vocab_size", VOCABULARY),
     ("(max_position_embeddings|n_positions|n_ctx)", 64),
     ("(num_experts|num_local_experts|n_routed_experts)", 4),
@@ -262,7 +263,10 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ("qk_rope_head_dim", 4),
     ("(n_group|topk_group|first_k_dense_replace)", 1),
 )
-"""Keys of `config.json` of language models, as patterns, with the sizes of a twin."""
+"""Keys of `config.json`, as patterns, with the sizes of a twin."""
+
+_STAGES = {"depths": 1, "layer_depths": 1, "hidden_sizes": 16, "embed_dims": 16}
+"""Keys with an entry for each stage of a model of images, with the sizes of a twin."""
 
 _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Keys with an entry for each layer."""
@@ -273,7 +277,7 @@ def _of_transformers(
 ) -> ModelConfig:
     """Return a class of `transformers` with small sizes: keys of `_SIZES`, no dropout, and one layer of each type."""
     args = dict(model.args)
-    if images_taken(model) is not None or _names_layers(config):
+    if _names_layers(config):
         unshrunk.append(f"model {args.get('model_type')} keeps its arguments; [prove.args] names smaller ones")
         return model.model_copy(update={"args": {**_without_dropout(args), **wanted}})
     small: dict[str, Any] = {}
@@ -281,6 +285,12 @@ def _of_transformers(
         size = next((size for pattern, size in _SIZES if re.fullmatch(pattern, key)), None)
         if size is not None and type(value) is int:
             small[key] = min(value, size)
+    for key, size in _STAGES.items():
+        if isinstance(args.get(key), list):
+            small[key] = [min(value, size) for value in args[key]]
+    image, patch = args.get("image_size"), args.get("patch_size")
+    if isinstance(image, int) and isinstance(patch, int) and image > 2 * patch:
+        small["image_size"] = 2 * patch
     depth = next((key for key in args if re.fullmatch(_SIZES[0][0], key)), None)
     for key in _LISTS:
         if depth is not None and isinstance(args.get(key), list):
@@ -300,7 +310,7 @@ def _of_transformers(
     if "vocab_size" in small and config.parallelism.tensor_parallel_degree == 1 and args["vocab_size"] % 2:
         small["vocab_size"] = VOCABULARY - 1
     small |= {key: None for key in args if key.endswith("token_id") and isinstance(args[key], int)}
-    if depth is None:
+    if depth is None and "depths" not in small:
         unshrunk.append(f"model {args.get('model_type')}: no key of its config.json is known as its number of layers")
     return model.model_copy(update={"args": {**_without_dropout(args), **small, **wanted}})
 
