@@ -89,6 +89,8 @@ class Proof:
         self._comparable_steps: dict[str, int] = {}
         """The first steps of a twin in fp32 in which rounding changes little, by the file of its results, as far as
         they were counted."""
+        self._rounding: dict[str, dict[tuple[int, str], float]] = {}
+        """What rounding changes in these twins: the largest difference by step and kind of result."""
 
     def write_second_model(self) -> None:
         """Write the folder of the second model's twin, which the loss of the twin names."""
@@ -150,11 +152,13 @@ class Proof:
         for kind in sorted(too_wide):
             what = f"the {kind}s in {case.config.precision.param_dtype}"
             self._leave_out(what, reference.rounding_errors[kind])
-        steps = self._comparable_steps.get(file, STEPS)
+        steps, rounding = self._comparable_steps.get(file, STEPS), self._rounding.get(file, {})
         return [
             row
             for row in self._results[key]
-            if row.step <= steps and kind_of(row) not in too_wide and not self._is_pooled(case, row, reference)
+            if (row.step <= steps or row.error > _BEYOND_ROUNDING * rounding[row.step, kind_of(row)])
+            and kind_of(row) not in too_wide
+            and not self._is_pooled(case, row, reference)
         ]
 
     def _compared(self, case: Case) -> list[Difference]:
@@ -176,6 +180,10 @@ class Proof:
         if file in self._comparable_steps:
             return
         (rows,) = self.launch("measure:measure_rounding", 1, case.reference(self._has_batch_norm), file)
+        rounding = self._rounding[file] = {}
+        for row in rows:
+            key = (row.step, kind_of(row))
+            rounding[key] = max(rounding.get(key, 0.0), row.error)
         wide = exceeding(rows, {kind: tolerance / 3 for kind, tolerance in self.tolerances(case).items()})
         steps = self._comparable_steps[file] = min((row.step for row in wide), default=STEPS + 1) - 1
         if steps < STEPS:
@@ -298,6 +306,9 @@ class Proof:
                 "memory, or use a machine with more"
             )
 
+
+_BEYOND_ROUNDING = 10
+"""A difference that is so many times larger than what rounding changes is none of rounding."""
 
 _NO_COMPILER = 'compile.backend = "inductor": this host has no C++ compiler, so the graphs ran with "aot_eager"'
 
