@@ -70,7 +70,8 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
         if predicted is not None and predicted < 0.995 * needed:
             found.append(Advice(tuple(change.lines), change.cost, needed - predicted, predicted <= limit_bytes))
     if found and not any(advice.fits for advice in found):
-        found.insert(0, _combined(config, layout, limit_bytes, predict, needed))
+        combined = _combined(config, layout, limit_bytes, predict, needed)
+        found = [combined, *(advice for advice in found if advice.lines != combined.lines)]
     return sorted(found, key=lambda advice: not advice.fits)[:most]  # stable: the cheapest first
 
 
