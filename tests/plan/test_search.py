@@ -21,6 +21,7 @@ from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.job import with_unsharded_parameters, with_values
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.replay_engine import ReplayEngine
+from titan_launch.plan.report.found import overlay
 from titan_launch.plan.report.modes import Row, Subject, compare
 from titan_launch.plan.search import SEARCHED, value_of
 
@@ -51,22 +52,22 @@ def job(*options: str) -> JobConfig:
     return load_job("llama_debug", [*JOB, *options]).config
 
 
-def every_fitting_row(config: JobConfig) -> Iterator[Row]:
+def every_fitting_row(config: JobConfig, ranks: int, stages: tuple[int, ...] = (1, 2, 4)) -> Iterator[Row]:
     """Plan all combinations of what a search sets, one by one."""
     parallelism = "parallelism"
-    for tensor, stages, replicas, sharded, size in product((1, 2), (1, 2, 4), (1, 2, 4), (False, True), (1, 2, 4, 8)):
+    for tensor, pipeline, replicas, sharded, size in product((1, 2), stages, (1, 2, 4), (False, True), (1, 2, 4, 8)):
         one = with_values(
             config,
             {
                 (parallelism, "tensor_parallel_degree"): tensor,
-                (parallelism, "pipeline_parallel_degree"): stages,
+                (parallelism, "pipeline_parallel_degree"): pipeline,
                 (parallelism, "data_parallel_replicate_degree"): replicas,
                 (parallelism, "shard_optimizer_over_replicas"): sharded,
                 ("training", "local_batch_size"): size,
             },
         )
         try:
-            layout = plan_layout(one.parallelism, one.training, RANKS)
+            layout = plan_layout(one.parallelism, one.training, ranks)
         except ConfigError:
             continue
         if any(problem for rule in RULES for problem in rule(one)):
@@ -79,18 +80,66 @@ def every_fitting_row(config: JobConfig) -> Iterator[Row]:
         yield from (row for row in rows if row.verdict == "fits")
 
 
-@pytest.mark.parametrize("gib", [0.02, pytest.param(0.017, marks=pytest.mark.slow)])
-def test_no_layout_is_faster_than_the_one_that_is_found(gib: float) -> None:
-    config = job(f"--planner.memory_gib={gib}", "--job.device=cpu")
-    best = search_layouts(config, RANKS, HELD).best[0]
-    times = [row.time.expected for row in every_fitting_row(config) if row.time.expected is not None]
+GRIDS = [(4, 0.02, (1, 2, 4)), (6, 0.03, (1,)), pytest.param(4, 0.017, (1, 2, 4), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("ranks", "gib", "stages"), GRIDS)
+def test_no_layout_is_faster_than_the_one_that_is_found(ranks: int, gib: float, stages: tuple[int, ...]) -> None:
+    config = job(f"--planner.memory_gib={gib}", "--job.device=cpu", f"--training.global_batch_size={2 * ranks}")
+    held = [*HELD, *([("parallelism", "pipeline_parallel_degree")] if stages == (1,) else [])]
+    best = search_layouts(config, ranks, held).best[0]
+    times = [row.time.expected for row in every_fitting_row(config, ranks, stages) if row.time.expected is not None]
     assert best.seconds == pytest.approx(min(times), rel=2e-3)
     assert best.row.verdict == "fits"
+
+
+PLAIN = ("tensor", "context", "pipeline", "expert")
+AXES_HELD = tuple(("parallelism", f"{axis}_parallel_degree") for axis in PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("options", "axis"),
+    [
+        (["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_stages_per_rank=1"], "pipeline"),
+        (["--parallelism.tensor_parallel_degree=2", "--parallelism.sequence_parallel=false"], "tensor"),
+    ],
+)
+def test_keys_of_an_axis_do_not_exclude_layouts_without_it(options: list[str], axis: str) -> None:
+    """They are unset in the written file, which then extends none."""
+    config = job(*options, "--planner.memory_gib=1", "--job.device=cpu", "--activation_checkpoint.mode=auto")
+    found = search_layouts(config, 2, HELD[1:]).best
+    assert {getattr(one.layout, axis) for one in found} == {1, 2}
+    plain = next(one for one in found if getattr(one.layout, axis) == 1)
+    assert not any(problem for rule in RULES for problem in rule(plain.config))
+    assert ("extends" in overlay(config, plain.config, "base.toml")) == (axis == "tensor")
+
+
+def test_held_values_are_kept() -> None:
+    config = job("--planner.memory_gib=1", "--job.device=cpu", "--training.local_batch_size=2")
+    replicated = with_values(
+        config,
+        {
+            ("parallelism", "data_parallel_replicate_degree"): 2,
+            ("parallelism", "shard_optimizer_over_replicas"): True,
+        },
+    )
+    keys = [("training", "local_batch_size"), ("parallelism", "shard_optimizer_over_replicas")]
+    (found,) = search_layouts(replicated, RANKS, [*HELD, *AXES_HELD, *keys]).best
+    assert found.layout.local_batch_size == 2 and found.layout.shards_optimizer and found.layout.replicate > 1
+
+
+def test_cpu_offload_is_used_only_if_nothing_fits_without_it() -> None:
+    options = ("--job.device=cuda", "--model.args.n_layers=16", "--training.enable_cpu_offload=true")
+    roomy = search_layouts(job(*options, "--planner.memory_gib=1"), 1, [*HELD, *AXES_HELD]).best[0]
+    assert not roomy.config.training.enable_cpu_offload
+    tight = search_layouts(job(*options, "--planner.memory_gib=0.077"), 1, [*HELD, *AXES_HELD]).best[0]
+    assert tight.config.training.enable_cpu_offload and tight.row.verdict == "fits"
 
 
 def test_the_best_job_is_written_and_keeps_what_is_held(tmp_path: Path) -> None:
     held = ["--hold=parallelism.tensor_parallel_degree=2", "--hold=parallelism.pipeline_parallel_degree=1"]
     held += ["--hold=activation_checkpoint.mode=full", "--hold=loss.chunks"]
+    held.append('--precision.rules=[{match = "layers.*.*_norm", param_dtype = "float32"}]')
     options = [f"--world-size={RANKS}", "--planner.memory_gib=1", "--search", "--json", "--out=best.toml"]
     status, out, err = run_command([*PLAN, *options, *held], tmp_path)
     assert status == 0, err
@@ -133,7 +182,10 @@ def test_half_of_the_ranks_and_larger_batches_are_tried(tmp_path: Path) -> None:
     assert status == 0, err
     found = json.loads(out)
     assert [*found] == ["2", "1"]
-    assert all(result["best"] for result in found.values())
+    for ranks, result in found.items():
+        layout = result["best"][0]["layout"]
+        batch = layout["local_batch_size"] * layout["num_microbatches"] * layout["replicate"] * layout["shard"]
+        assert batch in (4, 8, 16) and layout["replicate"] * layout["shard"] == int(ranks)
 
 
 def test_a_job_that_fits_nowhere_says_so(tmp_path: Path) -> None:

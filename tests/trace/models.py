@@ -49,3 +49,23 @@ class Chain(nn.Module):
             x = torch.tanh(layer(x)) if self.twice else x
             before.append(x.detach() if self.dense == "values" else x)
         return self.head(x)
+
+
+class Saving(nn.Module):
+    """Layers of two kinds, by letters: those of kind `b` save their output, which the next layer then need not save."""
+
+    def __init__(self, kinds: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.ReLU()) if kind == "b" else nn.Linear(16, 16)
+            for kind in kinds
+        )
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits

@@ -199,6 +199,11 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
             "precision": BF16,
         },
     ),
+    "layers after different layers": (
+        2,
+        "cpu",
+        {"model": {"name": "tests.trace.models:Saving", "args": {"kinds": "abaaaabaaaabaaa"}, "blocks": ["layers.*"]}},
+    ),
     "latent attention": (2, "cuda", {"model": {"name": "deepseek_v3", "flavor": "debug"}, "precision": BF16}),
     "latent attention, windows": (
         2,

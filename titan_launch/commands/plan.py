@@ -112,7 +112,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> NoReturn:
     """Print the plan of the job, or search for another one, and end the process."""
     if arguments.search:
-        _refuse_without_search(arguments)
+        _refuse_options_of_one_layout(arguments)
         from titan_launch.commands.plan_search import run_search
 
         run_search(arguments)
@@ -139,10 +139,13 @@ def run(arguments: Namespace) -> NoReturn:
     run_and_exit(lambda: print_plan(config, world_size, loaded.provenance.place, options), loaded.provenance.describe)
 
 
-def _refuse_without_search(arguments: Namespace) -> None:
+def _refuse_options_of_one_layout(arguments: Namespace) -> None:
     """Raise UserError for options of a plan of one layout."""
     flags = ("max_batch", "verbose", "measure", "advise", "plot", "trial")
-    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(arguments, name) not in (None, False)]
+    values = {name: getattr(arguments, name) for name in flags}
+    given = [
+        f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None and value is not False
+    ]
     given += ["--rows"] * (arguments.rows != "all") + ["--engine"] * (arguments.engine != "replay")
     if given:
         raise UserError(f"error: --search and {given[0]}: a search plans many layouts; plan the job that it finds")

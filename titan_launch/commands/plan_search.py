@@ -18,7 +18,7 @@ from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.job import with_values
-from titan_launch.plan.layout import Layout
+from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.memory.recordings import Recordings, recorded_job
 from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.report.found import describe_result, format_result, overlay
@@ -41,20 +41,22 @@ def run_search(arguments: Namespace) -> NoReturn:
     check_weights(loaded)
 
     def search() -> None:
-        config = loaded.config
+        config, base = loaded.config, load_job(arguments.config, []).config if out is not None else None
+        if config.training.global_batch_size is None:
+            layout = plan_layout(config.parallelism, config.training, arguments.world_size)
+            config = with_global_batch_size(config, layout)  # for every number of ranks
         sizes = [arguments.world_size >> halvings for halvings in range(arguments.world_size.bit_length())]
         results: dict[int, Result] = {}
         for world_size in sizes if arguments.max_gpus else sizes[:1]:
             results[world_size] = _best_batch(config, world_size, held, batches)
-            if not results[world_size].best:
+            if results[world_size].families and not results[world_size].best:
                 break  # fewer ranks hold more each
         _report(results, config, arguments)
         fitting = [size for size, result in results.items() if result.best]
         if not fitting:
-            raise UserError("error: no layout fits; more ranks, a smaller global batch or shorter sequences may")
-        if out is not None:
+            raise UserError("error: no layout fits; try more ranks, a smaller global batch or shorter sequences")
+        if out is not None and base is not None:
             best = results[fitting[-1]].best[0].config
-            base = load_job(arguments.config, []).config
             write_new(str(out), overlay(base, best, _extended(arguments.config, out)))
             say(one_line(f"wrote {out}, for {fitting[-1]} ranks"), file=sys.stderr)
 
@@ -110,7 +112,7 @@ def _report(results: dict[int, Result], config: JobConfig, arguments: Namespace)
         return
     for size, result in results.items():
         hardware = hardware_of(config, ranks_on_machine=min(size, config.planner.gpus_per_node))
-        say(f"{size} ranks\n\n{format_result(result, hardware)}\n")
+        say(f"{size} rank{'s' * (size > 1)}\n\n{format_result(result, hardware)}\n")
 
 
 def _extended(config: str, out: Path) -> str:

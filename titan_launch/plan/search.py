@@ -6,7 +6,7 @@ replicas, a sharded optimizer and gradient accumulation modes. It is a branch an
 
 - A family's lower bound is its computation with the pipeline's bubble, and the communication for which computation
   waits, as measured once without a pipeline. Families are tried in the order of their bounds, until the next bound is
-  above the results. So the results are those of trying everything.
+  above the results. So the results are those of planning every combination of these values.
 - More samples per microbatch take more memory, and so do more replicas: what is above one that does not fit is skipped.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import RULES
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
+from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.process import in_forks, usable_cores
@@ -68,11 +68,17 @@ SEARCHED: tuple[Key, ...] = (
 _TENSOR, _CONTEXT, _PIPELINE, _SCHEDULE, _EXPERT, _REPLICAS, _SHARDED, _BATCH, _OFFLOAD, _CHUNKS, *_MODES = SEARCHED
 _CHECKPOINTING, _ACCUMULATION, _UNSHARDED = _MODES
 _SHARDS: Key = ("parallelism", "data_parallel_shard_degree")
-_RESET: dict[Key, Any] = {
-    ("parallelism", "pipeline_parallel_stages_per_rank"): None,
-    ("parallelism", "pipeline_parallel_split_points"): (),
+_STAGES: Key = ("parallelism", "pipeline_parallel_stages_per_rank")
+_ONLY_WITH: Mapping[Key, tuple[Key, ...]] = {
+    _TENSOR: (("parallelism", "sequence_parallel"), ("parallelism", "loss_parallel")),
+    _CONTEXT: (
+        ("parallelism", "context_parallel_rotate_method"),
+        ("parallelism", "context_parallel_load_balance"),
+    ),
+    _PIPELINE: (_SCHEDULE, _STAGES, ("parallelism", "pipeline_parallel_split_points")),
+    _EXPERT: (("planner", "expert_load"),),
 }
-"""Keys that follow from the degree of pipeline parallelism."""
+"""Keys that have no effect, and so are refused, where a degree is 1."""
 
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
 """The schedules to try, beside that of the job. The bubble of zero-bubble schedules counts as 0, the best case, so they
@@ -81,13 +87,15 @@ would often come first."""
 _LEAST_TOKENS = 4096
 """Tokens of a sequence that context parallelism leaves to a rank."""
 
+_DEFAULTS = JobConfig()
+
 SHOWN = 5
 _SAME = 1e-3
 """Steps whose times differ by less than this share count as equal: then the simpler layout is better."""
 
 
 class Kind(NamedTuple):
-    """What results must differ in, to be shown beside each other."""
+    """The degrees and the schedule of a layout. Results that are shown beside each other differ in them."""
 
     tensor: int
     context: int
@@ -112,7 +120,7 @@ class Found:
 
     @property
     def kind(self) -> Kind:
-        """What the job differs in from other results."""
+        """The degrees and the schedule."""
         layout = self.layout
         schedule = self.config.parallelism.pipeline_parallel_schedule if layout.pipeline > 1 else ""
         return Kind(layout.tensor, layout.context, layout.pipeline, schedule, layout.expert)
@@ -139,7 +147,7 @@ _Axes = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Probe:
-    """What a job without a pipeline tells about those with one."""
+    """Facts of a job without a pipeline, which bound those of jobs with one."""
 
     exposed: float
     """Seconds of a step for which computation waits for communication."""
@@ -152,7 +160,7 @@ class _Probe:
 
     @classmethod
     def of(cls, found: Found, inventory: Inventory) -> _Probe:
-        """Return what a planned job tells."""
+        """Return the facts of a planned job."""
         blocks, peaks = outermost(inventory.blocks), found.row.footprint.peaks
         at = [StepPoint(0, "forward", block) for block in (blocks[:1] + blocks[-1:])]
         held = sum(found.row.footprint.by_category.get(category, 0) for category in HELD)
@@ -187,18 +195,26 @@ class Search:
         if config.training.global_batch_size is None:
             config = with_global_batch_size(config, plan_layout(config.parallelism, config.training, world_size))
         self._config = config
-        one: dict[Key, Any] = dict.fromkeys((_TENSOR, _CONTEXT, _PIPELINE, _EXPERT, _REPLICAS, _BATCH), 1)
-        one |= {**_RESET, _SHARDED: False, _SHARDS: -1, ("training", "global_batch_size"): None}
-        self._on_one_rank = with_values(config, one)
+        if config.activation_checkpoint.mode == "memory_budget" and not self._is_free(_CHECKPOINTING):
+            reason = "the compiler decides its FLOPs, so a search cannot compare its time; do not hold this key"
+            raise config_error(_CHECKPOINTING, reason, config.activation_checkpoint.mode)
+        one: dict[Key, Any] = dict.fromkeys((_TENSOR, _CONTEXT, _PIPELINE, _EXPERT), 1)
+        more: dict[Key, Any] = {_REPLICAS: 1, _SHARDED: False, _BATCH: 1, ("training", "global_batch_size"): None}
+        self._on_one_rank = with_values(self._plain(config, one), more)
         self._inventory = self._subject(self._on_one_rank, world_size=1).inventory
+        plain = with_values(self._on_one_rank, {_CHECKPOINTING: "none", _ACCUMULATION: "immediate"})
+        trained = (p for module in plan_job(plain, self._inventory).inventory.modules for p in module.parameters)
+        self._num_trained = sum(p.numel for p in trained if p.requires_grad and p.tied_to is None)
         self._flops: dict[tuple[ActivationCheckpointConfig, int], float] = {}
         self._shares: dict[tuple[int, str], float] = {}
         self._probes: dict[_Axes, dict[ActivationCheckpointConfig, _Probe]] = {}
 
     def run(self) -> Result:
-        """Return the best jobs. Without CPU offload, unless nothing fits without it."""
-        result = self._run(self._config)
-        if not result.best and self._is_free(_OFFLOAD) and self._hardware.kernels == "cuda":
+        """Return the best jobs. CPU offload is used only if nothing fits without it, or if it is held."""
+        if not self._is_free(_OFFLOAD):
+            return self._run(self._config)
+        result = self._run(with_values(self._config, {_OFFLOAD: False}))
+        if not result.best and result.families and self._hardware.kernels == "cuda":
             self._say("nothing fits without training.enable_cpu_offload; searching with it")
             result = self._run(with_values(self._config, {_OFFLOAD: True}))
         return result
@@ -211,6 +227,7 @@ class Search:
                 families.append(family)
             else:
                 refused[problem] = refused.get(problem, 0) + 1
+        self._probes = {}  # CPU offload changes them
         self._count_flops()
         waiting, found, tried = families, dict[Kind, Found](), 0
         while waiting:
@@ -226,9 +243,11 @@ class Search:
             for job, problem in in_forks(call, tasks, takes_part=False):
                 if job is not None:
                     found[job.kind] = job
-                if problem is not None:
+                if problem is None:
+                    tried += 1
+                else:
                     refused[problem] = refused.get(problem, 0) + 1
-            tried, waiting = tried + len(tasks), waiting[len(tasks) :]
+            waiting = waiting[len(tasks) :]
             best = min((job.seconds for job in found.values()), default=None)
             shown = "nothing fits yet" if best is None else f"best {best:.3g} s"
             self._say(f"searched {tried} of {tried + len(waiting)} layouts: {shown}")
@@ -239,7 +258,7 @@ class Search:
         seconds = sorted(job.seconds for job in found.values())
         return seconds[SHOWN - 1] * (1 + _SAME) if len(seconds) >= SHOWN else float("inf")
 
-    # What is tried
+    # The jobs to try
 
     def _is_free(self, key: Key) -> bool:
         return key not in self._held
@@ -249,11 +268,32 @@ class Search:
         return values if self._is_free(key) else [value_of(self._config, key)]
 
     def _plain(self, config: JobConfig, degrees: Mapping[Key, Any]) -> JobConfig:
-        """Return a job with degrees of parallelism, on one replica unless the job holds more."""
-        values = {_SHARDS: -1, _REPLICAS: 1, _SHARDED: False, **degrees}
-        if self._is_free(_PIPELINE):
-            values |= _RESET
-        return with_values(config, {key: value for key, value in values.items() if self._is_free(key)})
+        """Return a job with degrees of parallelism, on the fewest replicas."""
+        replicas, sharded = self._starts()[-1]
+        values = {_SHARDS: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
+        for axis, keys in _ONLY_WITH.items():
+            if degrees[axis] == 1:
+                values |= {key: value_of(_DEFAULTS, key) for key in keys}
+        if degrees[_PIPELINE] > 1 and self._is_free(_PIPELINE):
+            stages = 1 if values[_SCHEDULE] in ONE_STAGE_SCHEDULES else 2
+            values |= {key: value_of(_DEFAULTS, key) for key in _ONLY_WITH[_PIPELINE] if key != _SCHEDULE}
+            values[_STAGES] = None if value_of(config, _STAGES) is None else stages
+        return with_values(config, values)
+
+    def _starts(self) -> list[tuple[int, bool]]:
+        """Return the replicas to begin with, and whether the optimizer is sharded over them; the least memory last."""
+        own, sharded = value_of(self._config, _REPLICAS), value_of(self._config, _SHARDED)
+        if not self._is_free(_REPLICAS):
+            return [(own, way) for way in self._values(_SHARDED, (False, True)) if own > 1 or not way]
+        mode = self._config.gradient_accumulation
+        needs_replicas = not self._is_free(_ACCUMULATION) and mode.mode != "auto" and mode.row.needs_all_reduces
+        is_held = not self._is_free(_SHARDED) and sharded
+        return [(2 if needs_replicas or is_held else 1, is_held)]
+
+    def _sizes(self, family: JobConfig) -> list[int]:
+        """Return the microbatches to try, the smallest first."""
+        sizes = possible_batch_sizes(family, self._world_size)
+        return [size for size in sizes if self._is_free(_BATCH) or size == value_of(self._config, _BATCH)]
 
     def _families(self, config: JobConfig) -> Iterator[JobConfig]:
         """Yield every family, the simplest first, whether possible or not."""
@@ -261,12 +301,17 @@ class Search:
         is_text = config.data.unit == "tokens"
         blocks = len(outermost(self._inventory.blocks))
         experts = max((p.shape[0] for m in self._inventory.modules if m.has_experts for p in m.parameters), default=1)
-        tensors = self._values(_TENSOR, _powers(min(node, self._world_size)))
-        contexts = self._values(_CONTEXT, _powers(config.training.seq_len // _LEAST_TOKENS if is_text else 1))
-        stages = self._values(_PIPELINE, _powers(min(blocks, self._world_size)))
-        parts = self._values(_EXPERT, _powers(min(experts, self._world_size)))
+        most = {
+            _TENSOR: min(node, self._world_size),
+            _CONTEXT: config.training.seq_len // _LEAST_TOKENS if is_text else 1,
+            _PIPELINE: min(blocks, self._world_size),
+            _EXPERT: min(experts, self._world_size),
+        }
+        tensors, contexts, stages, parts = (
+            self._values(axis, sorted({*_powers(limit), value_of(self._config, axis)})) for axis, limit in most.items()
+        )
         for tensor, context, pipeline, expert in product(tensors, contexts, stages, parts):
-            own = value_of(config, _SCHEDULE)
+            own = value_of(self._config, _SCHEDULE)
             schedules = dict.fromkeys([*_SCHEDULES, own]) if pipeline > 1 else [own]
             for schedule in self._values(_SCHEDULE, [*schedules]):
                 values = {_TENSOR: tensor, _CONTEXT: context, _PIPELINE: pipeline, _EXPERT: expert, _SCHEDULE: schedule}
@@ -275,17 +320,18 @@ class Search:
     def _problem(self, family: JobConfig) -> str | None:
         """Return the first reason for which a family is not possible; None if it is."""
         try:
-            sizes = possible_batch_sizes(family, self._world_size)
+            sizes = self._sizes(family)
             if not sizes:
-                return "the global batch cannot be divided"
-            smallest = with_local_batch_size(family, sizes[0])
-            modes = self._modes(smallest)
+                return "the global batch cannot be divided into such microbatches"
+            modes = self._modes(with_local_batch_size(family, sizes[0]))
+            if not modes:
+                return "no mode is possible"
             if problem := next((problem for rule in RULES for problem in rule(modes[0])), None):
                 return problem.reason
             plan_job(modes[0], self._inventory)
         except ConfigError as error:
             return error.problems[0].reason
-        return None if modes else "no mode is possible"
+        return None
 
     def _modes(self, config: JobConfig) -> list[JobConfig]:
         """Return a job with each combination of modes that it may have, the cheapest activation checkpointing first."""
@@ -304,7 +350,10 @@ class Search:
         jobs = [with_values(self._on_one_rank, {_CHUNKS: chunks}) for chunks in self._chunks()]
         one = plan_layout(self._on_one_rank.parallelism, self._on_one_rank.training, 1)
         choices = _with_known_time(possible_choices(jobs[0], one, self._inventory)[0])
-        modes = dict.fromkeys(choice.activation_checkpoint for choice in choices)
+        own = value_of(self._config, _CHECKPOINTING)
+        is_open = self._is_free(_CHECKPOINTING) or own == "auto"
+        known = (choice.activation_checkpoint for choice in choices)
+        modes = [mode for mode in dict.fromkeys(known) if is_open or mode.mode == own]
         tasks = {(mode, job.loss.chunks): partial(self._flops_of, job, mode) for job, mode in product(jobs, modes)}
         self._flops = dict(zip(tasks, in_forks(call, [*tasks.values()], takes_part=False), strict=True))
 
@@ -319,20 +368,20 @@ class Search:
         """Plan the smallest microbatch of a family without a pipeline, once with each activation checkpointing mode.
         Return an empty dict if that is not possible; then nothing is known."""
         found: dict[ActivationCheckpointConfig, _Probe] = {}
-        simple = with_values(family, {**_RESET, _PIPELINE: 1})
+        axes = dict(zip((_TENSOR, _CONTEXT, _EXPERT), _axes(family), strict=True))
+        simple = self._plain(family, {**axes, _PIPELINE: 1})
         try:
             if self._problem(simple) is not None:
                 return found
-            sizes = possible_batch_sizes(simple, self._world_size)
-            for job in self._modes(with_values(simple, {_BATCH: sizes[0], _CHUNKS: self._chunks()[-1]})):
+            for job in self._modes(with_values(simple, {_BATCH: self._sizes(simple)[0], _CHUNKS: self._chunks()[-1]})):
                 if job.activation_checkpoint not in found:
                     found[job.activation_checkpoint] = _Probe.of(self._planned(job), self._inventory)
-        except ConfigError:  # the family itself will tell
+        except ConfigError:  # planning the family raises it again
             pass
         return found
 
     def _bound_of_family(self, family: JobConfig) -> float:
-        size = possible_batch_sizes(family, self._world_size)[0]
+        size = self._sizes(family)[0]
         jobs = [with_values(family, {_CHUNKS: chunks, _BATCH: size}) for chunks in self._chunks()]
         return min(self._bound(job, mode) for job in jobs for mode, _ in self._flops)
 
@@ -353,13 +402,15 @@ class Search:
         unsharded = 0.0
         if job.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
             # These hold unsharded parameters and gradients, of at least two bytes an element each.
+            elements = self._inventory.num_parameters + self._num_trained
             divided = layout.tensor * layout.pipeline * layout.expert
-            unsharded = 4 * self._inventory.num_parameters / divided * (layout.parameter_shards > 1)
+            unsharded = 2 * elements / divided * (layout.parameter_shards > 1)
         held = probe.held + activations + unsharded
         needed = held * (1 + hardware.fragmentation) + hardware.overhead_gib * GIB
         if needed > (hardware.memory_gib - hardware.margin_gib) * GIB:
             return math.inf
-        return compute + probe.exposed * share
+        # Embedding and output layer communicate, too, but only on the first and the last ranks of a pipeline.
+        return compute + probe.exposed * share * (0.9 if layout.pipeline > 1 else 1.0)
 
     def _smallest_share(self, job: JobConfig) -> float:
         """Return the blocks of the pipeline rank that has the fewest, over the mean."""
@@ -369,7 +420,8 @@ class Search:
         key = (ranks, job.parallelism.pipeline_parallel_schedule)
         if key not in self._shares:
             blocks, counts = outermost(self._inventory.blocks), Counter[int]()
-            for stage in plan_job(job, self._inventory).stages:
+            modes = {_CHECKPOINTING: "none", _ACCUMULATION: "immediate"}
+            for stage in plan_job(with_values(job, modes), self._inventory).stages:
                 counts[stage.rank] += sum(path in stage.modules for path in blocks)
             self._shares[key] = min(counts[rank] for rank in range(ranks)) * ranks / max(1, len(blocks))
         return self._shares[key]
@@ -387,7 +439,7 @@ class Search:
         """Return the best job of a family if it takes less than `limit` seconds, and the reason for which the family is
         not possible."""
         best: Found | None = None
-        sizes = possible_batch_sizes(family, self._world_size)
+        sizes = self._sizes(family)
         too_large = set[tuple[ActivationCheckpointConfig, int]]()
         of_loss = {"", "head", *self._inventory.head}
         try:
@@ -399,6 +451,8 @@ class Search:
                     if self._bound(job, checkpointing) >= limit or (checkpointing, size) in too_large:
                         continue
                     planned = list(self._until_best(job, checkpointing))
+                    if not planned:
+                        continue
                     fitting = [found for found in planned if found.row.verdict == "fits"]
                     for found in chain(fitting, self._with_replicas(fitting)):
                         if found.seconds < limit:
@@ -415,24 +469,27 @@ class Search:
         """Yield a job in its gradient accumulation modes, until one that fits is as fast as its computation, or until
         the mode with the least memory does not fit."""
         bound = self._bound(job, checkpointing)
-        for one in self._modes(job):
-            if one.activation_checkpoint != checkpointing:
-                continue
-            found = self._planned(one)
-            yield found
-            if found.row.verdict == "fits":
-                if found.seconds * (1 - _SAME) <= bound:
-                    return
-            elif not one.gradient_accumulation.row.defers:
-                return
+        for replicas, sharded in self._starts():
+            for one in self._modes(with_values(job, {_REPLICAS: replicas, _SHARDED: sharded})):
+                if one.activation_checkpoint != checkpointing:
+                    continue
+                found = self._planned(one)
+                yield found
+                if found.row.verdict == "fits":
+                    if found.seconds * (1 - _SAME) <= bound:
+                        return
+                elif not one.gradient_accumulation.row.defers:
+                    break
 
     def _with_replicas(self, without: Sequence[Found]) -> Iterator[Found]:
         """Yield jobs with replicas that fit, and that take less time than those `without`."""
+        if not self._is_free(_REPLICAS):
+            return
         best = min((job.seconds for job in without), default=0.0)
         for sharded, job in product(self._values(_SHARDED, (False, True)), without):
-            for replicas in self._values(_REPLICAS, _powers(job.layout.shard)):
+            for replicas in _powers(job.layout.shard * job.layout.replicate)[1:]:
                 other = with_values(job.config, {_REPLICAS: replicas, _SHARDED: sharded})
-                if replicas == 1 or other == job.config or any(problem for rule in RULES for problem in rule(other)):
+                if other == job.config or not self._is_possible(other):
                     continue
                 # The traffic of one replica lacks that between replicas, so it is a lower bound.
                 traffic = link_traffic_of_step(job.row.traffic, self._layout(other), self._hardware.gpus_per_node)
@@ -446,6 +503,13 @@ class Search:
                     break  # more replicas take more memory
                 yield from fitting
                 best = min(best, *(one.seconds for one in fitting))
+
+    def _is_possible(self, job: JobConfig) -> bool:
+        try:
+            self._layout(job)
+        except ConfigError:  # the number does not divide the ranks
+            return False
+        return not any(problem for rule in RULES for problem in rule(job))
 
     def _like(self, job: JobConfig, row: Row) -> Iterator[JobConfig]:
         """Yield a job with replicas in the modes that communicate within a replica as `row` does."""

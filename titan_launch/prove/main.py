@@ -273,7 +273,7 @@ class Proof:
                 ] = None
             if self._comparable_steps.get(file) == 0:
                 what = "the first step of one process more than a comparison allows"
-                found[f"chaotic: rounding alone changes {what}"] = None
+                found[f"chaotic: rounding alone changes {what}; remove steep functions from the model"] = None
             if reference.constant:
                 found[f"dead: the gradient of {listed(reference.constant)} does not depend on the data"] = None
             for key in reference.without_effect:

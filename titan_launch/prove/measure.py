@@ -205,7 +205,7 @@ def train_twin(
                 module.p = 0.0
         if begins_apart:
             with torch.no_grad():
-                for parameter in map(local_tensor, run.model.parameters()):
+                for parameter in filter(torch.is_floating_point, map(local_tensor, run.model.parameters())):
                     limits = torch.full_like(parameter, math.inf)
                     limits.view(-1)[::2] = -math.inf
                     parameter.copy_(torch.nextafter(parameter, limits))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import multiprocessing
@@ -72,7 +73,9 @@ def in_processes(
                     processes.append(process)
             except (OSError, EOFError) as error:  # the second: the process that forks has ended
                 reason = f"this host has started {len(processes)} of {world_size} processes: {error}"
-                raise UserError(f"error: {reason}; raise its limits (ulimit -u, ulimit -n)") from None
+                limits = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+                advice = "; raise its limits (ulimit -u, ulimit -n)" if getattr(error, "errno", 0) in limits else ""
+                raise UserError(f"error: {reason}{advice}") from None
             return _gather(pipes, processes, received, time.monotonic() + timeout)
         finally:
             for process in processes:

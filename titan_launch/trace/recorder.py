@@ -6,7 +6,7 @@ are recorded instead. So the tape does not depend on the mode of gradient accumu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -184,9 +184,16 @@ class TorchRecorder:
             tapes = _record(job, built, without_blocks(plan, removed), kernels, pipeline_rank, counts)
             return [replace(tape, parts=blocks) for tape in tapes]
 
+        def kinds(part: ModelPlan) -> list[Hashable]:
+            own = block_signatures(part)
+            if job.model.is_of_package:
+                return own
+            # The block before may save its output, which this one then need not save.
+            return list(zip(own[:1] + own, own, strict=False))
+
         def shortened(rank: int) -> tuple[Blocks, ...]:
             own = parts_on_rank(plan, rank)
-            return tuple(Blocks.shortened(outermost(part.inventory.blocks), block_signatures(part)) for part in own)
+            return tuple(Blocks.shortened(outermost(part.inventory.blocks), kinds(part)) for part in own)
 
         repeated = shortened(pipeline_rank)
         if any(part.likes for part in repeated):

@@ -265,7 +265,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
 )
 """Keys of `config.json`, as patterns, with the sizes of a twin."""
 
-_STAGES = {"depths": 1, "layer_depths": 1, "hidden_sizes": 16, "embed_dims": 16}
+_STAGES = {"depths": 1, "layer_depths": 1, "hidden_sizes": 16, "embed_dims": 16, "num_attention_heads": 2}
 """Keys with an entry for each stage of a model of images, with the sizes of a twin."""
 
 _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -289,8 +289,8 @@ def _of_transformers(
         if isinstance(args.get(key), list):
             small[key] = [min(value, size) for value in args[key]]
     image, patch = args.get("image_size"), args.get("patch_size")
-    if isinstance(image, int) and isinstance(patch, int) and image > 2 * patch:
-        small["image_size"] = 2 * patch
+    if isinstance(image, int) and isinstance(patch, int) and image > 2 * patch and "depths" not in args:
+        small["image_size"] = 2 * patch  # stages would make it smaller
     depth = next((key for key in args if re.fullmatch(_SIZES[0][0], key)), None)
     for key in _LISTS:
         if depth is not None and isinstance(args.get(key), list):

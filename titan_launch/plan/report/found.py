@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.core.errors import UserError
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.table import aligned, format_gib
@@ -46,7 +45,7 @@ def _grid(layout: Layout) -> str:
 def format_result(result: Result, hardware: Hardware) -> str:
     """Return the best jobs as a table, with the reason for the first."""
     best = result.best
-    counts = f"{result.tried} of {result.families} layouts were planned; the others cannot be faster than these."
+    counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or are not faster."
     refused = sum(result.refused.values())
     if refused:
         most = max(result.refused, key=lambda reason: result.refused[reason])
@@ -97,20 +96,32 @@ def describe_result(result: Result) -> dict[str, Any]:
 
 
 def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
-    """Return the keys in which `config` differs from `base`, as a job file that extends the file of `base`. Raises
-    UserError for a key that must be unset, which such a file cannot do."""
+    """Return the keys in which `config` differs from `base`, as a job file that extends the file of `base`. If a key
+    must be unset, which such a file cannot do, return a whole job file."""
     lines = [f"extends = {toml_value(extends)}"]
-    before, after = base.model_dump(mode="json"), config.model_dump(mode="json")
+    try:
+        tables = list(_tables(base, config))
+    except _UnsetError:
+        lines, tables = [], list(_tables(JobConfig(), config))
+    lines += [line for name, keys in tables for line in ("", f"[{name}]", *keys)]
+    return "\n".join([*lines, ""]).lstrip("\n")
+
+
+class _UnsetError(ValueError):
+    """Raised for a key that one job sets and the other does not."""
+
+
+def _tables(base: JobConfig, config: JobConfig) -> Iterator[tuple[str, list[str]]]:
+    """Yield the sections that differ, each with its changed keys."""
+    before, after = (job.model_dump(mode="json", exclude_none=True) for job in (base, config))
     for section, table in after.items():
-        changed = list(_changed(before[section], table, section))
-        lines += ["", f"[{section}]", *changed] if changed else []
-    return "\n".join([*lines, ""])
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any], section: str) -> Iterator[str]:
-    for key, value in after.items():
-        if value == before.get(key) or (value is False and before.get(key) is None):  # None: decided by the launcher
-            continue
-        if value is None:
-            raise UserError(f"error: --out: {section}.{key} must be removed from the job; a file cannot unset it")
-        yield f"{key} = {toml_value(value)}"
+        own = before[section]
+        if "kind" in table and own.get("kind") != table["kind"]:
+            own = {}  # a section of another class
+        elif own.keys() - table.keys():
+            raise _UnsetError
+        changed = {key: value for key, value in table.items() if own.get(key) != value}
+        if not changed.get("keep_params_unsharded", True) and not own.get("keep_params_unsharded"):
+            del changed["keep_params_unsharded"]  # unset and false are the same for a mode that is not `auto`
+        if changed:
+            yield section, [f"{key} = {toml_value(value)}" for key, value in changed.items()]
