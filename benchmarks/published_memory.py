@@ -184,27 +184,25 @@ def check() -> tuple[str, bool]:
 
 
 def table_of_rows(found: Sequence[Prediction]) -> str:
-    """Return a table of all runs."""
-    columns = (
-        "source",
-        "run",
-        "precision",
-        "predicted active",
-        "estimated reserved",
-        "published",
-        "step s",
-        "expected",
-    )
-    rows = [[*columns, "published s"]]
+    """Return a table of all runs. A run that has published only memory, or only speed, has only these predictions."""
+    rows = [["source", "run", "precision", "active", "reserved", "published", "step s", "expected s", "published s"]]
     for each in found:
         run, time = each.run, each.row.time
-        published = [f"{run.active_gib:.1f} active"] if run.active_gib else []
-        published += [f"{run.reserved_gib:.1f} reserved"] if run.reserved_gib else []
-        interval = "" if time.interval is None else f"{time.interval[0]:.3g} .. {time.interval[1]:.3g}"
-        expected, seconds = (f"{value:.3g}" if value else "" for value in (time.expected, each.seconds))
-        memory = [f"{each.active:.1f}", f"{each.reserved:.1f}", ", ".join(published)] if published else ["", "", ""]
-        speed = [interval, expected, seconds] if seconds else ["", "", ""]
-        rows.append([run.source, run.name, _PRECISIONS[run.kind], *memory, *speed])
+        figures = [""] * 6
+        if each.active_ratio is not None:
+            kind = "active" if run.active_gib else "reserved"
+            figures[:3] = (
+                f"{each.active:.1f}",
+                f"{each.reserved:.1f}",
+                f"{run.active_gib or run.reserved_gib:.1f} {kind}",
+            )
+        if each.seconds is not None and time.interval is not None:
+            figures[3:] = (
+                f"{time.interval[0]:.3g} .. {time.interval[1]:.3g}",
+                f"{time.expected:.3g}",
+                f"{each.seconds:.3g}",
+            )
+        rows.append([run.source, run.name, _PRECISIONS[run.kind], *figures])
     return markdown_table(rows, texts=3)
 
 
@@ -237,24 +235,21 @@ def _worst(ratios: Sequence[float]) -> float:
 
 
 def fit(found: Sequence[Prediction]) -> str:
-    """Return a sentence for each precision: fragmentation fitted to every second run that names everything and
-    publishes reserved memory, and the error on the others, also with the fragmentation that a plan assumes."""
-    named = [each for each in found if each.run.reserved_gib and not each.run.assumed]
+    """Return a list: for some precisions, the fragmentation fitted to every second run, and the error on the others of
+    the estimates with this fragmentation and with that of a plan. `found`: runs that name everything and publish
+    reserved memory."""
     lines = []
-    for kinds in (("eager",), ("compiled", "float8"), tuple(_PRECISIONS)):
-        own = [each for each in named if each.run.kind in kinds]
+    for kinds in (("eager",), ("compiled",), ("float8",), tuple(_PRECISIONS)):
+        own = [each for each in found if each.run.kind in kinds]
         factors = [each.run.reserved_gib / each.streams for each in own if each.run.reserved_gib]
-        if len(factors) < 2:
-            continue
         fitted, held = median(factors[::2]), factors[1::2]
-        errors = {
-            name: [abs(factor / actual - 1) for actual in held]
-            for name, factor in (("fitted", fitted), ("assumed", 1 + own[0].hardware.fragmentation))
-        }
-        texts = [f"{name}: median {median(of):.1%}, worst {max(of):.1%}" for name, of in errors.items()]
-        label = " and ".join(_PRECISIONS[kind] for kind in kinds)
-        size = f"fragmentation {fitted - 1:+.3f} of {len(factors[::2])} runs; error on {len(held)} others"
-        lines.append(f"- {label}: {size}: {'; '.join(texts)}.")
+        texts = []
+        for name, factor in (("with it", fitted), ("with a plan's", 1 + own[0].hardware.fragmentation)):
+            errors = [abs(factor / actual - 1) for actual in held]
+            texts.append(f"{name} median {median(errors):.1%}, worst {max(errors):.1%}")
+        label = "all" if len(kinds) > 1 else _PRECISIONS[kinds[0]]
+        fit_on = f"{fitted - 1:.3f} on {len(factors[::2])} runs"
+        lines.append(f"- {label}: fragmentation {fit_on}; error on {len(held)} others: {'; '.join(texts)}.")
     return "\n".join(lines)
 
 
@@ -278,16 +273,9 @@ def main() -> int:
         publish(fit(found), "published_fit", options.write)
         return 0
     publish(table_of_groups(found), "published_groups", options.write)
-    publish(
-        table_of_rows([each for each in found if not options.write or _has_memory(each)]),
-        "published_rows",
-        options.write,
-    )
+    shown = [each for each in found if options.write is None or each.active_ratio is not None]
+    publish(table_of_rows(shown), "published_rows", options.write)
     return 0
-
-
-def _has_memory(each: Prediction) -> bool:
-    return bool(each.run.active_gib or each.run.reserved_gib)
 
 
 if __name__ == "__main__":
