@@ -122,6 +122,11 @@ def read_runs(path: Path = RUNS) -> list[Run]:
     return [_run(source, row, content["presets"]) for source in content["source"] for row in source.get("rows", ())]
 
 
+def checked_runs() -> list[Run]:
+    """Return the runs whose predicted memory has bounds."""
+    return [run for run in read_runs() if run.is_checked]
+
+
 def _run(source: Mapping[str, Any], row: Mapping[str, Any], presets: Mapping[str, Any]) -> Run:
     merged: dict[str, Any] = {**source.get("defaults", {}), **row}
     used = [*source.get("defaults", {}).get("use", ()), *row.get("use", ())]
@@ -172,7 +177,7 @@ def check() -> tuple[str, bool]:
     """Return the table of the checked runs, and True if all of them are within their bounds."""
     columns = ("run", "activation checkpointing", "predicted active", "estimated reserved", "published")
     rows, is_right = [[*columns, "active / published", ""]], True
-    for run in (run for run in read_runs() if run.is_checked):
+    for run in checked_runs():
         found = predict(run)
         assert run.reserved_gib is not None and found.active_ratio is not None
         is_right &= 0.75 <= found.active_ratio < 1
