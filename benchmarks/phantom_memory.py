@@ -3,9 +3,9 @@
     python benchmarks/phantom_memory.py [--only GLOB ...] [--write docs/verification/gpu.md]
 
 Needs a CUDA build of torch. Every row is one `titan-launch plan --measure`: three steps of the fullest rank. The first
-rows are the shipped configurations, the others the runs of `published_memory.py`, here compiled and in fp8 where the
-reports say so. "Above the streams" is what the allocator reserves beyond the sum of the planned peaks of the CUDA
-streams: the planner's `fragmentation`. It is shown for jobs of 1 GiB and more.
+rows are the shipped configurations, the others the checked runs of `published_memory.py`, here compiled and in fp8
+where the reports say so. "Above the streams" is what the allocator reserves beyond the sum of the planned peaks of the
+CUDA streams: the planner's `fragmentation`. It is shown for jobs of 1 GiB and more.
 
 The exit status is 1 if the planned active memory of a shipped configuration is not within 0.3 % of what its tensors
 request, or if the allocator reserves more than the planner estimates for a job of 1 GiB and more. Compiled jobs and
@@ -24,7 +24,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from published_memory import REPORTS, Report, job_of
+from published_memory import Run, checked_runs, config_of
 from publishing import markdown_table, publish, published_rows
 
 from titan_launch.config.loading.load import dump_job
@@ -126,11 +126,11 @@ def shipped() -> Iterator[tuple[str, Path, int, list[str]]]:
             )
 
 
-def published(folder: Path) -> Iterator[tuple[str, Path, int, list[str], Report]]:
+def published(folder: Path) -> Iterator[tuple[str, Path, int, list[str], Run]]:
     """Yield name, file, ranks, options and report of each published run."""
-    for index, report in enumerate(REPORTS):
+    for index, report in enumerate(checked_runs()):
         path = folder / f"{index}.json"
-        path.write_text(dump_job(job_of(report, as_published=True)))
+        path.write_text(dump_job(config_of(report, as_published=True)))
         memory = "139.7" if "H200" in report.name else "95"
         yield f"published: {report.name}", path, report.ranks, ["--device=h100-80gb", f"--memory-gib={memory}"], report
 
@@ -156,7 +156,7 @@ def main() -> int:
                 table.append([name, str(ranks), plan, "", "", "", "", "", known])
                 is_right = False
             else:
-                is_planned = not report.is_compiled if report else name not in _NOT_PLANNED
+                is_planned = report.kind == "eager" if report else name not in _NOT_PLANNED
                 found = Figures.of(plan)
                 is_right &= not is_planned or found.is_right
                 table.append([name, str(ranks), *found.cells(is_planned), known])

@@ -1,117 +1,286 @@
-"""Comparison of predicted memory with the figures that TorchTitan has published for Llama 3 8B.
+"""Comparison of predictions with figures that others have published: peak memory and speed of training runs.
 
     python benchmarks/published_memory.py [--write docs/verification/planner.md]
+    python benchmarks/published_memory.py --all [--source torchtitan] [--write docs/verification/planner.md]
+    python benchmarks/published_memory.py --fit
 
-Published figures are the allocator's reserved memory, which exceeds the predicted active memory. The jobs have the
-settings that the reports name (`benchmarks/*.md` of TorchTitan). The exit status is 1 if a prediction is not below a
-published figure, or not within 25 % of it.
+`benchmarks/published_runs.toml` has the runs, with the sources and the settings that they name. Without `--all`, the
+benchmark checks the runs of Llama 3 8B with FSDP2 that TorchTitan published. The exit status is 1 if the predicted
+active memory of such a run is not below the published reserved memory, or not within 25 % of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import tomli
 from publishing import markdown_table, publish
 
 from titan_launch.config.job import JobConfig
-from titan_launch.plan.hardware import GIB, hardware_of
-from titan_launch.plan.job import Choice
+from titan_launch.plan.hardware import GIB, Hardware, hardware_of
+from titan_launch.plan.job import Choice, with_unsharded_parameters
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.report.modes import estimate_reserved
-from titan_launch.trace.recorder import recorded_engine
+from titan_launch.plan.memory.recordings import Recordings
+from titan_launch.plan.memory.replay_engine import ReplayEngine
+from titan_launch.plan.report.modes import Row, Subject, predict_row
+from titan_launch.trace.recorder import TorchRecorder
+
+RUNS = Path(__file__).with_name("published_runs.toml")
+_PRECISIONS = {"eager": "eager bf16", "compiled": "compiled bf16", "float8": "8 bits or fewer"}
 
 
 @dataclass(frozen=True)
-class Report:
+class Run:
     """One published run."""
 
+    source: str
     name: str
     ranks: int
-    training: dict[str, Any]
-    checkpointing: str
-    reserved_gib: float
-    remark: str = ""
-    loss_chunks: int = 1
+    device: str
+    kind: str
+    """Key of `_PRECISIONS`."""
+
+    job: Mapping[str, Any]
+    reserved_gib: float | None = None
+    active_gib: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    assumed: tuple[str, ...] = ()
+    """Settings that the source does not say."""
+
+    differs: tuple[str, ...] = ()
+    """Settings of the source that are predicted differently."""
+
+    is_checked: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predictions for a run, in GiB and in seconds per step."""
+
+    run: Run
+    config: JobConfig
+    hardware: Hardware
+    row: Row
+    tokens: int
+    """Tokens of a step."""
 
     @property
-    def is_compiled(self) -> bool:
-        """True if the run was compiled."""
-        return bool(self.remark)
+    def active(self) -> float:
+        """Predicted active memory."""
+        return self.row.footprint.peak_bytes / GIB
 
     @property
-    def is_float8(self) -> bool:
-        """True if the run multiplied in fp8."""
-        return "fp8" in self.name or "H200" in self.name
+    def streams(self) -> float:
+        """Sum of the CUDA streams' peaks: reserved memory without fragmentation and overhead."""
+        return self.row.footprint.stream_bytes / GIB
+
+    @property
+    def reserved(self) -> float:
+        """Estimated memory that the allocator reserves: without the process's overhead."""
+        return self.row.reserved_bytes / GIB - self.hardware.overhead_gib
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """Published seconds of a step."""
+        speed = self.run.tokens_per_s_per_gpu
+        return None if speed is None else self.tokens / (speed * self.run.ranks)
+
+    @property
+    def active_ratio(self) -> float | None:
+        """Predicted active memory over published active memory, or over published reserved memory."""
+        published = self.run.active_gib or self.run.reserved_gib
+        return None if published is None else self.active / published
+
+    @property
+    def reserved_ratio(self) -> float | None:
+        """Estimated over published reserved memory."""
+        return None if self.run.reserved_gib is None else self.reserved / self.run.reserved_gib
+
+    @property
+    def time_ratio(self) -> float | None:
+        """Expected over published time of a step."""
+        expected = self.row.time.expected
+        return None if self.seconds is None or expected is None else expected / self.seconds
+
+    @property
+    def is_in_interval(self) -> bool:
+        """True if the published time of a step lies in the predicted interval."""
+        interval = self.row.time.interval
+        return self.seconds is not None and interval is not None and interval[0] <= self.seconds <= interval[1]
 
 
-_EAGER, _LONG = {"seq_len": 8192, "local_batch_size": 2}, {"seq_len": 32_768, "local_batch_size": 1}
-_AS_EAGER_CHUNKS = "predicted as eager bf16, 8 loss chunks"
-REPORTS = (
-    Report("8 x H100 (96 GB), 2 x 8,192 tokens", 8, _EAGER, "selective", 82.4),
-    Report("128 x H100, the same", 128, _EAGER, "selective", 67.0),
-    Report("8 x H100, the same, compiled", 8, _EAGER, "selective", 77.0, "predicted as eager"),
-    Report("128 x H100, the same, compiled", 128, _EAGER, "selective", 62.0, "predicted as eager"),
-    Report("8 x H100, the same, compiled, fp8", 8, _EAGER, "selective", 76.8, "predicted as eager bf16"),
-    Report("128 x H100, the same, compiled, fp8", 128, _EAGER, "selective", 61.8, "predicted as eager bf16"),
-    Report("8 x H100, 32,768 tokens, compiled, fp8", 8, _LONG, "full", 83.9, "predicted as eager bf16"),
-    Report("32 x H200, compiled with its loss, fp8", 32, _EAGER, "selective", 47.96, _AS_EAGER_CHUNKS, 8),
-    Report("64 x H200, the same", 64, _EAGER, "selective", 46.97, _AS_EAGER_CHUNKS, 8),
-)
+def read_runs(path: Path = RUNS) -> list[Run]:
+    """Return all runs. The job of a run consists of those of its source, of the presets that it uses, and its own."""
+    content = tomli.loads(path.read_text())
+    return [_run(source, row, content["presets"]) for source in content["source"] for row in source.get("rows", ())]
 
 
-def job_of(report: Report, as_published: bool = False) -> JobConfig:
-    """Return the job of a report, `as_published` compiled and in fp8 where the report says so, which a plan does not
-    predict."""
-    return JobConfig.model_validate(
-        {
-            "model": {"name": "llama3", "flavor": "8B"},
-            "training": report.training,
-            "loss": {"chunks": report.loss_chunks},
-            "activation_checkpoint": {"mode": report.checkpointing},
-            "optimizer": {"implementation": "fused"},
-            "compile": {"enable": as_published and report.is_compiled},
-            "float8": {"enable": as_published and report.is_float8},
-        }
+def checked_runs() -> list[Run]:
+    """Return the runs whose predicted memory has bounds."""
+    return [run for run in read_runs() if run.is_checked]
+
+
+def _run(source: Mapping[str, Any], row: Mapping[str, Any], presets: Mapping[str, Any]) -> Run:
+    merged: dict[str, Any] = {**source.get("defaults", {}), **row}
+    used = [*source.get("defaults", {}).get("use", ()), *row.get("use", ())]
+    jobs = [*(presets[name] for name in used), source.get("job", {}), row.get("job", {})]
+    return Run(
+        source=source["name"],
+        job=_merged(jobs),
+        assumed=(*source.get("assumed", ()), *row.get("assumed", ())),
+        differs=(*source.get("differs", ()), *row.get("differs", ())),
+        **{key: value for key, value in merged.items() if key not in ("use", "job", "assumed", "differs")},
     )
 
 
-def predict(report: Report) -> tuple[float, float]:
-    """Return the predicted active memory and the estimated reserved memory of a report's job, in GiB."""
-    config = job_of(report)
-    layout = plan_layout(config.parallelism, config.training, report.ranks)
+def _merged(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keys of all tables, of which later ones come first. Tables within them are merged, too."""
+    merged: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            merged[key] = _merged([merged.get(key, {}), value]) if isinstance(value, Mapping) else value
+    return merged
+
+
+def config_of(run: Run, as_published: bool = False) -> JobConfig:
+    """Return the job of a run, `as_published` compiled and in fp8 where the source says so, which a plan does not
+    predict."""
+    job = _merged([run.job, {"planner": {"device": run.device}}])
+    if as_published:
+        compiles = {"compile": {"enable": run.kind != "eager"}, "float8": {"enable": run.kind == "float8"}}
+        job = _merged([job, compiles])
+    return JobConfig.model_validate(job)
+
+
+def predict(run: Run) -> Prediction:
+    """Return the predictions for a run."""
+    config = config_of(run)
+    layout = plan_layout(config.parallelism, config.training, run.ranks)
+    config = with_unsharded_parameters(config, layout)
+    hardware = hardware_of(config, ranks_on_machine=min(run.ranks, config.planner.gpus_per_node))
+    recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
+    engine = ReplayEngine(config, layout, hardware.kernels, recordings)
+    subject = Subject(recordings.subject().inventory, recordings.flops, engine)
     choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
-    footprint = recorded_engine(config, layout, "cuda")(choice)
-    reserved = estimate_reserved(footprint, hardware_of(config, ranks_on_machine=8, kernels="cuda"))
-    return footprint.peak_bytes / GIB, reserved / GIB
+    row = predict_row(choice, config, layout, subject, hardware)
+    return Prediction(run, config, hardware, row, layout.global_batch_size * config.training.seq_len)
+
+
+def check() -> tuple[str, bool]:
+    """Return the table of the checked runs, and True if all of them are within their bounds."""
+    columns = ("run", "activation checkpointing", "predicted active", "estimated reserved", "published")
+    rows, is_right = [[*columns, "active / published", ""]], True
+    for run in checked_runs():
+        found = predict(run)
+        assert run.reserved_gib is not None and found.active_ratio is not None
+        is_right &= 0.75 <= found.active_ratio < 1
+        reserved = found.row.reserved_bytes / GIB
+        figures = [f"{value:.1f}" for value in (found.active, reserved, run.reserved_gib)]
+        mode = found.config.activation_checkpoint.mode
+        rows.append([run.name, mode, *figures, f"{found.active_ratio:.2f}", ", ".join(run.differs)])
+    return markdown_table(rows), is_right
+
+
+def table_of_rows(found: Sequence[Prediction]) -> str:
+    """Return a table of all runs. A run that has published only memory, or only speed, has only these predictions."""
+    rows = [["source", "run", "precision", "active", "reserved", "published", "step s", "expected s", "published s"]]
+    for each in found:
+        run, time = each.run, each.row.time
+        figures = [""] * 6
+        if each.active_ratio is not None:
+            kind = "active" if run.active_gib else "reserved"
+            figures[:3] = (
+                f"{each.active:.1f}",
+                f"{each.reserved:.1f}",
+                f"{run.active_gib or run.reserved_gib:.1f} {kind}",
+            )
+        if each.seconds is not None and time.interval is not None:
+            figures[3:] = (
+                f"{time.interval[0]:.3g} .. {time.interval[1]:.3g}",
+                f"{time.expected:.3g}",
+                f"{each.seconds:.3g}",
+            )
+        rows.append([run.source, run.name, _PRECISIONS[run.kind], *figures])
+    return markdown_table(rows, texts=3)
+
+
+def table_of_groups(found: Sequence[Prediction]) -> str:
+    """Return a table of the errors, by source and precision."""
+    columns = ("source", "precision", "runs", "active / published active", "active / published reserved")
+    rows = [[*columns, "reserved / published", "speed in the interval", "expected / published time"]]
+    groups = dict.fromkeys((each.run.source, each.run.kind) for each in found)
+    for source, kind in groups:
+        own = [each for each in found if (each.run.source, each.run.kind) == (source, kind)]
+        timed = [each for each in own if each.seconds is not None]
+        inside = f"{sum(each.is_in_interval for each in timed)} of {len(timed)}" if timed else ""
+        ratios = [
+            _median_and_worst([each.active_ratio for each in own if each.run.active_gib]),
+            _median_and_worst([each.active_ratio for each in own if not each.run.active_gib]),
+            _median_and_worst([each.reserved_ratio for each in own]),
+        ]
+        times = _median_and_worst([each.time_ratio for each in own])
+        rows.append([source, _PRECISIONS[kind], str(len(own)), *ratios, inside, times])
+    return markdown_table(rows, texts=2)
+
+
+def _median_and_worst(ratios: Sequence[float | None]) -> str:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return f"{median(known):.2f}, {_worst(known):.2f}" if known else ""
+
+
+def _worst(ratios: Sequence[float]) -> float:
+    return max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
+
+
+def fit(found: Sequence[Prediction]) -> str:
+    """Return a list: for some precisions, the fragmentation fitted to every second run, and the error on the others of
+    the estimates with this fragmentation and with that of a plan. `found`: runs that name everything and publish
+    reserved memory."""
+    lines = []
+    for kinds in (("eager",), ("compiled",), ("float8",), tuple(_PRECISIONS)):
+        own = [each for each in found if each.run.kind in kinds]
+        factors = [each.run.reserved_gib / each.streams for each in own if each.run.reserved_gib]
+        fitted, held = median(factors[::2]), factors[1::2]
+        texts = []
+        for name, factor in (("with it", fitted), ("with a plan's", 1 + own[0].hardware.fragmentation)):
+            errors = [abs(factor / actual - 1) for actual in held]
+            texts.append(f"{name} median {median(errors):.1%}, worst {max(errors):.1%}")
+        label = "all" if len(kinds) > 1 else _PRECISIONS[kinds[0]]
+        fit_on = f"{fitted - 1:.3f} on {len(factors[::2])} runs"
+        lines.append(f"- {label}: fragmentation {fit_on}; error on {len(held)} others: {'; '.join(texts)}.")
+    return "\n".join(lines)
 
 
 def main() -> int:
-    """Compare all reports."""
+    """Compare the checked runs, or all runs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--all", action="store_true", help="compare all runs, and print the errors by source")
+    parser.add_argument("--source", help="with --all: only sources whose names begin so")
+    parser.add_argument("--fit", action="store_true", help="fit the fragmentation of reserved memory")
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     options = parser.parse_args()
-    columns = [
-        "run",
-        "activation checkpointing",
-        "predicted active",
-        "estimated reserved",
-        "published",
-        "active / published",
-        "",
-    ]
-    rows, is_right = [columns], True
-    for report in REPORTS:
-        active, reserved = predict(report)
-        ratio = active / report.reserved_gib
-        is_right &= 0.75 <= ratio < 1
-        figures = [f"{active:.1f}", f"{reserved:.1f}", f"{report.reserved_gib:.1f}", f"{ratio:.2f}"]
-        rows.append([report.name, report.checkpointing, *figures, report.remark])
-    publish(markdown_table(rows), "published_memory", options.write)
-    return int(not is_right)
+    if not (options.all or options.fit):
+        text, is_right = check()
+        publish(text, "published_memory", options.write)
+        return int(not is_right)
+    runs = [run for run in read_runs() if run.source.startswith(options.source or "")]
+    if options.fit:
+        runs = [run for run in runs if run.reserved_gib and not run.assumed]
+    found = [predict(run) for run in runs]
+    if options.fit:
+        publish(fit(found), "published_fit", options.write)
+        return 0
+    publish(table_of_groups(found), "published_groups", options.write)
+    shown = [each for each in found if options.write is None or each.active_ratio is not None]
+    publish(table_of_rows(shown), "published_rows", options.write)
+    return 0
 
 
 if __name__ == "__main__":

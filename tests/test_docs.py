@@ -51,6 +51,7 @@ from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.metrics.tags import markdown_table
 from titan_launch.models.weights.folder import WeightsFolder
 from titan_launch.phantom_gpu.__main__ import build_parser as build_phantom_parser
+from titan_launch.plan.layout import plan_layout
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -771,6 +772,22 @@ def test_predictions_are_below_published_memory(capsys: pytest.CaptureFixture[st
     """The predictions are also within 25 % of the published memory; the benchmark's exit status tells."""
     table = printed_by_script("benchmarks/published_memory.py", [], capsys)
     assert table.strip() in (REPO / "docs" / "verification" / "planner.md").read_text()
+
+
+def test_published_runs_name_their_sources() -> None:
+    """Every job of a published run is valid. The predictions of all runs take minutes, so the test replays none."""
+    content = tomli.loads((REPO / "benchmarks" / "published_runs.toml").read_text())
+    for source in content["source"]:
+        assert {"name", "repository", "path", "date"} <= source.keys()
+        assert source.get("rows") or source["left_out"]
+        assert all(row["reason"] for row in source.get("left_out", ()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(REPO / "benchmarks")
+        benchmark = importlib.import_module("published_memory")
+        for run in benchmark.read_runs():
+            config = benchmark.config_of(run)
+            assert plan_layout(config.parallelism, config.training, run.ranks).world_size == run.ranks
+            assert run.reserved_gib or run.active_gib or run.tokens_per_s_per_gpu
 
 
 @NEWEST_ONLY
