@@ -93,7 +93,8 @@ _MOST_DOUBLINGS = 7
 
 def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, needed: float) -> Advice:
     """Return the advice that applies the strongest change of one kind after another, the cheapest kind first, until the
-    job fits, and then weaker changes in the place of those that are stronger than needed."""
+    job fits, and then weaker changes in the place of those that are stronger than needed. A microbatch is not enlarged
+    again."""
     kinds: list[tuple[_Change, ...]] = []
     changed, predicted = config, needed
     while predicted > limit_bytes:
