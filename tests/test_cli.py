@@ -346,6 +346,11 @@ OPTIONS = {
             "trial",
             "measure",
             "advise",
+            "search",
+            "hold",
+            "max-gpus",
+            "global-batch",
+            "out",
             "json",
             "plot",
         ),
@@ -559,7 +564,7 @@ def test_a_first_plan_without_torch_says_that_it_needs_torch(tmp_path: Path, mon
 def test_outputs_are_options_and_inputs_are_positions() -> None:
     """`--out` names what a command writes, whether it has one input or several."""
     assert {name for name in COMMANDS if "--out" in options_of(name)} == {
-        *("init", "migrate", "prove", "prepare", "import", "export", "evaluate", "report", "compare"),
+        *("init", "migrate", "plan", "prove", "prepare", "import", "export", "evaluate", "report", "compare"),
     }
     positions = {action.metavar for name in COMMANDS for action in parser_of(name)._get_positional_actions()}
     assert positions == {"NAME", "OLD.toml", "PATH", "FOLDER", "SOURCE", "RUN"}
