@@ -70,6 +70,10 @@ class Recorder(Protocol):
         """Return False in a forked process in which autograd does not work, because its parent has used it."""
 
 
+_PROCESS = os.getpid()
+"""The process that has imported this module. Others are forks of it."""
+
+
 class NotRecordedError(LookupError):
     """Raised if a recording is not in the cache and there is no recorder."""
 
@@ -225,13 +229,11 @@ class Recordings:
             tasks = [task for task in tasks if _is_missing(task)]
         if self._recorder is None or not tasks:
             return
-        recorder, parent = self._recorder(), os.getpid()  # imports torch, for all processes
+        self._recorder()  # imports torch, for all processes
 
         def run(task: Callable[[], object]) -> None:
-            if os.getpid() != parent:
+            if os.getpid() != _PROCESS:
                 self._say = lambda text: None
-                if not recorder.works_in_fork():
-                    raise NotRecordedError
             task()
 
         in_forks(run, tasks)  # the first task shows the errors of the model
@@ -268,6 +270,8 @@ class Recordings:
         if self._recorder is None:
             raise NotRecordedError(what)
         recorder = self._recorder()
+        if os.getpid() != _PROCESS and not recorder.works_in_fork():
+            raise NotRecordedError(what)  # the process that this one was forked from records it
         value = json.loads(json.dumps(record(recorder)))
         _store(key, value, recorder.files())
         return value
