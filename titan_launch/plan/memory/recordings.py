@@ -230,9 +230,10 @@ class Recordings:
         if self._recorder is None or not tasks:
             return
         self._recorder()  # imports torch, for all processes
+        parent = os.getpid()
 
         def run(task: Callable[[], object]) -> None:
-            if os.getpid() != _PROCESS:
+            if os.getpid() != parent:
                 self._say = lambda text: None
             task()
 
