@@ -54,7 +54,7 @@ from torch import Tensor
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.config.rules import RULES
+from titan_launch.config.rules import first_problem
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.config.sections.data import separates_documents
 from titan_launch.config.sections.parallelism import ParallelismConfig
@@ -143,7 +143,7 @@ def random_sections(seed: int, folder: Path) -> tuple[dict[str, Any], int, Kerne
 
 def _is_accepted(sections: dict[str, Any]) -> bool:
     config = JobConfig.model_validate(sections)
-    return not any(problem for rule in RULES for problem in rule(config))
+    return first_problem(config) is None
 
 
 def _token_job(pick: random.Random, axes: Sequence[str]) -> tuple[dict[str, Any], int]:

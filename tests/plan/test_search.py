@@ -15,7 +15,7 @@ from titan_launch.commands.parser import recordings_of
 from titan_launch.commands.plan_search import search_layouts
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
-from titan_launch.config.rules import RULES
+from titan_launch.config.rules import first_problem
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.job import with_unsharded_parameters, with_values
@@ -70,7 +70,7 @@ def every_fitting_row(config: JobConfig, ranks: int, stages: tuple[int, ...] = (
             layout = plan_layout(one.parallelism, one.training, ranks)
         except ConfigError:
             continue
-        if any(problem for rule in RULES for problem in rule(one)):
+        if first_problem(one) is not None:
             continue
         hardware = hardware_of(one, ranks_on_machine=2)
         one = with_unsharded_parameters(one, layout)
@@ -110,7 +110,7 @@ def test_keys_of_an_axis_do_not_exclude_layouts_without_it(options: list[str], a
     found = search_layouts(config, 2, HELD[1:]).best
     assert {getattr(one.layout, axis) for one in found} == {1, 2}
     plain = next(one for one in found if getattr(one.layout, axis) == 1)
-    assert not any(problem for rule in RULES for problem in rule(plain.config))
+    assert first_problem(plain.config) is None
     assert ("extends" in overlay(config, plain.config, "base.toml")) == (axis == "tensor")
 
 

@@ -32,7 +32,7 @@ from titan_launch.plan.advice import Advice, advise, smallest_sufficient
 from titan_launch.plan.auto_mode import Resolution, check_limit, recommend, remedies, resolve
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
 from titan_launch.plan.experts import active_parameters, describe_load
-from titan_launch.plan.hardware import GIB, Hardware, format_memory, free_memory_gib, hardware_of
+from titan_launch.plan.hardware import GIB, Hardware, format_memory, free_memory_gib, planned_hardware
 from titan_launch.plan.job import configured_choice, is_auto, plan_job, possible_choices, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import HELD
@@ -224,7 +224,7 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     """
     if options.trial is not None and options.trial >= world_size:
         raise UserError(f"--trial {options.trial}: there are {world_size} ranks, counted from 0 (--world-size)")
-    phantom = _phantom(_hardware(config, world_size)) if options.measures else None
+    phantom = _phantom(planned_hardware(config, world_size)) if options.measures else None
     begin = time.perf_counter()
     planned = _plan(config, world_size, options)
     seconds = time.perf_counter() - begin
@@ -303,7 +303,10 @@ def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
     Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
     """
     config = with_batch_size(config, world_size)
-    layout, hardware = plan_layout(config.parallelism, config.training, world_size), _hardware(config, world_size)
+    layout, hardware = (
+        plan_layout(config.parallelism, config.training, world_size),
+        planned_hardware(config, world_size),
+    )
     config = with_unsharded_parameters(config, layout)
     if is_auto(config):
         resolution = _plan(config, world_size, PlanOptions(only_own=True)).resolution
@@ -314,15 +317,11 @@ def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
     say(dry_run(config, layout, hardware, rank))
 
 
-def _hardware(config: JobConfig, world_size: int) -> Hardware:
-    return hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
-
-
 def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "replay") -> JobConfig:
     """Return the job with the largest microbatch that is planned to fit, if `training.local_batch_size` is `auto`."""
     if not is_auto_batch(config):
         return config
-    hardware = _hardware(config, world_size)
+    hardware = planned_hardware(config, world_size)
 
     def predict(config: JobConfig, layout: Layout) -> Comparison:
         config = with_unsharded_parameters(config, layout)
@@ -332,7 +331,7 @@ def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "re
 
 
 def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
-    chooses_batch, hardware = is_auto_batch(config), _hardware(config, world_size)
+    chooses_batch, hardware = is_auto_batch(config), planned_hardware(config, world_size)
     check_limit(config, hardware)  # before anything is recorded
     config = with_batch_size(config, world_size, options.engine)
     layout = plan_layout(config.parallelism, config.training, world_size)
@@ -356,8 +355,8 @@ def _advised(planned: _Planned) -> _Planned:
     was planned to fit, and did not, asks for them."""
     config, layout, hardware, row = planned.resolution.config, planned.layout, planned.hardware, planned.resolution.row
     limit = 0.8 * row.reserved_bytes
-    if hardware.memory_gib is not None:
-        limit = min(limit, (hardware.memory_gib - hardware.margin_gib) * GIB)
+    if hardware.usable_bytes is not None:
+        limit = min(limit, hardware.usable_bytes)
 
     def predict(config: JobConfig, layout: Layout) -> float:
         config = with_unsharded_parameters(config, layout)
@@ -376,7 +375,7 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: Engi
 def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
     recordings = recordings_of(config, layout, hardware.kernels)
     engine = ReplayEngine(config, layout, hardware.kernels, recordings)
-    return Subject(recordings.subject().inventory, recordings.flops, engine)
+    return Subject.of(recordings, engine)
 
 
 def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
@@ -385,7 +384,7 @@ def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
 
     engine = trace_engine(config, layout, hardware.kernels)
     recordings = recordings_of(config, layout, hardware.kernels)
-    return Subject(recordings.subject().inventory, recordings.flops, engine)
+    return Subject.of(recordings, engine)
 
 
 def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:

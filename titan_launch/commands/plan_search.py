@@ -16,7 +16,7 @@ from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import UserError, did_you_mean
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
-from titan_launch.plan.hardware import hardware_of
+from titan_launch.plan.hardware import planned_hardware
 from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.memory.recordings import Recordings, recorded_job
@@ -32,16 +32,17 @@ def run_search(arguments: Namespace) -> NoReturn:
     held = _held(arguments.hold)
     batches = _batches(arguments.global_batch)
     arguments.overrides += [f"--{entry}" for entry in arguments.hold if "=" in entry]
-    out = None if arguments.out is None else Path(arguments.out)
+    out = arguments.out
     if out is not None:
-        check_new(str(out), "plan")
-        if not out.parent.is_dir():
-            raise UserError(f"error: --out {one_line(str(out))}: its folder does not exist; name an existing one")
+        check_new(out, "plan")
+        if not Path(out).parent.is_dir():
+            raise UserError(f"error: --out {one_line(out)}: its folder does not exist; name an existing one")
     loaded = load(arguments, world_size=None)
+    base = None if out is None else load_job(arguments.config).config
     check_weights(loaded)
 
     def search() -> None:
-        config, base = loaded.config, load_job(arguments.config, []).config if out is not None else None
+        config = loaded.config
         if config.training.global_batch_size is None:
             layout = plan_layout(config.parallelism, config.training, arguments.world_size)
             config = with_global_batch_size(config, layout)  # for every number of ranks
@@ -55,9 +56,9 @@ def run_search(arguments: Namespace) -> NoReturn:
         fitting = [size for size, result in results.items() if result.best]
         if not fitting:
             raise UserError("error: no layout fits; try more ranks, a smaller global batch or shorter sequences")
-        if out is not None and base is not None:
+        if base is not None:
             best = results[fitting[-1]].best[0].config
-            write_new(str(out), overlay(base, best, _extended(arguments.config, out)))
+            write_new(out, overlay(base, best, _extended(arguments.config, Path(out))))
             say(one_line(f"wrote {out}, for {fitting[-1]} ranks"), file=sys.stderr)
 
     run_and_exit(search, loaded.provenance.describe)
@@ -85,13 +86,15 @@ def _samples_per_second(result: Result) -> float:
 
 def search_layouts(config: JobConfig, world_size: int, held: Sequence[Key] = ()) -> Result:
     """Return the best layouts of a job on a number of ranks. Raises ConfigError as `Search`."""
-    hardware = hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
+    hardware = planned_hardware(config, world_size)
     recordings: dict[str, Recordings] = {}
 
     def subject_of(config: JobConfig, layout: Layout) -> Subject:
         key = recorded_job(config, layout).model_dump_json()
-        own = recordings.setdefault(key, recordings_of(config, layout, hardware.kernels, is_silent=True))
-        return Subject(own.subject().inventory, own.flops, ReplayEngine(config, layout, hardware.kernels, own))
+        if key not in recordings:
+            recordings[key] = recordings_of(config, layout, hardware.kernels, is_silent=True)
+        own = recordings[key]
+        return Subject.of(own, ReplayEngine(config, layout, hardware.kernels, own))
 
     return Search(config, world_size, hardware, held, subject_of, lambda text: say(text, file=sys.stderr)).run()
 
@@ -111,8 +114,8 @@ def _report(results: dict[int, Result], config: JobConfig, arguments: Namespace)
         say_data(json.dumps({str(size): describe_result(result) for size, result in results.items()}, indent=2))
         return
     for size, result in results.items():
-        hardware = hardware_of(config, ranks_on_machine=min(size, config.planner.gpus_per_node))
-        say(f"{size} rank{'s' * (size > 1)}\n\n{format_result(result, hardware)}\n")
+        found = format_result(result, planned_hardware(config, size))
+        say(f"{size} rank{'s' * (size > 1)}\n\n{found}\n")
 
 
 def _extended(config: str, out: Path) -> str:

@@ -9,7 +9,7 @@ from itertools import chain
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.config.rules import RULES
+from titan_launch.config.rules import first_problem
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.batch_size import possible_batch_sizes, with_local_batch_size
 from titan_launch.plan.hardware import format_memory
@@ -127,7 +127,7 @@ def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pr
 
 def _predicted(config: JobConfig, world_size: int, predict: Predict) -> float | None:
     """Return the predicted memory of a changed job; None if the job is not valid."""
-    if any(problem for rule in RULES for problem in rule(config)):
+    if first_problem(config) is not None:
         return None
     try:
         return predict(config, plan_layout(config.parallelism, config.training, world_size))

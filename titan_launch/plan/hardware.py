@@ -80,6 +80,20 @@ class Hardware:
     inter_node_gb_per_s: float | None
     gpus_per_node: int
 
+    @property
+    def usable_bytes(self) -> float | None:
+        """Memory of one device below the margin. None: unknown."""
+        return None if self.memory_gib is None else (self.memory_gib - self.margin_gib) * GIB
+
+    def reserved_bytes(self, needed_bytes: float) -> float:
+        """Return the memory that a process takes from the device if its tensors need `needed_bytes`."""
+        return needed_bytes * (1 + self.fragmentation) + self.overhead_gib * GIB
+
+
+def planned_hardware(config: JobConfig, world_size: int) -> Hardware:
+    """Return the assumptions of a plan for `world_size` ranks. Raises ConfigError as `hardware_of`."""
+    return hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
+
 
 def hardware_of(
     config: JobConfig,

@@ -22,14 +22,15 @@ from operator import call
 from typing import Any, NamedTuple
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules import RULES
+from titan_launch.config.rules import first_problem
 from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
+from titan_launch.config.rules.tables import with_effective_keys
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.process import in_forks, usable_cores
 from titan_launch.plan.batch_size import possible_batch_sizes, with_local_batch_size
-from titan_launch.plan.communication import link_traffic_of_step
-from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.plan.communication import LinkTraffic, link_traffic_of_step
+from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.job import (
     Choice,
     configured_choice,
@@ -42,7 +43,7 @@ from titan_launch.plan.job import (
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.memory.ledger import HELD, Category, StepPoint
 from titan_launch.plan.report.modes import Row, Subject, predict_row
-from titan_launch.plan.step_time import bubble_share, communication_seconds
+from titan_launch.plan.step_time import bubble_share, communication_seconds, estimate_step_time
 from titan_launch.plan.types import Inventory, outermost
 
 Key = tuple[str, str]
@@ -69,25 +70,13 @@ _TENSOR, _CONTEXT, _PIPELINE, _SCHEDULE, _EXPERT, _REPLICAS, _SHARDED, _BATCH, _
 _CHECKPOINTING, _ACCUMULATION, _UNSHARDED = _MODES
 _SHARDS: Key = ("parallelism", "data_parallel_shard_degree")
 _STAGES: Key = ("parallelism", "pipeline_parallel_stages_per_rank")
-_ONLY_WITH: Mapping[Key, tuple[Key, ...]] = {
-    _TENSOR: (("parallelism", "sequence_parallel"), ("parallelism", "loss_parallel")),
-    _CONTEXT: (
-        ("parallelism", "context_parallel_rotate_method"),
-        ("parallelism", "context_parallel_load_balance"),
-    ),
-    _PIPELINE: (_SCHEDULE, _STAGES, ("parallelism", "pipeline_parallel_split_points")),
-    _EXPERT: (("planner", "expert_load"),),
-}
-"""Keys that have no effect, and so are refused, where a degree is 1."""
-
+_SPLIT: Key = ("parallelism", "pipeline_parallel_split_points")
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
 """The schedules to try, beside that of the job. The bubble of zero-bubble schedules counts as 0, the best case, so they
 would often come first."""
 
 _LEAST_TOKENS = 4096
 """Tokens of a sequence that context parallelism leaves to a rank."""
-
-_DEFAULTS = JobConfig()
 
 SHOWN = 5
 _SAME = 1e-3
@@ -271,14 +260,10 @@ class Search:
         """Return a job with degrees of parallelism, on the fewest replicas."""
         replicas, sharded = self._starts()[-1]
         values = {_SHARDS: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
-        for axis, keys in _ONLY_WITH.items():
-            if degrees[axis] == 1:
-                values |= {key: value_of(_DEFAULTS, key) for key in keys}
         if degrees[_PIPELINE] > 1 and self._is_free(_PIPELINE):
             stages = 1 if values[_SCHEDULE] in ONE_STAGE_SCHEDULES else 2
-            values |= {key: value_of(_DEFAULTS, key) for key in _ONLY_WITH[_PIPELINE] if key != _SCHEDULE}
-            values[_STAGES] = None if value_of(config, _STAGES) is None else stages
-        return with_values(config, values)
+            values |= {_SPLIT: (), _STAGES: None if value_of(config, _STAGES) is None else stages}
+        return with_effective_keys(with_values(config, values))
 
     def _starts(self) -> list[tuple[int, bool]]:
         """Return the replicas to begin with, and whether the optimizer is sharded over them; the least memory last."""
@@ -326,7 +311,7 @@ class Search:
             modes = self._modes(with_local_batch_size(family, sizes[0]))
             if not modes:
                 return "no mode is possible"
-            if problem := next((problem for rule in RULES for problem in rule(modes[0])), None):
+            if problem := first_problem(modes[0]):
                 return problem.reason
             plan_job(modes[0], self._inventory)
         except ConfigError as error:
@@ -389,9 +374,9 @@ class Search:
         """Return a time that no step of a job is below: that of its computation, and of the communication for which it
         waits. It is infinite if the memory of its blocks alone exceeds the limit."""
         layout, hardware = self._layout(job), self._hardware
-        assert hardware.peak_tflops is not None and hardware.memory_gib is not None
         flops = self._flops.get((checkpointing, job.loss.chunks), 0.0) * layout.samples_per_rank / layout.model_parallel
-        compute = flops / (hardware.peak_tflops * 1e12 * hardware.mfu) * (1 + bubble_share(job.parallelism, layout))
+        compute = estimate_step_time(flops, LinkTraffic(0, 0), hardware, bubble_share(job.parallelism, layout)).compute
+        assert compute is not None and hardware.usable_bytes is not None
         probe = self._probes.get(_axes(job), {}).get(checkpointing)
         if probe is None:
             return compute
@@ -405,9 +390,7 @@ class Search:
             elements = self._inventory.num_parameters + self._num_trained
             divided = layout.tensor * layout.pipeline * layout.expert
             unsharded = 2 * elements / divided * (layout.parameter_shards > 1)
-        held = probe.held + activations + unsharded
-        needed = held * (1 + hardware.fragmentation) + hardware.overhead_gib * GIB
-        if needed > (hardware.memory_gib - hardware.margin_gib) * GIB:
+        if hardware.reserved_bytes(probe.held + activations + unsharded) > hardware.usable_bytes:
             return math.inf
         # Embedding and output layer communicate, too, but only on the first and the last ranks of a pipeline.
         return compute + probe.exposed * share * (0.9 if layout.pipeline > 1 else 1.0)
@@ -509,7 +492,7 @@ class Search:
             self._layout(job)
         except ConfigError:  # the number does not divide the ranks
             return False
-        return not any(problem for rule in RULES for problem in rule(job))
+        return first_problem(job) is None
 
     def _like(self, job: JobConfig, row: Row) -> Iterator[JobConfig]:
         """Yield a job with replicas in the modes that communicate within a replica as `row` does."""

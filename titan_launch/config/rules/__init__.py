@@ -52,6 +52,12 @@ RULES: tuple[Rule, ...] = (
 )
 """All rules, in the order in which they run."""
 
+
+def first_problem(config: JobConfig) -> Problem | None:
+    """Return the first problem that a rule reports for a job; None if the rules allow the job."""
+    return next((problem for rule in RULES for problem in rule(config)), None)
+
+
 STEP_RULES: tuple[Rule, ...] = (
     profile_is_in_the_run,
     parameters_are_unfrozen_in_the_run,

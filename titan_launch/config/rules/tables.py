@@ -116,6 +116,16 @@ def keys_without_effect(config: JobConfig) -> Iterator[Problem]:
             yield Problem(path, reason, value, also=(_path(row.other),))
 
 
+def with_effective_keys(config: JobConfig) -> JobConfig:
+    """Return the job with each key without effect (see `NO_EFFECT`) at its default."""
+    for problem in keys_without_effect(config):
+        section, key = problem.key
+        own = getattr(config, str(section))
+        default = type(own).model_fields[str(key)].get_default(call_default_factory=True)
+        config = config.model_copy(update={str(section): own.model_copy(update={str(key): default})})
+    return config
+
+
 class Contradiction(NamedTuple):
     """A key that contradicts other keys."""
 

@@ -20,10 +20,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Found], str]], ...] = (
     ("CP", lambda job: str(job.layout.context)),
     ("PP", lambda job: str(job.layout.pipeline) + (f" {job.kind.schedule}" if job.kind.schedule else "")),
     ("EP", lambda job: str(job.layout.expert)),
-    (
-        "replicas x shards",
-        lambda job: f"{job.layout.replicate} x {job.layout.shard}" + " *" * job.layout.shards_optimizer,
-    ),
+    ("replicas x shards", lambda job: _grid(job.layout)),
     ("microbatches", lambda job: f"{job.layout.num_microbatches} of {job.layout.local_batch_size}"),
     ("checkpointing", lambda job: job.row.choice.activation_checkpoint_label),
     ("accumulation", lambda job: job.row.choice.accumulation_label),

@@ -13,6 +13,7 @@ from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import Choice, is_configured_choice, possible_choices
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import Footprint
+from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.step_time import FlopsOf, StepTime, bubble_share, estimate_step_time
 from titan_launch.plan.types import Inventory
 
@@ -34,6 +35,11 @@ class Subject:
     inventory: Inventory
     flops_of: FlopsOf
     engine: Engine
+
+    @classmethod
+    def of(cls, recordings: Recordings, engine: Engine) -> Subject:
+        """Return the recorded model with an engine."""
+        return cls(recordings.subject().inventory, recordings.flops, engine)
 
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -131,13 +137,13 @@ def estimate_reserved(footprint: Footprint, hardware: Hardware) -> float:
     On a GPU, the allocator reserves memory for each CUDA stream separately.
     """
     needed = footprint.stream_bytes if hardware.kernels == "cuda" else footprint.peak_bytes
-    return needed * (1 + hardware.fragmentation) + hardware.overhead_gib * GIB
+    return hardware.reserved_bytes(needed)
 
 
 def judge(footprint: Footprint, reserved_bytes: float, hardware: Hardware) -> Verdict | None:
     """Return the verdict for a step (see `Row.verdict`); None if the memory limit is unknown."""
-    if hardware.memory_gib is None:
+    if hardware.memory_gib is None or hardware.usable_bytes is None:
         return None
     if footprint.peak_bytes + hardware.overhead_gib * GIB > hardware.memory_gib * GIB:
         return "does not fit"
-    return "fits" if reserved_bytes <= (hardware.memory_gib - hardware.margin_gib) * GIB else "tight"
+    return "fits" if reserved_bytes <= hardware.usable_bytes else "tight"
