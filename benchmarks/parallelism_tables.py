@@ -89,8 +89,7 @@ def _predict(model: str, ranks: int, layout: Named, accumulation: dict[str, Any]
 def _row(config: JobConfig, layout: Layout) -> Row:
     hardware = hardware_of(config, ranks_on_machine=8)
     recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
-    engine = ReplayEngine(config, layout, hardware.kernels, recordings)
-    subject = Subject(recordings.subject().inventory, recordings.flops, engine)
+    subject = Subject.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings))
     return compare(config, layout, subject, hardware, only_own=True).rows[0]
 
 

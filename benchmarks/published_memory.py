@@ -24,7 +24,7 @@ import tomli
 from publishing import markdown_table, publish
 
 from titan_launch.config.job import JobConfig
-from titan_launch.plan.hardware import GIB, Hardware, hardware_of
+from titan_launch.plan.hardware import GIB, Hardware, planned_hardware
 from titan_launch.plan.job import Choice, with_unsharded_parameters
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.recordings import Recordings
@@ -164,10 +164,9 @@ def predict(run: Run) -> Prediction:
     config = config_of(run)
     layout = plan_layout(config.parallelism, config.training, run.ranks)
     config = with_unsharded_parameters(config, layout)
-    hardware = hardware_of(config, ranks_on_machine=min(run.ranks, config.planner.gpus_per_node))
+    hardware = planned_hardware(config, run.ranks)
     recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
-    engine = ReplayEngine(config, layout, hardware.kernels, recordings)
-    subject = Subject(recordings.subject().inventory, recordings.flops, engine)
+    subject = Subject.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings))
     choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
     row = predict_row(choice, config, layout, subject, hardware)
     return Prediction(run, config, hardware, row, layout.global_batch_size * config.training.seq_len)

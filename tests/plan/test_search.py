@@ -75,8 +75,8 @@ def every_fitting_row(config: JobConfig, ranks: int, stages: tuple[int, ...] = (
         hardware = hardware_of(one, ranks_on_machine=2)
         one = with_unsharded_parameters(one, layout)
         recordings = recordings_of(one, layout, hardware.kernels)
-        engine = ReplayEngine(one, layout, hardware.kernels, recordings)
-        rows = compare(one, layout, Subject(recordings.subject().inventory, recordings.flops, engine), hardware).rows
+        subject = Subject.of(recordings, ReplayEngine(one, layout, hardware.kernels, recordings))
+        rows = compare(one, layout, subject, hardware).rows
         yield from (row for row in rows if row.verdict == "fits")
 
 
@@ -105,7 +105,7 @@ AXES_HELD = tuple(("parallelism", f"{axis}_parallel_degree") for axis in PLAIN)
     ],
 )
 def test_keys_of_an_axis_do_not_exclude_layouts_without_it(options: list[str], axis: str) -> None:
-    """They are unset in the written file, which then extends none."""
+    """If the best layout does not use the axis, the written file must unset these keys. So it is a whole job file."""
     config = job(*options, "--planner.memory_gib=1", "--job.device=cpu", "--activation_checkpoint.mode=auto")
     found = search_layouts(config, 2, HELD[1:]).best
     assert {getattr(one.layout, axis) for one in found} == {1, 2}

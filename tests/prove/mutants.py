@@ -46,7 +46,7 @@ class Mutant:
     """A part of the layout that the certificate must name; empty if several show the bug."""
 
     near: str = ""
-    """What the certificate names in the module's place; empty if it names the module."""
+    """The module that the certificate names by mistake, near the right one. Empty if it names the right one."""
 
 
 def _decoder(name: str = "llama3", **args: Any) -> dict[str, Any]:

@@ -303,10 +303,8 @@ def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
     Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
     """
     config = with_batch_size(config, world_size)
-    layout, hardware = (
-        plan_layout(config.parallelism, config.training, world_size),
-        planned_hardware(config, world_size),
-    )
+    layout = plan_layout(config.parallelism, config.training, world_size)
+    hardware = planned_hardware(config, world_size)
     config = with_unsharded_parameters(config, layout)
     if is_auto(config):
         resolution = _plan(config, world_size, PlanOptions(only_own=True)).resolution

@@ -86,11 +86,9 @@ class Proof:
         self._references: dict[str, tuple[Reference, str]] = {}
         self._results: dict[str, list[Difference]] = {}
         self._has_batch_norm = False
-        self._comparable_steps: dict[str, int] = {}
-        """The first steps of a twin in fp32 in which rounding changes little, by the file of its results, as far as
-        they were counted."""
         self._rounding: dict[str, dict[tuple[int, str], float]] = {}
-        """What rounding changes in these twins: the largest difference by step and kind of result."""
+        """Rounding errors of twins in fp32, as far as they were measured: by the file of the results, the largest
+        difference by step and kind of result."""
 
     def write_second_model(self) -> None:
         """Write the folder of the second model's twin, which the loss of the twin names."""
@@ -111,7 +109,7 @@ class Proof:
             begin = time.perf_counter()
             results = self.compare(case)
             if case.is_exact and not self.findings and exceeding(results, self.tolerances(case)):
-                self._count_comparable_steps(case)
+                self._measure_rounding(case)
                 results = self.compare(case)
                 if not results:
                     return
@@ -152,7 +150,7 @@ class Proof:
         for kind in sorted(too_wide):
             what = f"the {kind}s in {case.config.precision.param_dtype}"
             self._leave_out(what, reference.rounding_errors[kind])
-        steps, rounding = self._comparable_steps.get(file, STEPS), self._rounding.get(file, {})
+        steps, rounding = self._comparable_steps(file), self._rounding.get(file, {})
         return [
             row
             for row in self._results[key]
@@ -173,21 +171,28 @@ class Proof:
             found[1, name] = Difference(1, name, 1.0, 0.0, 0.0)
         return list(found.values())
 
-    def _count_comparable_steps(self, case: Case) -> None:
-        """Count the first steps in which one process that begins one rounding apart stays within a third of the
-        tolerances of a case."""
+    def _measure_rounding(self, case: Case) -> None:
+        """Measure how far one process that begins one rounding apart departs from the twin of a case in fp32."""
         _, file = self.reference(case)
-        if file in self._comparable_steps:
+        if file in self._rounding:
             return
         (rows,) = self.launch("measure:measure_rounding", 1, case.reference(self._has_batch_norm), file)
-        rounding = self._rounding[file] = {}
+        found = self._rounding[file] = {}
         for row in rows:
             key = (row.step, kind_of(row))
-            rounding[key] = max(rounding.get(key, 0.0), row.error)
-        wide = exceeding(rows, {kind: tolerance / 3 for kind, tolerance in self.tolerances(case).items()})
-        steps = self._comparable_steps[file] = min((row.step for row in wide), default=STEPS + 1) - 1
+            found[key] = max(found.get(key, 0.0), row.error)
+        steps = self._comparable_steps(file)
         if steps < STEPS:
-            self._leave_out(f"the steps from {steps + 1} on in fp32", max(row.error for row in wide))
+            self._leave_out(f"the steps from {steps + 1} on in fp32", max(self._large_rounding(file).values()))
+
+    def _large_rounding(self, file: str) -> dict[tuple[int, str], float]:
+        """Return the rounding errors that exceed a third of a tolerance."""
+        limits, known = self._exact_tolerances, self._rounding.get(file, {})
+        return {(step, kind): error for (step, kind), error in known.items() if not error <= limits[kind] / 3}
+
+    def _comparable_steps(self, file: str) -> int:
+        """Return the number of first steps without a large rounding error."""
+        return min((step for step, _ in self._large_rounding(file)), default=STEPS + 1) - 1
 
     def _leave_out(self, what: str, error: float) -> None:
         reason = f"{what}: rounding alone changes those of one process by {error:.0e}"
@@ -218,14 +223,15 @@ class Proof:
         """Return the largest difference that a case may have, by kind of result: in fp32 a fixed one, else some times
         the difference of one process from the same process in fp32."""
         if case.is_exact:
-            return TOLERANCES | (MUON_TOLERANCES if self._has_muon else {})
+            return self._exact_tolerances
         rounding = self.reference(case)[0].rounding_errors
         return {kind: max(100 * exact, 3 * rounding.get(kind, 0.0)) for kind, exact in TOLERANCES.items()}
 
     @property
-    def _has_muon(self) -> bool:
+    def _exact_tolerances(self) -> dict[str, float]:
         optimizer = self.twin.config.optimizer
-        return "Muon" in (optimizer.name, *(group.algorithm for group in optimizer.param_groups))
+        has_muon = "Muon" in (optimizer.name, *(group.algorithm for group in optimizer.param_groups))
+        return TOLERANCES | (MUON_TOLERANCES if has_muon else {})
 
     def launch(self, function: str, world_size: int, config: JobConfig, *args: Any) -> list[Any]:
         """Run a function of this package, `module:name`, on ranks with a twin. Return the results of all ranks."""
@@ -271,7 +277,7 @@ class Proof:
                     f"dead: the gradient of {listed(reference.dead)} is 0 in all {STEPS} steps; freeze these "
                     "parameters, or correct the model"
                 ] = None
-            if self._comparable_steps.get(file) == 0:
+            if self._comparable_steps(file) == 0:
                 what = "the first step of one process more than a comparison allows"
                 found[f"chaotic: rounding alone changes {what}; remove steep functions from the model"] = None
             if reference.constant:

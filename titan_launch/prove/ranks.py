@@ -62,25 +62,32 @@ def in_processes(
     pipes, processes = list[Connection](), list[Any]()
     with tempfile.TemporaryDirectory(prefix="titan-launch-ranks-") as folder:
         try:
-            try:
-                for rank in range(world_size):
-                    ours, theirs = _CONTEXT.Pipe(duplex=False)
-                    pipes.append(ours)
-                    with theirs:
-                        arguments = (theirs, rank, world_size, str(Path(folder, "store")))
-                        process = _CONTEXT.Process(target=main, args=arguments)
-                        process.start()
-                    processes.append(process)
-            except (OSError, EOFError) as error:  # the second: the process that forks has ended
-                reason = f"this host has started {len(processes)} of {world_size} processes: {error}"
-                limits = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
-                advice = "; raise its limits (ulimit -u, ulimit -n)" if getattr(error, "errno", 0) in limits else ""
-                raise UserError(f"error: {reason}{advice}") from None
+            for rank in range(world_size):
+                pipe, process = _started(main, rank, world_size, str(Path(folder, "store")))
+                pipes.append(pipe)
+                processes.append(process)
             return _gather(pipes, processes, received, time.monotonic() + timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _started(
+    main: Callable[[Connection, int, int, str], None], rank: int, world_size: int, store: str
+) -> tuple[Connection, Any]:
+    """Return the pipe and the process of a rank. The ranks before it have been started."""
+    try:
+        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        with theirs:
+            process = _CONTEXT.Process(target=main, args=(theirs, rank, world_size, store))
+            process.start()
+    except (OSError, EOFError) as error:  # EOFError: the process that forks has ended
+        reason = f"this host has started {rank} of {world_size} processes: {error}"
+        limits = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+        advice = "; raise its limits (ulimit -u, ulimit -n)" if getattr(error, "errno", 0) in limits else ""
+        raise UserError(f"error: {reason}{advice}") from None
+    return ours, process
 
 
 class _Failure(NamedTuple):
