@@ -44,7 +44,8 @@ JOB = [
     *DEVICE,
 ]
 PLAN = ["plan", "--config=llama_debug", *JOB, "--job.device=cuda"]
-NO_AXES = [f"--hold=parallelism.{axis}_parallel_degree=1" for axis in ("tensor", "context", "pipeline", "expert")]
+AXES = tuple(("parallelism", f"{axis}_parallel_degree") for axis in ("tensor", "context", "pipeline", "expert"))
+NO_AXES = [f"--hold={'.'.join(axis)}=1" for axis in AXES]
 HELD = (("parallelism", "pipeline_parallel_schedule"), ("loss", "chunks"))
 
 
@@ -93,10 +94,6 @@ def test_no_layout_is_faster_than_the_one_that_is_found(ranks: int, gib: float, 
     assert best.row.verdict == "fits"
 
 
-PLAIN = ("tensor", "context", "pipeline", "expert")
-AXES_HELD = tuple(("parallelism", f"{axis}_parallel_degree") for axis in PLAIN)
-
-
 @pytest.mark.parametrize(
     ("options", "axis"),
     [
@@ -124,15 +121,15 @@ def test_held_values_are_kept() -> None:
         },
     )
     keys = [("training", "local_batch_size"), ("parallelism", "shard_optimizer_over_replicas")]
-    (found,) = search_layouts(replicated, RANKS, [*HELD, *AXES_HELD, *keys]).best
+    (found,) = search_layouts(replicated, RANKS, [*HELD, *AXES, *keys]).best
     assert found.layout.local_batch_size == 2 and found.layout.shards_optimizer and found.layout.replicate > 1
 
 
 def test_cpu_offload_is_used_only_if_nothing_fits_without_it() -> None:
     options = ("--job.device=cuda", "--model.args.n_layers=16", "--training.enable_cpu_offload=true")
-    roomy = search_layouts(job(*options, "--planner.memory_gib=1"), 1, [*HELD, *AXES_HELD]).best[0]
+    roomy = search_layouts(job(*options, "--planner.memory_gib=1"), 1, [*HELD, *AXES]).best[0]
     assert not roomy.config.training.enable_cpu_offload
-    tight = search_layouts(job(*options, "--planner.memory_gib=0.077"), 1, [*HELD, *AXES_HELD]).best[0]
+    tight = search_layouts(job(*options, "--planner.memory_gib=0.077"), 1, [*HELD, *AXES]).best[0]
     assert tight.config.training.enable_cpu_offload and tight.row.verdict == "fits"
 
 
