@@ -1,0 +1,322 @@
+"""Speeds of a device: seconds of the operations on a tape, and of collectives. No torch.
+
+Without measurements, an operation takes as long as the slower of its FLOPs and its bytes (a roofline), at the share of
+the data sheet's figures that large operations reach. `titan-launch measure-device` measures the speeds of a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+from titan_launch.config.sections.section import DTYPE_BYTES
+from titan_launch.core.errors import config_error
+from titan_launch.core.files import read_regular
+from titan_launch.core.json_files import JsonError, parse_as, reason_of
+
+T = TypeVar("T")
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+
+OF_AXIS: Mapping[str, tuple[CollectiveKind, ...]] = {
+    "tensor": ("all_gather", "reduce_scatter"),
+    "context": ("all_gather", "reduce_scatter"),
+    "expert": ("all_to_all",),
+    "pipeline": ("send",),
+}
+"""The collectives along an axis, which it calls equally often."""
+
+Points = tuple[tuple[float, float], ...]
+"""Pairs (bytes, seconds), the smallest first."""
+
+
+class Work(NamedTuple):
+    """Equal operations that compute."""
+
+    kind: Literal["product", "convolution", "attention", "attention_backward", "memory"]
+
+    dtype: str
+    """Of the inputs; empty for `memory`."""
+
+    sizes: tuple[int, ...]
+    """product: (products, rows, inner size, columns). convolution, attention: (FLOPs,). memory, which is every other
+    operation: (bytes that it reads and writes,)."""
+
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class MeasuredCollective:
+    """Seconds of a collective of a number of ranks."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    kind: CollectiveKind
+    ranks: int
+    crosses_nodes: bool
+    points: Points
+    """By the bytes that a rank sends, if collectives use rings."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `titan-launch measure-device` has measured, with all ranks of a machine at work at the same time."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    device: str
+    """`cpu`, or the name that the driver reports."""
+
+    ranks: int
+    versions: Mapping[str, str]
+    created: str
+    sizes: tuple[int, ...]
+    """Rows, inner sizes and columns of the measured products."""
+
+    products: Mapping[str, tuple[tuple[tuple[float, ...], ...], ...]]
+    """FLOP/s of products by dtype, rows, inner size and columns."""
+
+    attention: Mapping[str, tuple[float, float]]
+    """FLOP/s of causal attention, forward and backward, by dtype; every pair of tokens counts."""
+
+    convolution: Mapping[str, float]
+    """FLOP/s of convolutions by dtype."""
+
+    memory: Points
+    """Seconds of an elementwise operation, by the bytes that it reads and writes."""
+
+    collectives: tuple[MeasuredCollective, ...]
+
+    unit_seconds: float
+    """Seconds that FSDP2's hooks of a unit take in a forward and a backward."""
+
+    def dumps(self) -> str:
+        """Return the measurements as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def read_measured(path: str) -> Measured:
+    """Return the measurements in the file of `planner.speeds`. Raises ConfigError for a file that cannot be read, and
+    for measurements that are incomplete."""
+    from pydantic import TypeAdapter  # imported here, because it takes longer than the rest of this module
+
+    try:
+        measured = parse_as(TypeAdapter(Measured), read_regular(Path(path), _MOST_BYTES))
+    except (OSError, JsonError) as error:
+        reason = f"cannot be read ({reason_of(error)}); titan-launch measure-device writes such a file"
+        raise config_error(("planner", "speeds"), reason, path) from None
+    if problem := _problem(measured):
+        raise config_error(("planner", "speeds"), f"{problem}; measure the device again", path)
+    return measured
+
+
+_MOST_BYTES = 1 << 22
+
+
+def _problem(measured: Measured) -> str | None:
+    """Return what is wrong with measurements; None if nothing is."""
+    sizes = measured.sizes
+    if len(sizes) < 2 or list(sizes) != sorted({*sizes}) or sizes[0] < 1:
+        return "sizes: must be two or more numbers, the smallest first"
+    if "float32" not in measured.products:
+        return "products: float32 is missing"
+    for dtype, rates in measured.products.items():
+        rows = [row for plane in rates for row in plane]
+        is_cube = len(rates) == len(sizes) and all(len(part) == len(sizes) for part in (*rates, *rows))
+        if not is_cube or not all(rate > 0 for row in rows for rate in row):
+            return f"products.{dtype}: needs a positive number for each combination of sizes"
+    curves = {"memory": measured.memory, **{f"collectives.{c.kind}": c.points for c in measured.collectives}}
+    for name, points in curves.items():
+        if not points or list(points) != sorted(points) or not all(x > 0 and y > 0 for x, y in points):
+            return f"{name}: needs pairs of positive numbers, the smallest first"
+    rates_of = {"attention": [r for pair in measured.attention.values() for r in pair]}
+    rates_of["convolution"] = [*measured.convolution.values()]
+    for name, own in rates_of.items():
+        if not all(rate > 0 for rate in own):
+            return f"{name}: needs positive numbers"
+    if measured.unit_seconds < 0:
+        return "unit_seconds: must not be negative"
+    return None
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection between the ranks of a group."""
+
+    bytes_per_s: float
+    base_seconds: float
+    """Seconds before the first byte."""
+
+    hop_seconds: float
+    """Seconds of each step of a ring."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Speeds of a device of a data sheet, or measured ones."""
+
+    source: str
+    """In words."""
+
+    flops_per_s: Mapping[str, float]
+    """Peak FLOP/s of products by dtype."""
+
+    memory_bytes_per_s: float
+    within: Link
+    across: Link
+    measured: Measured | None = None
+    overlaps: bool = True
+    """False if FSDP2's collectives use the cores that compute."""
+
+    _known: dict[Work, float] = field(default_factory=dict, compare=False, repr=False)
+
+    def seconds(self, work: Work) -> float:
+        """Return the seconds of all operations of a tape's event."""
+        found = self._known.get(work)
+        if found is None:
+            found = self._known[work] = work.times * self._of_one(work)
+        return found
+
+    def least_seconds(self, work: Work) -> float:
+        """Return a time that these operations do not fall below, if more rows make them more efficient."""
+        if work.kind == "product":
+            products, rows, inner, columns = work.sizes
+            return work.times * 2 * products * rows * inner * columns / self._best_rate(work.dtype)
+        if work.kind == "memory":
+            return work.times * work.sizes[0] / self._best_memory
+        return self.seconds(work)
+
+    def _of_one(self, work: Work) -> float:
+        measured, dtype = self.measured, work.dtype
+        if work.kind == "memory":
+            return self.memory_seconds(work.sizes[0])
+        if work.kind == "product":
+            products, rows, inner, columns = work.sizes
+            flops = 2.0 * products * rows * inner * columns
+            if measured is not None:
+                # Products of a batch run one after another, or fill the device together, as more rows do.
+                rows *= products
+                return flops / _on_grid(measured.sizes, _of_dtype(measured.products, dtype), (rows, inner, columns))
+            moved = products * (rows * inner + inner * columns + rows * columns) * DTYPE_BYTES.get(dtype, 4)
+            by_bytes = moved / (self.memory_bytes_per_s * MEMORY_SHARE)
+            return OPERATION_SECONDS + max(flops / self._best_rate(dtype), by_bytes)
+        flops = float(work.sizes[0])
+        if measured is not None and work.kind == "convolution" and measured.convolution:
+            return flops / _of_dtype(measured.convolution, dtype)
+        if measured is not None and work.kind != "convolution" and measured.attention:
+            return flops / _of_dtype(measured.attention, dtype)[work.kind == "attention_backward"]
+        share = _SHARES[work.kind]
+        return OPERATION_SECONDS + flops / (self._best_rate(dtype) / PRODUCT_SHARE * share)
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Return the seconds of an elementwise operation that reads and writes a number of bytes."""
+        if self.measured is not None:
+            return _on_curve(self.measured.memory, num_bytes)
+        return OPERATION_SECONDS + num_bytes / (self.memory_bytes_per_s * MEMORY_SHARE)
+
+    @property
+    def unit_seconds(self) -> float:
+        """Seconds that FSDP2's hooks of a unit take in a forward and a backward. On a GPU they overlap."""
+        return self.measured.unit_seconds if self.measured is not None else 0.0
+
+    def collective_seconds(self, kind: CollectiveKind, ranks: int, crossings: int, sent_bytes: float) -> float:
+        """Return the seconds of a collective in which a rank sends `sent_bytes`, if collectives use rings. `crossings`:
+        the hops of the ring that lead to other nodes."""
+        if (points := self._points(kind, ranks, crossings > 0)) is not None:
+            return _on_curve(points, sent_bytes)
+        hops = ranks - 1 if kind in ("all_gather", "reduce_scatter") else math.log2(max(2, ranks))
+        share = crossings / ranks
+        seconds = [
+            sent_bytes * part / link.bytes_per_s + hops * part * link.hop_seconds
+            for part, link in ((1 - share, self.within), (share, self.across))
+        ]
+        base = (self.across if crossings else self.within).base_seconds
+        return base + max(seconds)
+
+    def _points(self, kind: CollectiveKind, ranks: int, crosses_nodes: bool) -> Points | None:
+        own = [] if self.measured is None else self.measured.collectives
+        alike = [c for c in own if c.kind == kind and c.crosses_nodes == crosses_nodes]
+        return min(alike, key=lambda c: abs(math.log(c.ranks / ranks))).points if alike else None
+
+    def _best_rate(self, dtype: str) -> float:
+        """Return the largest FLOP/s of a product."""
+        if self.measured is not None:
+            return self._best_rates[_known_dtype(self.measured.products, dtype)]
+        return self.flops_per_s[_known_dtype(self.flops_per_s, dtype)] * PRODUCT_SHARE
+
+    @cached_property
+    def _best_rates(self) -> dict[str, float]:
+        tables = {} if self.measured is None else self.measured.products
+        return {dtype: max(r for plane in rates for row in plane for r in row) for dtype, rates in tables.items()}
+
+    @cached_property
+    def _best_memory(self) -> float:
+        """Bytes per second of the most efficient elementwise operation."""
+        if self.measured is None:
+            return self.memory_bytes_per_s * MEMORY_SHARE
+        return max(num_bytes / seconds for num_bytes, seconds in self.measured.memory)
+
+
+PRODUCT_SHARE = 0.77
+"""Share of the peak FLOP/s that large products reach."""
+
+MEMORY_SHARE = 0.85
+"""Share of the memory's bandwidth that elementwise operations reach."""
+
+OPERATION_SECONDS = 4e-6
+"""Seconds of the smallest operation on a GPU."""
+
+_SHARES = {"convolution": 0.5, "attention": 0.8, "attention_backward": 0.6}
+"""Shares of the peak FLOP/s that other operations reach. Causal attention computes half of the pairs that count."""
+
+
+def _known_dtype(table: Mapping[str, object], dtype: str) -> str:
+    """Return the dtype in a table whose speed stands for that of `dtype`."""
+    alike = {"float16": "bfloat16"}
+    return next(name for name in (dtype, alike.get(dtype, ""), "float32") if name in table)
+
+
+def _of_dtype(table: Mapping[str, T], dtype: str) -> T:
+    return table[_known_dtype(table, dtype)]
+
+
+def _on_grid(sizes: Sequence[int], rates: Sequence[Sequence[Sequence[float]]], at: Sequence[int]) -> float:
+    """Return a rate between those of a grid, by linear interpolation of logarithms. Beyond the grid, its border
+    counts."""
+    places = [_place(sizes, min(max(size, sizes[0]), sizes[-1])) for size in at]
+    total = 0.0
+    for corner in range(8):
+        weight, rate = 1.0, rates
+        for axis, (index, share) in enumerate(places):
+            upper = corner >> axis & 1
+            weight *= share if upper else 1 - share
+            rate = rate[index + upper]  # type: ignore[assignment]
+        total += weight * math.log(rate)  # type: ignore[arg-type]
+    return math.exp(total)
+
+
+def _place(sizes: Sequence[int], size: float) -> tuple[int, float]:
+    """Return the interval of a size, and its place there between 0 and 1."""
+    index = min(max(bisect_left(sizes, size) - 1, 0), len(sizes) - 2)
+    low, high = sizes[index], sizes[index + 1]
+    return index, math.log(size / low) / math.log(high / low)
+
+
+def _on_curve(points: Points, num_bytes: float) -> float:
+    """Return the seconds between those of a curve, by linear interpolation of logarithms. Fewer bytes take as long as
+    the fewest; more bytes, proportionally longer than the most."""
+    (first, least), (last, most) = points[0], points[-1]
+    if num_bytes <= first:
+        return least
+    if num_bytes >= last:
+        return most * num_bytes / last
+    index = bisect_left(points, (num_bytes,))
+    (x, low), (y, high) = points[index - 1], points[index]
+    share = math.log(num_bytes / x) / math.log(y / x)
+    return low * (high / low) ** share
