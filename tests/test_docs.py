@@ -415,7 +415,8 @@ def test_the_docs_load_an_export_in_plain_pytorch(tmp_path: Path, monkeypatch: p
 
 
 WITHOUT_JOB = {
-    *("init", "migrate", "import", "export", "generate", "chat", "evaluate", "prepare", "runs", "report", "compare")
+    *("init", "migrate", "measure-device", "import", "export", "generate", "chat", "evaluate", "prepare", "runs"),
+    *("report", "compare"),
 }
 """Commands that take no job file."""
 
@@ -445,6 +446,8 @@ def test_every_command_of_the_docs_is_valid(command: str, capsys: pytest.Capture
             else:
                 assert inner[0] == "titan-launch"
                 check(inner[1:], capsys)
+        case ["torchrun", "--nproc-per-node", _, "-m", "titan_launch", "measure-device", *arguments]:
+            assert parse_arguments(["measure-device", *arguments]).run
         case ["torchrun", "--nproc-per-node", ranks, "-m", "titan_launch", *arguments]:
             check([*arguments, "--world-size", ranks], capsys)
         case ["torchrun", "--nproc-per-node", _, script, *arguments] if script.startswith("benchmarks/"):
@@ -699,7 +702,7 @@ def test_options_in_the_docs_exist(page: Path) -> None:
 def test_the_page_of_commands_has_every_option() -> None:
     """The section of a command names no option of another command, and each option is on the page."""
     page = prose(REPO / "docs/reference/commands.md")
-    sections = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## )", page, flags=re.DOTALL | re.MULTILINE))
+    sections = dict(re.findall(r"^## `([\w-]+)`\n(.*?)(?=^## )", page, flags=re.DOTALL | re.MULTILINE))
     assert sections.keys() == COMMANDS.keys()
     foreign = {name: set(re.findall(OPTION, text)) - options_of(name) for name, text in sections.items()}
     assert {name: options for name, options in foreign.items() if options} == {}

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from keyword import iskeyword
+from types import ModuleType
 
 from titan_launch import __version__
 from titan_launch.commands.parser import OVERRIDES, Parser
@@ -20,6 +21,7 @@ COMMANDS = {
     "migrate": "convert a job file of TorchTitan, and name each key that could not be carried",
     "check": "check the job file and, if it exists, its run folder, without torch or a GPU",
     "plan": "predict dtypes of modules, memory, communication and step time, without a GPU",
+    "measure-device": "measure the speeds of this machine, from which plan predicts step times",
     "prove": "compare the layout of the job with one process, at a small size on CPU ranks",
     "prepare": "tokenize text into files that runs map into memory, and train tokenizers",
     "data": "show what the data of the job is, and its first samples, without a GPU",
@@ -33,8 +35,7 @@ COMMANDS = {
     "compare": "compare runs: configuration, loss, speed and memory, as text, JSON or a page",
     "launch": "check the job file, then train with torchrun: one rank per GPU, or 2 ranks without a GPU",
 }
-"""The commands, each with a description. The module `titan_launch.commands.NAME` has `add_arguments(parser)` and
-`run(arguments)`. The module of a Python keyword ends in an underscore: `import_`."""
+"""The commands, each with a description. `command_module` returns the module of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,12 +75,18 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
     if name not in COMMANDS:
         known = f"the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
         raise UserError(f'error: unknown command "{name}"; {known} (see titan-launch --help)')
-    command = import_module(f"titan_launch.commands.{name}{'_' * iskeyword(name)}")
+    command = command_module(name)
     parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # only this one: a parser takes 1 ms
     command.add_arguments(parser)
     arguments = parser.parse(rest)
     arguments.run = command.run
     return arguments
+
+
+def command_module(name: str) -> ModuleType:
+    """Return the module of a command, with `add_arguments(parser)` and `run(arguments)`. The module of `measure-device`
+    is `measure_device`, and that of a Python keyword ends in an underscore: `import_`."""
+    return import_module(f"titan_launch.commands.{name.replace('-', '_')}{'_' * iskeyword(name)}")
 
 
 def _top_parser() -> Parser:

@@ -230,7 +230,7 @@ def measure(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
     are exchanged, parameters updated and exchanged.
 
     Nothing is exchanged, because a thread of gloo holds the last tensor that it has sent."""
-    for name in ("_reduce_scatter", "_all_gather"):  # the rank ends with the test
+    for name in ("reduce_scatter_single", "all_gather_single"):  # the rank ends with the test
         setattr(replica_shards, name, lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
     config = JobConfig.model_validate(job)
     with ExitStack() as stack:

@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> NoReturn:
         dry_run(arguments)
     stop = StopRequest()
     with stop.listening():  # before torch is imported, so that no signal during the import is lost
-        loaded = load_to_train(arguments, _world_size())
+        loaded = load_to_train(arguments, torchrun_world_size())
         if os.environ.get("RANK", "0") == "0":
             check_weights(loaded)
         run_and_exit(lambda: _import_and_train(loaded, stop, arguments), loaded.provenance.describe)
@@ -84,7 +84,7 @@ _VARIABLES = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0
 _LAST_PORT = 65535
 
 
-def _world_size() -> int:
+def torchrun_world_size() -> int:
     """Return the number of ranks, from the variables of torchrun. Raises UserError for variables that are wrong."""
     given = {}
     for name, minimum in _VARIABLES.items():

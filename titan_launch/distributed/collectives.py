@@ -17,6 +17,10 @@ from titan_launch.core.torch_release import is_tested_release
 
 Value = TypeVar("Value")
 
+# Torch 2.13 renamed both functions; the old names warn.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def on_rank_0(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """Run `action` on rank 0 and return its result on all ranks. Collective over `group`; None is the default group.

@@ -11,26 +11,23 @@ tensor, so a checkpoint does not depend on the number of replicas, nor on whethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_launch.distributed.collectives import all_gather_single, reduce_scatter_single
 from titan_launch.distributed.dtensor import Shard, local_tensor, own_box
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.torch_private import ALL_GATHER, REDUCE_SCATTER, CollectiveCallback
 from titan_launch.plan.replica_shards import chunk_numel
 from titan_launch.plan.types import ModelPlan, Unit
-
-# Torch 2.13 renamed both functions; the old names warn.
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Chunk(NamedTuple):
@@ -233,7 +230,7 @@ class ReplicaShards:
             place.parameter.grad = None  # all of them are views of one tensor
         received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
         self._report(REDUCE_SCATTER, received, sent)
-        work = _reduce_scatter(received, sent.view(-1), group=self.group, async_op=True)
+        work = reduce_scatter_single(received, sent.view(-1), group=self.group, async_op=True)
         unit.left += places
         self._started = _Exchange(unit, work, received, sent)
 
@@ -279,7 +276,7 @@ class ReplicaShards:
             values = self.of(place.parameter, place.parameter).view(-1)
             own[place.start : place.start + len(values)].copy_(values)
         self._report(ALL_GATHER, rows, own)
-        _all_gather(rows.view(-1), own, group=self.group)
+        all_gather_single(rows.view(-1), own, group=self.group)
         for place in unit.places:
             for received, flat in place.pairs(rows, local_tensor(place.parameter)):
                 flat.copy_(received)

@@ -9,14 +9,12 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
-from keyword import iskeyword
 from typing import Any
 
 import tomli
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from titan_launch.cli import COMMANDS
+from titan_launch.cli import COMMANDS, command_module
 from titan_launch.commands.parser import Parser
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.schema_walk import alternatives, choices, item_types, tables
@@ -93,7 +91,7 @@ def _has_choices(key: str) -> bool:
 def parser_of(command: str) -> Parser:
     """Return the parser of a command."""
     parser = Parser(prog=f"titan-launch {command}")
-    import_module(f"titan_launch.commands.{command}{'_' * iskeyword(command)}").add_arguments(parser)
+    command_module(command).add_arguments(parser)
     return parser
 
 
@@ -110,14 +108,14 @@ def options_of_commands(text: str) -> Iterator[tuple[str, str]]:
     """Yield (command, option) for the options in a hint: `titan-launch export --dtype`, and the option --nnodes of
     `launch`. An option without a command has the command ""."""
     for option, commands in re.findall(OPTION + r"( of `\w+`(?: and `\w+`)*)?", text):
-        before = re.findall(rf"titan-launch (\w+) {option}", text)
+        before = re.findall(rf"titan-launch ([\w-]+) {option}", text)
         yield from ((command, option) for command in re.findall(r"`(\w+)`", commands) or before or [""])
 
 
 def wrong_options(text: str) -> list[str]:
     """Return the options of a hint that their command does not have, and the commands that do not exist."""
     wrong = [f"{name} {option}" for name, option in options_of_commands(text) if option not in options_of(name)]
-    return wrong + [name for name in re.findall(r"titan-launch (\w+)", text) if name not in COMMANDS]
+    return wrong + [name for name in re.findall(r"titan-launch ([\w-]+)", text) if name not in COMMANDS]
 
 
 DENIAL = r"not supported|no counterpart|no effect|without effect|remove this key|does not exist"
