@@ -89,7 +89,7 @@ def _predict(model: str, ranks: int, layout: Named, accumulation: dict[str, Any]
 def _row(config: JobConfig, layout: Layout) -> Row:
     hardware = hardware_of(config, ranks_on_machine=8)
     recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
-    subject = Subject.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings))
+    subject = Subject.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds))
     return compare(config, layout, subject, hardware, only_own=True).rows[0]
 
 

@@ -166,7 +166,7 @@ def predict(run: Run) -> Prediction:
     config = with_unsharded_parameters(config, layout)
     hardware = planned_hardware(config, run.ranks)
     recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
-    subject = Subject.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings))
+    subject = Subject.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds))
     choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
     row = predict_row(choice, config, layout, subject, hardware)
     return Prediction(run, config, hardware, row, layout.global_batch_size * config.training.seq_len)

@@ -76,7 +76,7 @@ def every_fitting_row(config: JobConfig, ranks: int, stages: tuple[int, ...] = (
         hardware = hardware_of(one, ranks_on_machine=2)
         one = with_unsharded_parameters(one, layout)
         recordings = recordings_of(one, layout, hardware.kernels)
-        subject = Subject.of(recordings, ReplayEngine(one, layout, hardware.kernels, recordings))
+        subject = Subject.of(recordings, ReplayEngine(one, layout, hardware.kernels, recordings, hardware.speeds))
         rows = compare(one, layout, subject, hardware).rows
         yield from (row for row in rows if row.verdict == "fits")
 

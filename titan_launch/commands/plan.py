@@ -70,7 +70,8 @@ KEY_OPTIONS = (
     ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),
     ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {_DEFAULTS.gpus_per_node})"),
     ("--expert-load", "planner.expert_load", "X", "rows of the busiest rank of experts over the mean (default: 1)"),
-    ("--mfu", "planner.mfu", "X", f"fraction of the peak FLOP/s that a step reaches (default: {_DEFAULTS.mfu})"),
+    ("--speeds", "planner.speeds", "FILE", "speeds that measure-device measured (default: the data sheet of --device)"),
+    ("--mfu", "planner.mfu", "X", "fraction of the peak FLOP/s that a step reaches, instead of speeds of operations"),
 )
 """Options that set a key of the job, as (option, key, metavar, help text)."""
 
@@ -372,7 +373,7 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: Engi
 
 def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
     recordings = recordings_of(config, layout, hardware.kernels)
-    engine = ReplayEngine(config, layout, hardware.kernels, recordings)
+    engine = ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds)
     return Subject.of(recordings, engine)
 
 
@@ -494,7 +495,7 @@ def _keys(config: JobConfig, best: JobConfig) -> str:
 def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
     """Return the plan as a dictionary for JSON."""
     config, best = planned.resolution.config, planned.recommendation
-    flops = planned.subject.flops_of(ActivationCheckpointConfig())
+    flops, speeds = planned.subject.flops_of(ActivationCheckpointConfig()), planned.hardware.speeds
     return {
         "model": model_name(config),
         "parameters": planned.plan.inventory.num_parameters,
@@ -508,7 +509,7 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
         "collectives_per_step": asdict(planned.resolution.row.traffic.collectives),
         "engine": planned.engine_name,
         "torch_release": planned_release(),
-        "assumptions": asdict(planned.hardware),
+        "assumptions": {**asdict(replace(planned.hardware, speeds=None)), "speeds": speeds and speeds.source},
         "rows": describe_comparison(planned.comparison, planned.resolution.row),
         "notes": list(planned.comparison.notes),
         "resolved": {

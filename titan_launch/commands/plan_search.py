@@ -94,7 +94,7 @@ def search_layouts(config: JobConfig, world_size: int, held: Sequence[Key] = ())
         if key not in recordings:
             recordings[key] = recordings_of(config, layout, hardware.kernels, is_silent=True)
         own = recordings[key]
-        return Subject.of(own, ReplayEngine(config, layout, hardware.kernels, own))
+        return Subject.of(own, ReplayEngine(config, layout, hardware.kernels, own, hardware.speeds))
 
     return Search(config, world_size, hardware, held, subject_of, lambda text: say(text, file=sys.stderr)).run()
 

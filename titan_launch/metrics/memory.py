@@ -8,7 +8,7 @@ gradients out of place if a tensor is used twice. This can briefly add the size 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -67,6 +67,9 @@ class LiveMemory(TorchDispatchMode):
 
         self.is_paused = False
         """True while new allocations do not count."""
+
+        self.on_operation: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None] | None = None
+        """Called with each operation that counts and is not of FSDP2: its arguments, keyword arguments and result."""
 
     def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         """Record the storages of tensors, and assign them to `category`. A DTensor counts as its local shard."""
@@ -139,11 +142,14 @@ class LiveMemory(TorchDispatchMode):
             return NotImplemented
         if func is OP_DEVICE:
             return args[0].device
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if not self.is_paused:
             self._record_results(result)
             if func in _PRODUCTS:
                 self._ledger.product()
+            if self.on_operation is not None and self._current_category is None:
+                self.on_operation(func, args, kwargs, result)
         return result
 
     def _record_results(self, result: Any) -> None:

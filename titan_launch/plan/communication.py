@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -265,32 +266,23 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
     own-node and other-node bytes by the same rule. In the all-to-alls of expert parallelism, each rank sends as much to
     every other rank; the rank with the most other ranks on other nodes counts.
     """
-    shard_stride = layout.tensor
-    replica_stride = layout.tensor * layout.parameter_shards
-
-    def ring(stride: int, size: int) -> _Ring:
-        return _Ring(size, _most_crossings(layout.world_size, stride, size, gpus_per_node))
-
-    shards = ring(shard_stride, layout.parameter_shards)
-    expert_shards = ring(shard_stride * layout.expert, layout.parameter_shards // layout.expert)
-    between = ring(replica_stride, layout.replicate)
+    rings = rings_of(layout, gpus_per_node)
     of_experts = traffic.expert_all_gather_bytes + traffic.expert_reduce_scatter_bytes
     of_replicas = traffic.replica_all_gather_bytes + traffic.replica_reduce_scatter_bytes
     of_others = traffic.all_gather_bytes + traffic.reduce_scatter_bytes - of_experts - of_replicas
     sent = (
-        (of_others * shards.sent, shards),
-        (of_experts * expert_shards.sent, expert_shards),
-        ((2 * traffic.all_reduce_bytes + of_replicas) * between.sent, between),
-        (Fraction(traffic.tensor.sent_bytes), ring(1, layout.tensor)),
-        (Fraction(traffic.context.sent_bytes), ring(shard_stride, layout.context)),
-        (Fraction(traffic.pipeline.sent_bytes), ring(layout.ranks_per_stage, layout.pipeline)),
+        (of_others * rings.shards.sent, rings.shards),
+        (of_experts * rings.expert_shards.sent, rings.expert_shards),
+        ((2 * traffic.all_reduce_bytes + of_replicas) * rings.replicas.sent, rings.replicas),
+        (Fraction(traffic.tensor.sent_bytes), rings.tensor),
+        (Fraction(traffic.context.sent_bytes), rings.context),
+        (Fraction(traffic.pipeline.sent_bytes), rings.pipeline),
     )
     across = sum(num_bytes * ring.across for num_bytes, ring in sent)
     within = sum(num_bytes for num_bytes, _ in sent) - across
     experts_across = Fraction(0)
     if layout.expert > 1:
-        far = _most_on_other_nodes(layout.world_size, layout.tensor, layout.expert, gpus_per_node)
-        experts_across = Fraction(traffic.expert.sent_bytes * far, layout.expert - 1)
+        experts_across = Fraction(traffic.expert.sent_bytes * rings.expert.crossings, layout.expert - 1)
     experts_within = traffic.expert.sent_bytes - experts_across
     return LinkTraffic(
         float(within + experts_within), float(across + experts_across), float(experts_within), float(experts_across)
@@ -298,9 +290,12 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
 
 
 @dataclass(frozen=True)
-class _Ring:
+class Ring:
+    """A group of ranks as a ring."""
+
     size: int
     crossings: int
+    """Hops that lead to another node."""
 
     @property
     def sent(self) -> Fraction:
@@ -311,6 +306,43 @@ class _Ring:
     def across(self) -> Fraction:
         """Fraction of the sent bytes that goes to other nodes."""
         return Fraction(self.crossings, self.size)
+
+
+@dataclass(frozen=True)
+class Rings:
+    """The groups of ranks that communicate, as rings. Of the groups of an axis, the one with the most crossings."""
+
+    shards: Ring
+    expert_shards: Ring
+    """The ranks over which FSDP2 shards the parameters of experts."""
+
+    replicas: Ring
+    tensor: Ring
+    context: Ring
+    pipeline: Ring
+
+    expert: Ring
+    """Its crossings are the ranks of a rank's group that are on other nodes: it sends as much to each."""
+
+
+@lru_cache
+def rings_of(layout: Layout, gpus_per_node: int) -> Rings:
+    """Return the groups of ranks of a layout."""
+
+    def ring(stride: int, size: int) -> Ring:
+        return Ring(size, _most_crossings(layout.world_size, stride, size, gpus_per_node))
+
+    return Rings(
+        shards=ring(layout.tensor, layout.parameter_shards),
+        expert_shards=ring(layout.tensor * layout.expert, layout.parameter_shards // layout.expert),
+        replicas=ring(layout.tensor * layout.parameter_shards, layout.replicate),
+        tensor=ring(1, layout.tensor),
+        context=ring(layout.tensor, layout.context),
+        pipeline=ring(layout.ranks_per_stage, layout.pipeline),
+        expert=Ring(
+            layout.expert, _most_on_other_nodes(layout.world_size, layout.tensor, layout.expert, gpus_per_node)
+        ),
+    )
 
 
 def _most_crossings(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:

@@ -11,13 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import ConfigError, Problem, did_you_mean
-
-Kernels = Literal["cuda", "cpu"]
-"""The device family. It decides which tensors each operation saves for backward."""
+from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean
+from titan_launch.plan.speeds import Kernels, Speeds, link_of, read_measured
 
 GIB = 2**30
 
@@ -73,8 +70,11 @@ class Hardware:
     """Memory in GiB that a choice must leave free below the limit for the verdict `fits`."""
 
     peak_tflops: float | None
-    mfu: float
-    """Fraction of the peak FLOP/s that a step reaches."""
+    mfu: float | None
+    """Fraction of the peak FLOP/s that a step reaches. None: `speeds` give the time of each operation."""
+
+    speeds: Speeds | None
+    """None if `mfu` is used instead."""
 
     intra_node_gb_per_s: float | None
     inter_node_gb_per_s: float | None
@@ -118,6 +118,10 @@ def hardware_of(
     is_gpu = kernels == "cuda"
     shares_machine = not is_gpu and planner.memory_gib is None
     overhead = _OVERHEAD_GIB if is_gpu else _PROCESS_GIB if shares_machine else 0.0
+    peak = config.metrics.peak_tflops_per_device or (known.peak_bf16_tflops if known else None)
+    within = planner.intra_node_gb_per_s or (known.intra_node_gb_per_s if known else None)
+    across = planner.inter_node_gb_per_s or (known.inter_node_gb_per_s if known else None)
+    speeds = _speeds(config, known, kernels, peak, (within, across))
     return Hardware(
         kernels=kernels,
         device=known.name if known else device_name,
@@ -127,12 +131,67 @@ def hardware_of(
         fragmentation=_first(planner.fragmentation, _FRAGMENTATION if is_gpu else 0.0),
         workspace_bytes=round((known.workspace_mib if known else _WORKSPACE_MIB) * 2**20) if is_gpu else 0,
         margin_gib=_first(planner.margin_gib, max(_MARGIN * (memory or 0.0), _MARGIN_GIB if is_gpu else 0.0)),
-        peak_tflops=config.metrics.peak_tflops_per_device or (known.peak_bf16_tflops if known else None),
-        mfu=planner.mfu,
-        intra_node_gb_per_s=planner.intra_node_gb_per_s or (known.intra_node_gb_per_s if known else None),
-        inter_node_gb_per_s=planner.inter_node_gb_per_s or (known.inter_node_gb_per_s if known else None),
+        peak_tflops=peak,
+        mfu=None if speeds is not None else _first(planner.mfu, _MFU),
+        speeds=speeds,
+        intra_node_gb_per_s=within,
+        inter_node_gb_per_s=across,
         gpus_per_node=planner.gpus_per_node,
     )
+
+
+_MFU = 0.38
+"""Default of `planner.mfu` if the speeds of the device are not known. TorchTitan's published runs of Llama 3 8B on H100
+reach 0.37, and 0.42 compiled."""
+
+
+def _speeds(
+    config: JobConfig, known: Device | None, kernels: Kernels, peak: float | None, links: Sequence[float | None]
+) -> Speeds | None:
+    """Return the speeds of the device; None if they are not known, or if `planner.mfu` is set. `links`: GB/s within and
+    across nodes. Raises ConfigError as `read_measured`, and for speeds of another device."""
+    planner = config.planner
+    measured = None if planner.speeds is None else read_measured(planner.speeds)
+    if measured is not None and measured.kernels != kernels:
+        reason = f"measured on {measured.device}, and the job is planned for {kernels} kernels"
+        raise config_error(("planner", "speeds"), f"{reason}; measure that device", planner.speeds)
+    if measured is not None and planner.device is not None and find_device(measured.device) != known:
+        reason = f"measured on {measured.device}, which is not planner.device = {planner.device!r}"
+        raise config_error(("planner", "speeds"), f"{reason}; measure that device", planner.speeds)
+    if planner.mfu is not None:
+        return None
+    within, across = (
+        link_of(kind, None if speed is None else 1e9 * speed)
+        for kind, speed in zip(("within", "across"), links, strict=True)
+    )
+    if measured is not None:
+        source = f"measured by {measured.ranks} ranks on {measured.device} ({planner.speeds})"
+        return Speeds(source, {}, {}, 0.0, within, across, measured, overlaps=kernels == "cuda")
+    if known is None or peak is None or kernels != "cuda":
+        return None
+    tf32 = config.kernels.float32_precision == "tf32"
+    fp32 = peak / 2 if tf32 and known.capability is not None else known.peak_fp32_tflops
+    share = known.product_share
+    reached = 1e12 * share * peak * _IN_A_STEP
+    rates = {"bfloat16": reached, "float32": 1e12 * fp32 * min(share, 0.75), "float8_e4m3fn": 2 * reached}
+    forward, backward = _ATTENTION.get(known.capability or (0, 0), (1.05, 0.8))
+    shares = {"attention": forward / share, "attention_backward": backward / share, "convolution": 0.7}
+    memory = 1e9 * known.memory_gb_per_s * _MEMORY_SHARE
+    return Speeds(f"the data sheet of {known.name}", rates, shares, memory, within, across)
+
+
+_MEMORY_SHARE = 0.85
+"""Share of the memory's bandwidth that elementwise operations reach. (An addition on an H100 reaches 0.94, JAX's
+scaling book; others less.)"""
+
+_ATTENTION = {(8, 0): (1.13, 0.97), (8, 6): (1.8, 1.2), (8, 9): (1.8, 1.2)}
+"""FLOP/s of causal attention, forward and backward, in proportion to the peak, by compute capability, for heads of
+width 128. Each pair of tokens counts, though half of them are computed. A100: SimuMax's table. Cards: RTX 4090, flash
+attention in tvm's table. Others: cuDNN on H100 (charts of FlashAttention-3), backward without a mask."""
+
+_IN_A_STEP = 0.87
+"""Speed of products in a step relative to the best shape's. Fitted to the eager rows of the H200 in
+docs/verification/gpu.md; products of ten published shapes reach 0.74 on an MI325X (AMD's TAF and MAF)."""
 
 
 def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
@@ -247,6 +306,12 @@ class Device:
     """Dense peak of the matrix units in bfloat16 with float32 accumulation, in TFLOP/s, at the boost clock of the data
     sheet."""
 
+    peak_fp32_tflops: float
+    """Dense peak of float32 by the data sheet, in TFLOP/s."""
+
+    memory_gb_per_s: float
+    """Bandwidth of the memory by the data sheet, in GB/s."""
+
     intra_node_gb_per_s: float
     """Bandwidth to the other devices of the node in GB/s, in one direction. With a switch or a full mesh, it is the sum
     of all links. If some pairs have faster links than others, it is the slower link."""
@@ -257,6 +322,9 @@ class Device:
 
     capability: tuple[int, int] | None = None
     """Compute capability. None: not of NVIDIA."""
+
+    product_share: float = 0.75
+    """Share of its peak that the device reaches in large bfloat16 products."""
 
     @property
     def workspace_mib(self) -> float:
@@ -275,35 +343,38 @@ class Device:
 # Fabric links of 64 GB/s each way to the seven other devices. The halves of an MI250X have one link of 50 GB/s to the
 # nearest other MI250X.
 #
+# Shares of large products: the best of many shapes, ml-engineering (compute/accelerator/README.md), for L40S and RTX
+# cards torch-performance-test-data (database.md). The default of 0.75 is an assumption.
+#
 # Network adapters: DGX A100 has one of 200 Gb/s (25 GB/s) per GPU. DGX H100, H200 and B200 and the usual servers for
 # MI300X and MI325X have one of 400 Gb/s per GPU. Nodes of MI250X, as in Frontier, have four of 200 Gb/s for eight
 # halves. PCIe cards, including consumer cards, have no usual server: the table assumes 100 Gb/s per card, and
 # planner.inter_node_gb_per_s overrides it.
 DEVICES = (
     # NVIDIA A100 data sheet: 312, the same for PCIe and SXM. The links are those of SXM.
-    Device("a100-40gb", ("a100", "40gb"), 39.3, 312, 300, 25, (8, 0)),
-    Device("a100-80gb", ("a100", "80gb"), 79.1, 312, 300, 25, (8, 0)),
+    Device("a100-40gb", ("a100", "40gb"), 39.3, 312, 19.5, 1555, 300, 25, (8, 0), 0.87),
+    Device("a100-80gb", ("a100", "80gb"), 79.1, 312, 19.5, 2039, 300, 25, (8, 0), 0.87),
     # NVIDIA H100 data sheet, with sparsity: SXM 1,979, PCIe 1,513, NVL 1,671.
-    Device("h100-80gb", ("h100", "80gb", "hbm3"), 79.1, 989, 450, 50, (9, 0)),
-    Device("h100-pcie", ("h100", "pcie"), 79.1, 756, 64, 12.5, (9, 0)),
-    Device("h100-nvl", ("h100", "nvl"), 93.0, 835, 64, 12.5, (9, 0)),
+    Device("h100-80gb", ("h100", "80gb", "hbm3"), 79.1, 989, 67, 3350, 450, 50, (9, 0), 0.8),
+    Device("h100-pcie", ("h100", "pcie"), 79.1, 756, 51, 2000, 64, 12.5, (9, 0)),
+    Device("h100-nvl", ("h100", "nvl"), 93.0, 835, 60, 3900, 64, 12.5, (9, 0)),
     # NVIDIA GH200 data sheet, with sparsity: 1,979. The name counts the CPU's memory; the GPU has 96 GB.
-    Device("gh200-96gb", ("gh200", "480gb"), 94.5, 989, 450, 50, (9, 0)),
+    Device("gh200-96gb", ("gh200", "480gb"), 94.5, 989, 67, 4000, 450, 50, (9, 0), 0.8),
     # NVIDIA H200 data sheet, with sparsity: 1,979 (SXM).
-    Device("h200", ("h200",), 139.7, 989, 450, 50, (9, 0)),
+    Device("h200", ("h200",), 139.7, 989, 67, 4800, 450, 50, (9, 0), 0.8),
     # NVIDIA HGX B200 data sheet, with sparsity: 36 PFLOP/s for 8.
-    Device("b200", ("b200",), 178.3, 2250, 900, 50, (10, 0)),
+    Device("b200", ("b200",), 178.3, 2250, 75, 8000, 900, 50, (10, 0), 0.78),
     # NVIDIA L40S (733 with sparsity), A10 (250), L4 (242) data sheets. PCIe of generation 4.
-    Device("l40s", ("l40s",), 44.3, 362, 32, 12.5, (8, 9)),
-    Device("a10", ("a10",), 21.9, 125, 32, 12.5, (8, 6)),
-    Device("l4", ("l4",), 21.9, 121, 32, 12.5, (8, 9)),
+    Device("l40s", ("l40s",), 44.3, 362, 91.6, 864, 32, 12.5, (8, 9), 0.74),
+    Device("a10", ("a10",), 21.9, 125, 31.2, 600, 32, 12.5, (8, 6)),
+    Device("l4", ("l4",), 21.9, 121, 30.3, 300, 32, 12.5, (8, 9)),
     # NVIDIA Ada and Ampere GA102 architecture white papers: bf16 with fp32 accumulation, dense. PCIe of generation 4.
-    Device("rtx-4090", ("rtx", "4090"), 23.5, 165, 32, 12.5, (8, 9)),
-    Device("rtx-3090", ("rtx", "3090"), 23.5, 71, 32, 12.5, (8, 6)),
+    Device("rtx-4090", ("rtx", "4090"), 23.5, 165, 82.6, 1008, 32, 12.5, (8, 9), 1),
+    Device("rtx-3090", ("rtx", "3090"), 23.5, 71, 35.6, 936, 32, 12.5, (8, 6), 1),
     # AMD Instinct data sheets. An MI250X is two devices (GCDs): 383 for both.
-    Device("mi250x", ("mi250x",), 63.9, 191.5, 50, 12.5),
-    Device("mi300x", ("mi300x",), 191.9, 1307, 448, 50),
-    Device("mi325x", ("mi325x",), 255.9, 1307, 448, 50),
+    Device("mi250x", ("mi250x",), 63.9, 191.5, 23.9, 1638, 50, 12.5),
+    Device("mi300x", ("mi300x",), 191.9, 1307, 163.4, 5300, 448, 50, None, 0.52),
+    Device("mi325x", ("mi325x",), 255.9, 1307, 163.4, 6000, 448, 50, None, 0.62),
 )
 
 # Words that do not change the speed. Any other word in a name may mean another product: a MIG slice, a laptop part.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
 from operator import call
@@ -74,6 +74,9 @@ _SPLIT: Key = ("parallelism", "pipeline_parallel_split_points")
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
 """The schedules to try, beside that of the job. The bubble of zero-bubble schedules counts as 0, the best case, so they
 would often come first."""
+
+_OF_RECORDED = 0.97
+"""Share of the recorded operations whose number grows with the microbatch, at least. Others are of weights alone."""
 
 _LEAST_TOKENS = 4096
 """Tokens of a sequence that context parallelism leaves to a rank."""
@@ -147,6 +150,9 @@ class _Probe:
     activations_per_sample: float
     """Bytes that the blocks save for backward."""
 
+    compute_per_sample: float | None
+    """Seconds that the recorded operations would not fall below in any microbatch. None: speeds are not known."""
+
     @classmethod
     def of(cls, found: Found, inventory: Inventory) -> _Probe:
         """Return the facts of a planned job."""
@@ -157,7 +163,8 @@ class _Probe:
         if len(at) == 2 and all(point in peaks for point in at):
             first, last = (peaks[point].by_category[Category.ACTIVATIONS] for point in at)
             saved = max(0.0, last - first) / found.layout.local_batch_size  # temporaries are in both
-        return cls(found.row.time.exposed, held, saved)
+        least, layout = found.row.time.least_compute, found.layout
+        return cls(found.row.time.exposed, held, saved, None if least is None else least / layout.samples_per_rank)
 
 
 class Search:
@@ -176,10 +183,10 @@ class Search:
         or speed of the device are unknown."""
         self._world_size, self._hardware, self._held = world_size, hardware, frozenset(held)
         self._subject_of, self._say = subject_of, say
-        known = (hardware.memory_gib, hardware.peak_tflops, hardware.intra_node_gb_per_s, hardware.inter_node_gb_per_s)
-        if None in known:
+        known = (hardware.peak_tflops, hardware.intra_node_gb_per_s, hardware.inter_node_gb_per_s)
+        if hardware.memory_gib is None or (hardware.speeds is None and None in known):
             reason = "a search needs the memory and the speed of a device; set it (plan: --device), or planner."
-            reason += "memory_gib, both bandwidths and metrics.peak_tflops_per_device"
+            reason += "memory_gib and planner.speeds, or memory_gib, both bandwidths and metrics.peak_tflops_per_device"
             raise config_error(("planner", "device"), reason, config.planner.device)
         if config.training.global_batch_size is None:
             config = with_global_batch_size(config, plan_layout(config.parallelism, config.training, world_size))
@@ -374,10 +381,9 @@ class Search:
         """Return a time that no step of a job is below: that of its computation, and of the communication for which it
         waits. It is infinite if the memory of its blocks alone exceeds the limit."""
         layout, hardware = self._layout(job), self._hardware
-        flops = self._flops.get((checkpointing, job.loss.chunks), 0.0) * layout.samples_per_rank / layout.model_parallel
-        compute = estimate_step_time(flops, LinkTraffic(0, 0), hardware, bubble_share(job.parallelism, layout)).compute
-        assert compute is not None and hardware.usable_bytes is not None
+        assert hardware.usable_bytes is not None
         probe = self._probes.get(_axes(job), {}).get(checkpointing)
+        compute = self._least_compute(job, checkpointing, probe)
         if probe is None:
             return compute
         share = self._smallest_share(job)
@@ -394,6 +400,23 @@ class Search:
             return math.inf
         # Embedding and output layer communicate, too, but only on the first and the last ranks of a pipeline.
         return compute + probe.exposed * share * (0.9 if layout.pipeline > 1 else 1.0)
+
+    def _least_compute(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, probe: _Probe | None) -> float:
+        """Return seconds of computation, with the bubble, that no step of a job is below."""
+        layout, speeds = self._layout(job), self._hardware.speeds
+        counted = self._flops.get((checkpointing, job.loss.chunks), 0.0)
+        flops = counted * layout.samples_per_rank / layout.model_parallel
+        bubble = bubble_share(job.parallelism, layout)
+        if speeds is None:
+            compute = estimate_step_time(flops, LinkTraffic(0, 0), self._hardware, bubble).compute
+            assert compute is not None
+            return compute
+        seconds = flops / speeds.most_flops_per_s
+        if probe is not None and probe.compute_per_sample is not None:
+            # Probes have the most chunks, whose head runs twice.
+            share = counted / self._flops.get((checkpointing, self._chunks()[-1]), counted)
+            seconds = probe.compute_per_sample * layout.samples_per_rank / layout.pipeline * share * _OF_RECORDED
+        return seconds * (1 + bubble)
 
     def _smallest_share(self, job: JobConfig) -> float:
         """Return the blocks of the pipeline rank that has the fewest, over the mean."""
@@ -477,7 +500,7 @@ class Search:
                 # The traffic of one replica lacks that between replicas, so it is a lower bound.
                 traffic = link_traffic_of_step(job.row.traffic, self._layout(other), self._hardware.gpus_per_node)
                 seconds = communication_seconds(traffic, self._hardware)
-                bound = replace(job.row.time, communication=seconds).expected
+                bound = job.row.time.least(seconds or 0.0)
                 if bound is None or bound >= best * (1 - _SAME):
                     continue
                 found = [self._planned(one) for one in self._like(other, job.row)]

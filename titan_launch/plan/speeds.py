@@ -22,6 +22,9 @@ from titan_launch.core.json_files import JsonError, parse_as, reason_of
 
 T = TypeVar("T")
 
+Kernels = Literal["cuda", "cpu"]
+"""The device family. It decides which tensors each operation saves for backward."""
+
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 OF_AXIS: Mapping[str, tuple[CollectiveKind, ...]] = {
@@ -96,6 +99,11 @@ class Measured:
     unit_seconds: float
     """Seconds that FSDP2's hooks of a unit take in a forward and a backward."""
 
+    @property
+    def kernels(self) -> Kernels:
+        """The device family."""
+        return "cpu" if self.device == "cpu" else "cuda"
+
     def dumps(self) -> str:
         """Return the measurements as JSON."""
         return json.dumps(asdict(self), indent=1)
@@ -157,6 +165,19 @@ class Link:
     """Seconds of each step of a ring."""
 
 
+_LINKS = {"within": (0.8, 8.4e-6, 3.4e-6), "across": (0.93, 8.4e-6, 14e-6)}
+"""Share of the bandwidth that large collectives reach, base seconds, and seconds of a hop. The share within a node is
+that of 8 x H200 (361 GB/s, ml-engineering, network/README.md), across nodes that of NDR adapters (46 to 48 GB/s,
+nccl-tests issue 290). Seconds are NCCL's own, for rings with the protocol Simple (src/graph/tuning.cc)."""
+
+
+def link_of(kind: str, bytes_per_s: float | None) -> Link:
+    """Return the link `within` or `across` nodes of a data sheet's bandwidth. None: the bandwidth is not known, and the
+    link is not used."""
+    share, base, hop = _LINKS[kind]
+    return Link((bytes_per_s or math.inf) * share, base, hop)
+
+
 @dataclass(frozen=True)
 class Speeds:
     """Speeds of a device of a data sheet, or measured ones."""
@@ -165,9 +186,14 @@ class Speeds:
     """In words."""
 
     flops_per_s: Mapping[str, float]
-    """Peak FLOP/s of products by dtype."""
+    """FLOP/s of large products by dtype. Empty if they are measured."""
+
+    shares: Mapping[str, float]
+    """FLOP/s of the other kinds of work in proportion to that of large products."""
 
     memory_bytes_per_s: float
+    """Bandwidth of large elementwise operations."""
+
     within: Link
     across: Link
     measured: Measured | None = None
@@ -204,21 +230,20 @@ class Speeds:
                 rows *= products
                 return flops / _on_grid(measured.sizes, _of_dtype(measured.products, dtype), (rows, inner, columns))
             moved = products * (rows * inner + inner * columns + rows * columns) * DTYPE_BYTES.get(dtype, 4)
-            by_bytes = moved / (self.memory_bytes_per_s * MEMORY_SHARE)
+            by_bytes = moved / self.memory_bytes_per_s
             return OPERATION_SECONDS + max(flops / self._best_rate(dtype), by_bytes)
         flops = float(work.sizes[0])
         if measured is not None and work.kind == "convolution" and measured.convolution:
             return flops / _of_dtype(measured.convolution, dtype)
         if measured is not None and work.kind != "convolution" and measured.attention:
             return flops / _of_dtype(measured.attention, dtype)[work.kind == "attention_backward"]
-        share = _SHARES[work.kind]
-        return OPERATION_SECONDS + flops / (self._best_rate(dtype) / PRODUCT_SHARE * share)
+        return OPERATION_SECONDS + flops / (self._best_rate(dtype) * self.shares.get(work.kind, 1.0))
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Return the seconds of an elementwise operation that reads and writes a number of bytes."""
         if self.measured is not None:
             return _on_curve(self.measured.memory, num_bytes)
-        return OPERATION_SECONDS + num_bytes / (self.memory_bytes_per_s * MEMORY_SHARE)
+        return OPERATION_SECONDS + num_bytes / self.memory_bytes_per_s
 
     @property
     def unit_seconds(self) -> float:
@@ -244,11 +269,19 @@ class Speeds:
         alike = [c for c in own if c.kind == kind and c.crosses_nodes == crosses_nodes]
         return min(alike, key=lambda c: abs(math.log(c.ranks / ranks))).points if alike else None
 
+    @cached_property
+    def most_flops_per_s(self) -> float:
+        """FLOP/s of the fastest operations."""
+        rates = [*(self._best_rates.values() if self.measured is not None else self.flops_per_s.values())]
+        if self.measured is not None:
+            rates += [rate for pair in self.measured.attention.values() for rate in pair]
+        return max(rates) * max([1.0, *self.shares.values()])
+
     def _best_rate(self, dtype: str) -> float:
         """Return the largest FLOP/s of a product."""
         if self.measured is not None:
             return self._best_rates[_known_dtype(self.measured.products, dtype)]
-        return self.flops_per_s[_known_dtype(self.flops_per_s, dtype)] * PRODUCT_SHARE
+        return self.flops_per_s[_known_dtype(self.flops_per_s, dtype)]
 
     @cached_property
     def _best_rates(self) -> dict[str, float]:
@@ -259,21 +292,12 @@ class Speeds:
     def _best_memory(self) -> float:
         """Bytes per second of the most efficient elementwise operation."""
         if self.measured is None:
-            return self.memory_bytes_per_s * MEMORY_SHARE
+            return self.memory_bytes_per_s
         return max(num_bytes / seconds for num_bytes, seconds in self.measured.memory)
 
 
-PRODUCT_SHARE = 0.77
-"""Share of the peak FLOP/s that large products reach."""
-
-MEMORY_SHARE = 0.85
-"""Share of the memory's bandwidth that elementwise operations reach."""
-
 OPERATION_SECONDS = 4e-6
 """Seconds of the smallest operation on a GPU."""
-
-_SHARES = {"convolution": 0.5, "attention": 0.8, "attention_backward": 0.6}
-"""Shares of the peak FLOP/s that other operations reach. Causal attention computes half of the pairs that count."""
 
 
 def _known_dtype(table: Mapping[str, object], dtype: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.clock import Seconds
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class StepTime:
     exposed: float = 0.0
     """Part of `communication` for which computation waits: that of tensor, context and expert parallelism."""
 
+    ordered: float | None = None
+    """Seconds of the step as FSDP2 orders computation and collectives (`plan.memory.clock`). None: not known."""
+
+    least_compute: float | None = None
+    """See `plan.memory.clock.Seconds`."""
+
     @property
     def interval(self) -> tuple[float, float] | None:
         """Shortest and longest time of the step in seconds. None if computation or communication is unknown."""
@@ -37,11 +44,21 @@ class StepTime:
 
     @property
     def expected(self) -> float | None:
-        """Time of the step in seconds if FSDP2's and the pipeline's communication overlaps with computation, and the
-        rest does not. It lies in the interval. None if computation or communication is unknown."""
+        """Time of the step in seconds as FSDP2 orders it. If that is not known: if FSDP2's and the pipeline's
+        communication overlaps with computation, and the rest does not. It lies in the interval. None if computation or
+        communication is unknown."""
         if self.compute is None or self.communication is None:
             return None
+        if self.ordered is not None:
+            return self.ordered
         return max(self.compute, self.communication - self.exposed) + self.exposed
+
+    def least(self, communication: float) -> float | None:
+        """Return a time that the step does not fall below if FSDP2's collectives take `communication` seconds more or
+        less. None if computation is unknown."""
+        if self.compute is None or self.ordered is not None:
+            return None if self.compute is None else max(self.compute + self.exposed, communication)
+        return replace(self, communication=communication).expected
 
     def ties_with(self, other: StepTime) -> bool:
         """Return True if either of two steps may be the shorter one: their intervals overlap or are unknown."""
@@ -64,7 +81,7 @@ def estimate_step_time(
     `bubble_share`. `exposed`: the part of `link_traffic` for which computation waits.
     """
     compute = None
-    if flops_per_rank is not None and hardware.peak_tflops is not None:
+    if flops_per_rank is not None and hardware.peak_tflops is not None and hardware.mfu is not None:
         compute = flops_per_rank / (hardware.peak_tflops * 1e12 * hardware.mfu)
     communication = communication_seconds(link_traffic, hardware)
     if compute is None:
@@ -72,6 +89,13 @@ def estimate_step_time(
     bubble = compute * bubble_share
     waiting = 0.0 if exposed is None else communication_seconds(exposed, hardware) or 0.0
     return StepTime(compute + bubble, communication, bubble, waiting)
+
+
+def step_time(seconds: Seconds, bubble_share: float) -> StepTime:
+    """Return the time of a step from the times of the slowest rank. `bubble_share`: see the function `bubble_share`."""
+    bubble = (seconds.compute + seconds.exposed) * bubble_share
+    compute, total, least = seconds.compute + bubble, seconds.total + bubble, seconds.least_compute
+    return StepTime(compute, seconds.communication, bubble, seconds.exposed, ordered=total, least_compute=least)
 
 
 def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:

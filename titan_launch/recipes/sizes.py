@@ -11,9 +11,10 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.plan.auto_mode import resolve_auto
 from titan_launch.plan.batch_size import with_local_batch_size
 from titan_launch.plan.communication import Traffic, on_line
-from titan_launch.plan.hardware import GIB, Kernels, hardware_of
+from titan_launch.plan.hardware import GIB, Hardware, Kernels, hardware_of
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.memory.clock import Seconds
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.memory.replay_engine import ReplayEngine
@@ -101,7 +102,7 @@ def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf
         job = with_local_batch_size(config.model_copy(update={"activation_checkpoint": auto}), size)
         layout = plan_layout(job.parallelism, job.training, machine.ranks)
         try:
-            engine = _BySize(job, layout, hardware.kernels, recordings_of)
+            engine = _BySize(job, layout, hardware, recordings_of)
             resolution = resolve_auto(job, layout, Subject(engine.inventory, engine.flops, engine), hardware)
         except ConfigError:
             return  # neither this microbatch nor a larger one fits
@@ -116,10 +117,13 @@ class _BySize:
     """Predicts a job from recordings of microbatches of two and four samples: memory at a point of the step, and
     traffic, are on a line with the size. So a few recordings serve all sizes."""
 
-    def __init__(self, config: JobConfig, layout: Layout, kernels: Kernels, recordings_of: RecordingsOf):
+    def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, recordings_of: RecordingsOf):
+        kernels = hardware.kernels
         recordings = [recordings_of(config, replace(layout, local_batch_size=size), kernels) for size in (2, 4)]
         self.inventory, self.flops = recordings[0].subject().inventory, recordings[0].flops
-        self._two, self._four = (ReplayEngine(config, layout, kernels, recorded) for recorded in recordings)
+        self._two, self._four = (
+            ReplayEngine(config, layout, hardware.kernels, recorded, hardware.speeds) for recorded in recordings
+        )
         self._own = cache(lambda: ReplayEngine(config, layout, kernels, recordings_of(config, layout, kernels)))
         self._factor = (layout.local_batch_size - 2) / 2
 
@@ -130,3 +134,8 @@ class _BySize:
     def traffic(self, choice: Choice) -> Traffic:
         """Return the traffic of a step."""
         return on_line(self._two.traffic(choice), self._four.traffic(choice), self._factor)
+
+    def seconds(self, choice: Choice) -> Seconds | None:
+        """Return the times of a step."""
+        two, four = self._two.seconds(choice), self._four.seconds(choice)
+        return None if two is None or four is None else two.on_line(four, self._factor)

@@ -29,7 +29,7 @@ a model's file imports by name is not replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
@@ -48,17 +48,25 @@ from titan_launch.parallel import expert_parallel
 from titan_launch.plan.attention_kernels import WIDEST_FLASH
 from titan_launch.plan.experts import equal_parts, is_grouped, received_rows
 from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.speeds import Work
+from titan_launch.precision.observation import dtype_of
 
 _aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def kernels_replaced(kernels: Kernels, backend: str = "auto", expert_load: float = 1.0) -> Iterator[None]:
+def kernels_replaced(
+    kernels: Kernels,
+    backend: str = "auto",
+    expert_load: float = 1.0,
+    note: Callable[[Work], None] = lambda work: None,
+) -> Iterator[None]:
     """Let CPU operations save the tensors for backward that they would save on a device of the family `kernels`, until
     the end of the block.
 
-    `backend`: value of `kernels.attention` in the job. `expert_load`: value of `planner.expert_load`.
+    `backend`: value of `kernels.attention` in the job. `expert_load`: value of `planner.expert_load`. `note`
+    takes the work of kernels in whose place no operation runs.
     """
     with ExitStack() as stack:
         stack.enter_context(grouped_products_have_shapes())
@@ -68,8 +76,9 @@ def kernels_replaced(kernels: Kernels, backend: str = "auto", expert_load: float
                 stack.enter_context(replaced(owner, "layer_norm", _layer_norm))
             if backend != "math":
                 stack.enter_context(replaced(F, "scaled_dot_product_attention", scaled_dot_product_attention))
-            stack.enter_context(replaced(attention, "masked_attention", _flex_attention))
-            stack.enter_context(replaced(layers, "attend_with_logsumexp", _flex_attention_with_logsumexp))
+            flex = partial(_flex_attention, note)
+            stack.enter_context(replaced(attention, "masked_attention", lambda *args: flex(*args).values))
+            stack.enter_context(replaced(layers, "attend_with_logsumexp", flex))
             stack.enter_context(replaced(attention, "takes_equal_heads_only", lambda q: q.dtype == torch.float32))
         if backend == "math":
             stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention_of_all_scores))
@@ -101,14 +110,17 @@ class _FusedNorm(torch.autograd.Function):
         rows = x.numel() // row_size
         statistics = [x.new_empty(rows, dtype=torch.float32) for _ in range(num_statistics)]
         ctx.save_for_backward(x, weight, bias, *statistics)
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
+        return x.clone(memory_format=torch.contiguous_format)  # reads and writes as many bytes
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *_ = ctx.saved_tensors
-        kept = zip((x, weight, bias), ctx.needs_input_grad[:3], strict=True)
-        return (*(torch.empty_like(tensor) if needs else None for tensor, needs in kept), None, None)
+        of_x, *needs = ctx.needs_input_grad[:3]
+        kept = zip((weight, bias), needs, strict=True)
+        # The kernels read input and gradient twice.
+        result = x.clone().add_(grad.reshape(x.shape)) if of_x else None
+        return (result, *(torch.empty_like(tensor) if needs else None for tensor, needs in kept), None, None)
 
 
 _original_rms_norm = torch.rms_norm  # which `F.rms_norm` calls
@@ -189,7 +201,10 @@ def _attention_of_all_scores(  # noqa: PLR0913 - the signature is PyTorch's
 
 class _FlexAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, note: Callable[[Work], None], window: int | None, *qkv: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = qkv
+        ctx.note, ctx.work = note, _attention_work(q, k, v, window)
+        note(ctx.work)
         as_queries = sorted(range(4), key=q.stride, reverse=True)  # values may be narrower
         output = torch.empty_permuted((*q.shape[:3], v.shape[3]), as_queries, dtype=q.dtype, device=q.device)
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -199,17 +214,24 @@ class _FlexAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # the kernel reads all of them
-        return tuple(torch.empty_like(x) for x in saved[:3])
+        (flops,) = ctx.work.sizes
+        ctx.note(ctx.work._replace(kind="attention_backward", sizes=(2 * flops,)))
+        return (None, None, *(torch.empty_like(x) for x in saved[:3]))
 
 
-def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-    return _flex_attention_with_logsumexp(q, k, v).values
+def _attention_work(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Work:
+    """Return the work of a forward. A query reads as many keys as its window has; without one, every pair of tokens
+    counts, as in `train.flops`."""
+    keys = min(k.shape[2], window or k.shape[2])
+    return Work("attention", dtype_of(q), (2 * prod(q.shape[:3]) * keys * (q.shape[3] + v.shape[3]),))
 
 
-def _flex_attention_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> attention.Attended:
-    return attention.Attended(*_FlexAttention.apply(q, k, v))
+def _flex_attention(
+    note: Callable[[Work], None], q: Tensor, k: Tensor, v: Tensor, options: attention.ScoreOptions, *documents: Any
+) -> attention.Attended:
+    return attention.Attended(*_FlexAttention.apply(note, options.window, q, k, v))
 
 
 def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:

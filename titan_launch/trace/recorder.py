@@ -6,7 +6,7 @@ are recorded instead. So the tape does not depend on the mode of gradient accumu
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -73,6 +73,7 @@ from titan_launch.trace.trace_engine import (
     log_whole_trace,
     whole_traced_on_error,
 )
+from titan_launch.trace.work import work_of
 from titan_launch.train.flops import flops_of_job, unknown_if_it_fails
 from titan_launch.train.measure import hold_frozen
 from titan_launch.train.mode_choice import inspect_model
@@ -115,6 +116,11 @@ class _Recorder(Ledger):
 
     def product(self) -> None:
         self.notes.append(Bytes((), in_product=True))
+
+    def note_work(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note what an operation computes."""
+        if (work := work_of(operation, args, kwargs, result)) is not None:
+            self.notes.append(work)
 
     def segments(self) -> Iterator[Segment]:
         """Yield what was noted, by the points of the step."""
@@ -254,7 +260,7 @@ def _record(
     with ExitStack() as stack:
         stack.enter_context(hooks_watched(on_hook))
         stack.enter_context(replaced(fsdp, "end_forward", noted_end_forward))
-        without_values = assembled_without_values(config, built, plan, layout, kernels, rank)
+        without_values = assembled_without_values(config, built, plan, layout, kernels, rank, recorder.notes.append)
         assembled, batches = stack.enter_context(without_values)
         model, frozen, mesh = assembled.module, assembled.frozen, assembled.mesh
         path_of |= {module: path for path, module in model.named_modules()}
@@ -265,6 +271,7 @@ def _record(
         stack.enter_context(_gradients_named(recorder, name_of))
         steps = StepPoints(recorder)
         memory = stack.enter_context(watched_memory(model, recorder))
+        memory.on_operation = recorder.note_work
         path_of |= {root: root_path(None if pipeline is None else index) for index, root in enumerate(roots(model))}
         stack.enter_context(watched_parts(config, model, plan, steps))
         stack.enter_context(ExchangesCounted(mesh, _Exchanges(recorder)))

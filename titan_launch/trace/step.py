@@ -6,7 +6,7 @@ Only data, initial values and the update are missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -51,6 +51,7 @@ from titan_launch.plan.memory.ledger import (
 )
 from titan_launch.plan.pipeline import counts_to_run, scaled_to_step
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit, gradients_leave_early
+from titan_launch.plan.speeds import Work
 from titan_launch.plan.types import ModelPlan
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, sends_held, silence
@@ -121,14 +122,21 @@ def trace_step(
 
 
 @contextmanager
-def assembled_without_values(
-    config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int
+def assembled_without_values(  # noqa: PLR0913 - six describe the rank
+    config: JobConfig,
+    built: BuiltModel,
+    plan: ModelPlan,
+    layout: Layout,
+    kernels: Kernels,
+    rank: int,
+    note: Callable[[Work], None] = lambda work: None,
 ) -> Iterator[tuple[AssembledModel, Batches]]:
     """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Yield it and the
     microbatches.
 
     In the block this process acts as that rank, tensors are fake, and operations save the same tensors for backward as
-    `kernels`. No layer is converted to float8, because the memory that torchao needs is not known.
+    `kernels`. No layer is converted to float8, because the memory that torchao needs is not known. `note`: as
+    `kernels_replaced` takes it.
     """
     with ExitStack() as stack:
         stack.enter_context(silence())
@@ -142,7 +150,7 @@ def assembled_without_values(
         batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
         model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load))
+        stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load, note))
         if Category.PARAMETERS in on_host(config.training, kernels):
             stack.enter_context(copies_from_host())
         # PyTorch has no ring attention for CPUs.

@@ -201,6 +201,9 @@ class TraceEngine:
         """
         return self._step(choice).traffic
 
+    def seconds(self, choice: Choice) -> None:
+        """Return None: a trace counts no times of operations."""
+
     def _step(self, choice: Choice) -> TracedStep:
         if choice not in self._known:
             config = with_choice(self._config, choice)

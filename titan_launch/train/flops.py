@@ -231,13 +231,15 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
     return int(2 * pairs * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
-_FORMULAS = {
+FORMULAS = {
     **flop_registry,
     _ATTENTION: _attention_flops,
     _aten._scaled_dot_product_efficient_attention_backward: lambda _, *args, **options: 2 * _attention_flops(*args),
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, *args, **options: 2 * _attention_flops(*args),
     _GROUPED: _grouped_flops,
 }
-"""Functions of the arguments of an operation that return its FLOPs: those of PyTorch, and three others."""
+"""Functions of the arguments of an operation that return its FLOPs: those of PyTorch, and five others."""
 
 
 class _Count(TorchDispatchMode):
@@ -250,7 +252,7 @@ class _Count(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = _FORMULAS.get(func.overloadpacket)
+        formula = FORMULAS.get(func.overloadpacket)
         if formula is not None:
             self.flops[func.overloadpacket] += formula(*args, **kwargs, out_val=result)
         return result

@@ -66,6 +66,9 @@ class PredictedBy:
     def __call__(self, choice: Choice) -> Footprint:
         return self._footprint(choice)
 
+    def seconds(self, choice: Choice) -> None:
+        return None
+
 
 def flops_of(checkpointing: ActivationCheckpointConfig) -> Flops:
     """Return FLOPs that grow with activation checkpointing."""

@@ -223,10 +223,16 @@ class PlannerConfig(Section):
     gpus_per_node: Annotated[int, Field(ge=1)] = 8
     """Number of GPUs per node; on CPUs, number of ranks per node. Ranks are numbered node by node."""
 
-    mfu: Annotated[float, Field(gt=0, le=1)] = 0.38
-    """Assumed fraction of the peak FLOP/s that a step reaches. The peak is `metrics.peak_tflops_per_device`, or else
-    that of the device. FLOPs of activation checkpointing count, as in HFU; `throughput/mfu_percent` does not count
-    them. TorchTitan's published runs of Llama 3 8B on H100 reach 0.37, and 0.42 compiled."""
+    speeds: str | None = None
+    """File that `titan-launch measure-device` wrote, relative to the working directory: measured times of matrix
+    products, attention, memory and collectives, from which step times are predicted. Default: the data sheet of the
+    device, at the shares of its figures that large operations reach."""
+
+    mfu: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of the peak FLOP/s that a step reaches, instead of the times of single operations. The peak is
+    `metrics.peak_tflops_per_device`, or else that of the device. FLOPs of activation checkpointing count, as in HFU;
+    `throughput/mfu_percent` does not count them. Default: 0.38 if neither `speeds` is set nor the device is in the
+    table."""
 
     expert_load: Annotated[float, Field(ge=1)] = 1.0
     """Assumed imbalance with expert parallelism: the rows that the rank with the most rows receives for its experts,

@@ -28,6 +28,7 @@ from titan_launch.core.torch_release import (
 )
 from titan_launch.plan.communication import padded_numel
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.clock import Clock
 from titan_launch.plan.memory.ledger import Category, Ledger
 from titan_launch.plan.replica_shards import ExchangedUnit
 from titan_launch.plan.types import TensorInfo, Unit, sharded_dim
@@ -90,9 +91,12 @@ class Context:
         accumulation: GradientAccumulationConfig,
         exchanged: Mapping[Unit, ExchangedUnit],
         splits_backward: bool = False,
+        clock: Clock | None = None,
     ):
         """`exchanged`: sizes of the gradients that a sharded optimizer exchanges during the last backward.
-        `splits_backward`: True if the backward of weights is separate (zero-bubble schedules)."""
+        `splits_backward`: True if the backward of weights is separate (zero-bubble schedules). `clock`: None if the
+        speeds of the device are not known."""
+        self.clock = clock
         self.ledger = ledger
         self.layout = layout
         self.offloads = Category.GRADIENTS in ledger.on_host
@@ -102,6 +106,8 @@ class Context:
         self.all_gather: Storage | None = None
         """Buffer of the last all-gather in forward. It lives until the copy-out of the next all-gather."""
         self.reduce_scatter_inputs: list[Storage] = []
+        self.reduced_at = 0.0
+        """Time of the end of the last reduce-scatter."""
         self.post_forward_order: list[ShardedUnit] = []
         self.iter_forward_root: ShardedUnit | None = None
         self.traffic: Counter[str] = Counter()
@@ -165,6 +171,8 @@ class Context:
         self._end_iteration()
 
     def _end_iteration(self) -> None:
+        if self.clock is not None:
+            self.clock.wait_for_all()
         for unit in self.units:
             unit.finalize_backward()
         self.post_forward_order.clear()
@@ -277,6 +285,8 @@ class ShardedUnit:
         """FSDP2's `_post_backward_pending`."""
         self._pending: Storage | None = None
         """Buffer of a started all-gather, until `wait_for_unshard`. With one shard, empty memory marks the start."""
+        self._gathered_at = 0.0
+        """Time of the end of this all-gather."""
         self._unsharded_bytes = 0
         self._gradients: dict[int, Storage] = {}
         self._accumulated: dict[int, Storage] = {}
@@ -297,6 +307,8 @@ class ShardedUnit:
         shards = self._shards_to_send()
         self._pending = self._new_bytes(sum(parameter.padded_bytes for parameter in self.parameters))
         self.context.count("all_gather", self._pending.num_bytes, self)
+        if (clock := self.context.clock) is not None:
+            self._gathered_at = clock.all_gather(self._pending.num_bytes, self.unit.expert_parallel > 1)
         del shards
 
     def _new_bytes(self, num_bytes: int, category: Category = Category.ALL_GATHER) -> Storage:
@@ -325,6 +337,10 @@ class ShardedUnit:
         before = self.context.all_gather if is_forward and not FREES_EARLIER else None
         if is_forward:
             self.context.all_gather = None
+        if (clock := self.context.clock) is not None and world > 1:
+            clock.wait(self._gathered_at)
+            clock.copy(2 * self._pending.num_bytes)
+            clock.copied_out()
         if world == 1:
             self._cast_one_by_one()
         else:
@@ -351,6 +367,9 @@ class ShardedUnit:
                 copy = self.context.new(parameter.padded, parameter.stored, Category.ALL_GATHER)
             if parameter.is_cast:
                 copy = self._new_bytes(parameter.padded_bytes)
+            if self.context.clock is not None:
+                stored = parameter.padded * DTYPE_BYTES[parameter.stored] * parameter.is_cast
+                self.context.clock.copy(stored + (2 + parameter.is_cast) * parameter.padded_bytes)
             self._count_unsharded(parameter.padded_bytes)
         del copy
 
@@ -412,6 +431,8 @@ class ShardedUnit:
         """End the unit's forward, even if not all of its modules have run."""
         if self.parameters:
             if not in_backward:
+                if self.context.clock is not None:
+                    self.context.clock.hooks()
                 self.reshard()
                 self.post_forward_indices.append(len(self.context.post_forward_order))
                 self.context.post_forward_order.append(self)
@@ -463,6 +484,8 @@ class ShardedUnit:
         if dtype != gradient.dtype:
             gradient = self.context.new(gradient.numel, dtype, Category.BACKWARD)
         if index in self._gradients:
+            if self.context.clock is not None:
+                self.context.clock.copy(3 * gradient.num_bytes)
             return
         gradient.relabel(Category.UNSHARDED_GRADIENTS)
         self._gradients[index] = gradient
@@ -514,6 +537,8 @@ class ShardedUnit:
                 size = DTYPE_BYTES[gradient.dtype]
                 self.context.traffic["tensor"] += 1
                 self.context.traffic["tensor_bytes"] += parameter.sent_elements * size
+                if self.context.clock is not None:
+                    self.context.clock.exchange("tensor", parameter.sent_elements * size)
                 if parameter.numel == gradient.numel:
                     largest = max(largest, gradient.num_bytes)
                 else:
@@ -529,6 +554,9 @@ class ShardedUnit:
             return
         for index in sorted(self._gradients):
             numel = self._gradients[index].numel
+            if self.context.clock is not None:
+                accumulated = numel * DTYPE_BYTES[self.unit.reduce_dtype]
+                self.context.clock.copy(self._gradients[index].num_bytes + 2 * accumulated)
             self._accumulated[index] = self.context.new(numel, self.unit.reduce_dtype, Category.UNSHARDED_GRADIENTS)
             del self._gradients[index]
 
@@ -545,10 +573,16 @@ class ShardedUnit:
                 chunked = gradients[index]
                 gradients[index] = self._new_bytes(chunked.num_bytes, Category.REDUCE_SCATTER)
         reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
+        clock = self.context.clock
+        if clock is not None and world > 1:
+            clock.wait(self.context.reduced_at)
+            clock.copy(reduce_input.num_bytes + sum(gradient.num_bytes for gradient in gradients))
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)
         if world > 1:
             self.context.count("reduce_scatter", reduce_input.num_bytes, self)
+            if clock is not None:
+                self.context.reduced_at = clock.reduce_scatter(reduce_input.num_bytes, self.unit.expert_parallel > 1)
         if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # FSDP2 divides by 1
             divided = new(padded, dtype, Category.REDUCE_SCATTER)
             del divided
@@ -562,6 +596,8 @@ class ShardedUnit:
         if is_hsdp:
             self._all_reduce_input = output
             self.context.count("all_reduce", output.num_bytes, self)
+            if clock is not None:
+                clock.all_reduce(output.num_bytes)
         reduced = output if KEEPS_REDUCED_GRADIENTS else None
         if dtype != parameters[0].stored:
             output = new(padded // world, parameters[0].stored, Category.REDUCE_SCATTER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
+from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.plan.communication import (
     Collectives,
@@ -23,6 +24,7 @@ from titan_launch.plan.communication import (
 )
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.clock import Clock, Seconds
 from titan_launch.plan.memory.fsdp import Context, ShardedUnit, Storage
 from titan_launch.plan.memory.ledger import (
     MICROBATCHES,
@@ -47,16 +49,19 @@ from titan_launch.plan.param_groups import (
 )
 from titan_launch.plan.pipeline import scaled_to_step
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, gradients_leave_early
+from titan_launch.plan.speeds import Work
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, full_name
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """Memory and traffic of a replayed step."""
+    """Memory, traffic and times of a replayed step."""
 
     footprint: Footprint
     traffic: Traffic
+    seconds: Seconds | None
+    """None if the speeds of the device are not known."""
 
 
 def local_plan(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> ModelPlan:
@@ -194,12 +199,20 @@ class RankModel:
 class Replay:
     """The parts of a model on a rank with their FSDP2 units, for one step."""
 
-    def __init__(self, config: JobConfig, model: RankModel, kernels: Kernels, second: SecondModel | None = None):
-        """`second`: the second model of the loss."""
+    def __init__(
+        self,
+        config: JobConfig,
+        model: RankModel,
+        kernels: Kernels,
+        second: SecondModel | None = None,
+        clock: Clock | None = None,
+    ):
+        """`second`: the second model of the loss. `clock`: a new one, if the speeds of the device are known."""
         self._config = config
         self._model = model
         self._layout = layout = model.layout
         self._ledger = Ledger(on_host(config.training, kernels))
+        self._clock = clock
         self._contexts: dict[str, Context] = {}
         """FSDP2's state of each root, by the path of the root on the tape."""
         self._units: dict[str, ShardedUnit] = {}
@@ -225,6 +238,7 @@ class Replay:
             self._config.gradient_accumulation,
             self._model.exchanged if leave_early else {},
             splits_backward and self._layout.pipeline > 1,
+            self._clock,
         )
         prefix, by_path = SECOND if root == SECOND else "", dict[str, ShardedUnit]()
         for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True):
@@ -253,13 +267,15 @@ class Replay:
         if layout.pipeline > 1:
             self._play(0)
             traffic = scaled_to_step(self._take_traffic(), count, layout, config.gradient_accumulation)
+            times = [self._time()]
         else:
-            count, seen = min(count, MICROBATCHES), []
+            count, seen, times = min(count, MICROBATCHES), [], [self._time()]
             for microbatch in range(count):
                 for context in self._contexts.values():
                     context.begin_microbatch(microbatch == count - 1)
                 self._play(microbatch)
                 seen.append(self._take_traffic())
+                times.append(self._time())
             traffic = traffic_of_microbatches(seen, layout.num_microbatches)
         self._ledger.enter(StepPoint(count - 1, "optimizer", ""))
         for context in self._contexts.values():
@@ -267,7 +283,31 @@ class Replay:
         temporaries = temporary_bytes(config.optimizer, self._model.groups, layout.optimizer_shards)
         units = _joined(self._model.exchanged, self._model.whole)
         book_update(self._ledger, temporaries, units, layout, gradients_leave_early(config.training))
-        return ReplayedStep(self._ledger.footprint(), traffic + traffic_of_replicas(units, layout.optimizer_replicas))
+        traffic += traffic_of_replicas(units, layout.optimizer_replicas)
+        return ReplayedStep(self._ledger.footprint(), traffic, self._seconds(times, units))
+
+    def _time(self) -> Seconds:
+        return Seconds() if self._clock is None else self._clock.seconds
+
+    def _seconds(self, times: Sequence[Seconds], units: Iterable[ExchangedUnit]) -> Seconds | None:
+        """Return the times of the step with its update. `times`: those at the start of the step and after each of its
+        replayed microbatches; of a pipeline, after all. `units`: those whose gradients the replicas exchange."""
+        if self._clock is None:
+            return None
+        replicas, every = self._layout.optimizer_replicas, self._layout.num_microbatches
+        for unit in units:
+            self._clock.exchange_replicas("reduce_scatter", replicas * unit.reduced)
+            self._clock.exchange_replicas("all_gather", replicas * unit.chunks)
+        groups = self._model.groups
+        trained = sum(shard.num_elements * DTYPE_BYTES[shard.dtype] for group in groups for shard in group.shards)
+        # Clipping reads and writes the gradients. The update reads them, and reads and writes all else.
+        self._clock.copy(5 * trained + 2 * state_bytes(self._config.optimizer, groups))
+        seconds = self._clock.seconds
+        if self._layout.pipeline > 1 or every < len(times):
+            return seconds
+        # Of the replayed microbatches, the last but one stands for those that are not.
+        more = times[-3].on_line(times[-2], every - len(times) + 1)
+        return Seconds(*(a + b - c for a, b, c in zip(seconds, more, times[-3], strict=True)))
 
     def _take_traffic(self) -> Traffic:
         counts = sum((context.traffic for context in self._contexts.values()), start=Counter[str]())
@@ -292,7 +332,7 @@ class Replay:
 
     def _play(self, first_microbatch: int) -> None:
         tape = (first_microbatch == 0 and self._model.first) or self._model.tape
-        ledger, allocate, free = self._ledger, self._ledger.allocate, self._ledger.free
+        ledger, allocate, free, clock = self._ledger, self._ledger.allocate, self._ledger.free, self._clock
         for segment in tape.segments:
             ledger.enter(StepPoint(first_microbatch + segment.microbatch, segment.phase, segment.module))
             for event in segment.events:
@@ -304,7 +344,10 @@ class Replay:
                             allocate(num_bytes, category)
                     if event.in_product:
                         ledger.product()
-                elif not isinstance(event, Sent):
+                elif isinstance(event, (Sent, Work)):
+                    if clock is not None:
+                        clock.work(event) if isinstance(event, Work) else clock.exchange(*event)
+                else:
                     self._do(event)
         next(iter(self._contexts.values())).traffic.update(tape.sent)
 

@@ -14,10 +14,11 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig,
 from titan_launch.core.patches import garbage_collection_disabled
 from titan_launch.core.process import in_forks
 from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
-from titan_launch.plan.communication import Traffic, on_line
+from titan_launch.plan.communication import Traffic, on_line, rings_of
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, plan_untrained, with_choice
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.clock import Clock, Seconds
 from titan_launch.plan.memory.depth import Shortcut, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate, with_growth
 from titan_launch.plan.memory.recordings import Recordings, TapesOf
@@ -25,6 +26,7 @@ from titan_launch.plan.memory.replay import RankModel, Replay, ReplayedStep, Sec
 from titan_launch.plan.memory.tape import with_blocks
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.pipeline import counts_to_run, parts_on_rank, representative_ranks
+from titan_launch.plan.speeds import Speeds
 from titan_launch.plan.types import ModelPlan
 
 
@@ -44,14 +46,23 @@ class Parts(NamedTuple):
 class ReplayEngine:
     """Predicts a job's step under the modes of a `Choice`."""
 
-    def __init__(self, config: JobConfig, layout: Layout, kernels: Kernels, recordings: Recordings):
+    def __init__(
+        self,
+        config: JobConfig,
+        layout: Layout,
+        kernels: Kernels,
+        recordings: Recordings,
+        speeds: Speeds | None = None,
+    ):
+        """`speeds`: None if times are not asked for, or not known."""
         # A compiled job is planned as an eager one.
         self._config = config.model_copy(update={"compile": CompileConfig()})
         self._layout = layout
         self._kernels = kernels
+        self._speeds = speeds
         self._recordings = recordings
         self._counts = counts_to_run(config.parallelism, layout) if layout.pipeline > 1 else (1,)
-        self._steps: dict[Choice, tuple[Footprint, Traffic]] = {}
+        self._steps: dict[Choice, ReplayedStep] = {}
         self._plan = cache(self._planned)
         self._parts = cache(self._parts_of_rank)
         self._model = cache(self._model_of_rank)
@@ -59,13 +70,17 @@ class ReplayEngine:
 
     def __call__(self, choice: Choice) -> Footprint:
         """Return the active memory of the rank with the highest peak. Raises ConfigError as a run would."""
-        return self._step(choice)[0]
+        return self._step(choice).footprint
 
     def traffic(self, choice: Choice) -> Traffic:
         """Return the traffic of the same rank in a step."""
-        return self._step(choice)[1]
+        return self._step(choice).traffic
 
-    def _step(self, choice: Choice) -> tuple[Footprint, Traffic]:
+    def seconds(self, choice: Choice) -> Seconds | None:
+        """Return the times of the slowest rank in a step; None if the speeds of the device are not known."""
+        return self._step(choice).seconds
+
+    def _step(self, choice: Choice) -> ReplayedStep:
         if choice not in self._steps:
             self._steps[choice] = self._predicted(choice)
         return self._steps[choice]
@@ -82,11 +97,12 @@ class ReplayEngine:
         plans = parts_on_rank(plan, rank)
         return Parts(plan, plans, find_shortcut(plans[0]) if len(plans) == 1 else None)
 
-    def _predicted(self, choice: Choice) -> tuple[Footprint, Traffic]:
+    def _predicted(self, choice: Choice) -> ReplayedStep:
         plan = self._plan(bool(choice.accumulation.keep_params_unsharded))
         with garbage_collection_disabled():  # a replay makes many objects, all of which their reference counts free
             ranks = [self._of_rank(choice, rank) for rank in representative_ranks(plan)]
-        return max(ranks, key=lambda predicted: predicted[0].peak_bytes)
+        fullest = max(ranks, key=lambda step: step.footprint.peak_bytes)
+        return replace(fullest, seconds=max((step.seconds for step in ranks if step.seconds is not None), default=None))
 
     def predict_ahead(self, choices: Sequence[Choice]) -> None:
         """Predict several choices, in one process per core, so that a later call is a look-up."""
@@ -108,15 +124,18 @@ class ReplayEngine:
         # Autograd converts each use's gradient of a shared parameter, and adds them in the reduce dtype.
         return own, first if _is_tied(self._plan(bool(choice.accumulation.keep_params_unsharded))) else None
 
-    def _of_rank(self, choice: Choice, rank: int) -> tuple[Footprint, Traffic]:
+    def _of_rank(self, choice: Choice, rank: int) -> ReplayedStep:
         """Return the prediction for a pipeline rank."""
         layout, counts = self._layout, self._counts
         if layout.pipeline == 1:
-            step = self._replayed(choice, rank, 0, layout.num_microbatches)
-            return step.footprint, step.traffic
+            return self._replayed(choice, rank, 0, layout.num_microbatches)
         step, *longer = (self._replayed(choice, rank, index, count) for index, count in enumerate(counts))
         footprint = with_growth([step.footprint, *(s.footprint for s in longer)], counts, layout.num_microbatches)
-        return replace(footprint, pipeline_rank=rank), step.traffic
+        seconds = step.seconds
+        if longer and seconds is not None and longer[0].seconds is not None:
+            factor = (layout.num_microbatches - counts[0]) / (counts[1] - counts[0])
+            seconds = seconds.on_line(longer[0].seconds, factor)
+        return ReplayedStep(replace(footprint, pipeline_rank=rank), step.traffic, seconds)
 
     def _replayed(self, choice: Choice, rank: int, index: int, num_microbatches: int) -> ReplayedStep:
         """Replay the tape with an index at two smaller depths and extrapolate, or at the model's own depth."""
@@ -126,13 +145,19 @@ class ReplayEngine:
 
         def at(removed: tuple[str, ...]) -> ReplayedStep:
             model = self._model(is_kept, wanted, first, index, removed)
-            return Replay(config, model, self._kernels, self._second()).step(num_microbatches)
+            clock = None
+            if self._speeds is not None:
+                clock = Clock(self._speeds, rings_of(self._layout, config.planner.gpus_per_node))
+            return Replay(config, model, self._kernels, self._second(), clock).step(num_microbatches)
 
         if shortcut is not None and self._recordings.tapes(wanted)[index].parts[0].likes:
             shorter, longer = at(shortcut.removed_from_shorter), at(shortcut.removed_from_longer)
             footprint = extrapolate(shorter.footprint, longer.footprint, shortcut.factor)
             if footprint is not None:
-                return ReplayedStep(footprint, on_line(shorter.traffic, longer.traffic, shortcut.factor))
+                seconds = None
+                if shorter.seconds is not None and longer.seconds is not None:
+                    seconds = shorter.seconds.on_line(longer.seconds, shortcut.factor)
+                return ReplayedStep(footprint, on_line(shorter.traffic, longer.traffic, shortcut.factor), seconds)
         return at(())
 
     def _model_of_rank(

@@ -14,6 +14,7 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar
 
 from titan_launch.plan.memory.ledger import Category
+from titan_launch.plan.speeds import Work
 from titan_launch.plan.types import enclosing, is_within
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Sent(NamedTuple):
     num_bytes: int
 
 
-Event = Bytes | Step | Gradient | Sent
+Event = Bytes | Step | Gradient | Sent | Work
 
 
 @dataclass(frozen=True)
@@ -167,19 +168,26 @@ def compact(events: Iterable[Event]) -> Iterator[Event]:
     """Yield the events, with each run of allocations and frees reduced to its highest points and its end.
 
     Between two other events only these count: the highest total, the highest total in a matrix product, and the end.
-    Collectives do not end a run, because they only count traffic. They come last.
+    Computation and collectives do not end a run, because they hold no memory. Computation comes before the next call
+    of a hook, and collectives come last.
     """
-    run, sent = list[Bytes](), list[Sent]()
+    run, sent, work = list[Bytes](), list[Sent](), Counter[Work]()
     for event in events:
         if isinstance(event, Sent):
             sent.append(event)
+        elif isinstance(event, Work):
+            work[event._replace(times=1)] += event.times
         elif isinstance(event, Bytes) and all(category is not Category.OFFLOADED for category, _ in event.changes):
             run.append(event)
         else:
             yield from _states(run)
+            run.clear()
+            if isinstance(event, Step):
+                yield from (one._replace(times=times) for one, times in work.items())
+                work.clear()
             yield event
-            run = []
     yield from _states(run)
+    yield from (one._replace(times=times) for one, times in work.items())
     yield from sent
 
 
@@ -305,7 +313,7 @@ def _rename(path: str, names: Mapping[str, str]) -> str:
     return path
 
 
-_KINDS: tuple[Callable[..., Event], ...] = (Bytes, Step, Gradient, Sent)
+_KINDS: tuple[Callable[..., Event], ...] = (Bytes, Step, Gradient, Sent, Work)
 
 
 def to_json(tape: Tape) -> dict[str, Any]:
@@ -335,6 +343,9 @@ def from_json(value: Mapping[str, Any]) -> Tape:
         if kind == 2:
             name, num_bytes, dtype, category = fields
             return Gradient(name, num_bytes, dtype, categories[category])
+        if kind == 4:
+            name, dtype, sizes, times = fields
+            return Work(name, dtype, tuple(sizes), times)
         return _KINDS[kind](*fields)
 
     parts = (Blocks(tuple(paths), likes, equals) for paths, likes, equals in value["parts"])

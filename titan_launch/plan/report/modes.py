@@ -12,9 +12,10 @@ from titan_launch.plan.communication import LinkTraffic, Traffic, link_traffic_o
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import Choice, is_configured_choice, possible_choices
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.clock import Seconds
 from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.plan.memory.recordings import Recordings
-from titan_launch.plan.step_time import FlopsOf, StepTime, bubble_share, estimate_step_time
+from titan_launch.plan.step_time import FlopsOf, StepTime, bubble_share, estimate_step_time, step_time
 from titan_launch.plan.types import Inventory
 
 
@@ -26,6 +27,9 @@ class Engine(Protocol):
 
     def traffic(self, choice: Choice) -> Traffic:
         """Return the traffic of the rank with the highest peak, as in `__call__`."""
+
+    def seconds(self, choice: Choice) -> Seconds | None:
+        """Return the times of the slowest rank; None if they are not known."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,12 @@ def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subj
     per_rank = None if flops is None else flops.per_sample * layout.samples_per_rank // layout.model_parallel
     excess = min(config.planner.expert_load, layout.expert) - 1  # of the busiest rank's rows of experts over the mean
     busiest = None if flops is None or per_rank is None else per_rank * (1 + excess * flops.experts_share)
-    bubble = bubble_share(config.parallelism, layout)
+    share = bubble_share(config.parallelism, layout)
+    seconds = subject.engine.seconds(choice)
+    if seconds is None or choice.activation_checkpoint.mode == "memory_budget":  # the compiler decides its operations
+        time = estimate_step_time(busiest, link_traffic, hardware, share, exposed)
+    else:
+        time = step_time(seconds, share)
     reserved = estimate_reserved(footprint, hardware)
     return Row(
         choice=choice,
@@ -124,7 +133,7 @@ def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subj
         traffic=traffic,
         link_traffic=link_traffic,
         flops_per_rank=per_rank,
-        time=estimate_step_time(busiest, link_traffic, hardware, bubble, exposed),
+        time=time,
         reserved_bytes=reserved,
         verdict=judge(footprint, reserved, hardware),
         is_own=is_configured_choice(config, choice),

@@ -145,6 +145,11 @@ _COLUMNS = (
         "shortest and longest time of a step: all communication overlaps with computation, or none",
         lambda row: _interval(row.time.interval),
     ),
+    _Column(
+        "expected s",
+        "time of a step if computation and collectives run in the order in which FSDP2 starts them",
+        lambda row: _seconds(row.time.ordered),
+    ),
 )
 
 
@@ -223,7 +228,11 @@ def format_assumptions(
     `has_flops`: the FLOPs of the model are known. `expert_load`: result of `plan.experts.describe_load`.
     """
     needed = "sum of the CUDA streams' peaks" if hardware.kernels == "cuda" else "active memory"
-    peak = f"{hardware.peak_tflops:g} TFLOP/s peak x {hardware.mfu:g} (mfu)" if hardware.peak_tflops else "unknown peak"
+    computation = "unknown peak"
+    if hardware.speeds is not None:
+        computation = f"each operation by its FLOPs and bytes; {hardware.speeds.source}"
+    elif hardware.peak_tflops:
+        computation = f"{hardware.peak_tflops:g} TFLOP/s peak x {hardware.mfu:g} (mfu)"
     lines = [
         ("device", hardware.device or ("cpu" if hardware.kernels == "cpu" else "none")),
         ("memory limit", format_limit(hardware) if hardware.memory_gib else "none"),
@@ -231,7 +240,7 @@ def format_assumptions(
             "reserved memory",
             f"{needed} x {1 + hardware.fragmentation:g} (fragmentation) + {hardware.overhead_gib:g} GiB (overhead)",
         ),
-        ("computation", peak),
+        ("computation", computation),
         ("links", _links(hardware)),
         *([("expert load", expert_load)] if expert_load else []),
         ("memory engine", f"{engine}, {hardware.kernels} kernels of torch {planned_release()}"),
@@ -259,7 +268,7 @@ def _unknowns(hardware: Hardware, has_flops: bool) -> list[str]:
     found = []
     if hardware.memory_gib is None:
         found.append("no verdicts: set a limit with --device (or planner.device) or --memory-gib (planner.memory_gib)")
-    if hardware.peak_tflops is None:
+    if hardware.peak_tflops is None and hardware.speeds is None:
         found.append("no compute seconds: set --device, or metrics.peak_tflops_per_device")
     elif not has_flops:
         found.append(
@@ -322,4 +331,5 @@ def _describe(row: Row, is_chosen: bool) -> dict[str, Any]:
         "bubble_seconds_estimated": row.time.bubble,
         "communication_seconds_estimated": row.time.communication,
         "step_seconds_estimated": row.time.interval,
+        "step_seconds_expected": row.time.expected,
     }

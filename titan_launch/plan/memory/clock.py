@@ -1,0 +1,122 @@
+"""The time of a rank's step, as FSDP2 orders computation and collectives. No torch.
+
+One stream computes. FSDP2's collectives run one after another beside it. An all-gather begins when the parameters of
+the unit before the last one have been copied out of their buffer, because FSDP2 has at most two buffers. A
+reduce-scatter begins when the gradients exist, and computation waits for the one before it. Computation waits for the
+collectives of tensor, context and expert parallelism. If collectives use the cores that compute, nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from titan_launch.plan.communication import Ring, Rings
+from titan_launch.plan.speeds import OF_AXIS, CollectiveKind, Speeds, Work
+
+
+class Seconds(NamedTuple):
+    """Times of a rank in a step, without the bubble of a pipeline."""
+
+    total: float = 0.0
+    compute: float = 0.0
+    communication: float = 0.0
+
+    exposed: float = 0.0
+    """Part of `communication` for which computation always waits: that of tensor, context and expert parallelism."""
+
+    least_compute: float = 0.0
+    """Time that the recorded operations would not fall below in a larger microbatch, in proportion to its samples."""
+
+    def on_line(self, other: Seconds, factor: float) -> Seconds:
+        """Return `self + factor * (other - self)`."""
+        return Seconds(*(x + factor * (y - x) for x, y in zip(self, other, strict=True)))
+
+
+class Clock:
+    """The time of a rank while it replays a step."""
+
+    def __init__(self, speeds: Speeds, rings: Rings):
+        self._speeds, self._rings = speeds, rings
+        self._now = self._end_of_links = 0.0
+        self._compute = self._communication = self._exposed = self._least = 0.0
+        self._copies = 0.0, 0.0
+        """Times of the last two copies out of a buffer, the older one first."""
+
+    @property
+    def seconds(self) -> Seconds:
+        """The times so far."""
+        return Seconds(self._now, self._compute, self._communication, self._exposed, self._least)
+
+    def work(self, work: Work) -> None:
+        """Compute."""
+        self._spend(self._speeds.seconds(work))
+        self._least += self._speeds.least_seconds(work)
+
+    def copy(self, num_bytes: int) -> None:
+        """Read and write a number of bytes together."""
+        if num_bytes:
+            self._spend(self._speeds.memory_seconds(num_bytes))
+
+    def hooks(self) -> None:
+        """Run FSDP2's hooks of a unit, in forward and backward."""
+        self._spend(self._speeds.unit_seconds)
+
+    def _spend(self, seconds: float) -> None:
+        self._now += seconds
+        self._compute += seconds
+
+    def exchange(self, axis: str, sent_bytes: int) -> None:
+        """Communicate along an axis that is not FSDP2's. Computation waits, but not for a send between stages."""
+        ring: Ring = getattr(self._rings, axis)
+        kinds = OF_AXIS[axis]
+        seconds = sum(self._seconds(kind, ring, sent_bytes) for kind in kinds) / len(kinds)
+        self._communication += seconds
+        if axis == "pipeline" and self._speeds.overlaps:
+            self._end_of_links = max(self._end_of_links, self._now) + seconds
+            return
+        if self._end_of_links > self._now:  # both use the links
+            self._end_of_links += seconds
+        self._now += seconds
+        self._exposed += seconds * (axis != "pipeline")
+
+    def all_gather(self, buffer_bytes: int, of_experts: bool) -> float:
+        """Start an all-gather of a unit's parameters. Return the time of its end."""
+        ring = self._rings.expert_shards if of_experts else self._rings.shards
+        return self._start("all_gather", ring, buffer_bytes, self._copies[0])
+
+    def copied_out(self) -> None:
+        """Note that a buffer has been copied into the parameters."""
+        self._copies = self._copies[1], self._now
+
+    def reduce_scatter(self, buffer_bytes: int, of_experts: bool) -> float:
+        """Start a reduce-scatter of a unit's gradients. Return the time of its end."""
+        ring = self._rings.expert_shards if of_experts else self._rings.shards
+        return self._start("reduce_scatter", ring, buffer_bytes, self._now)
+
+    def all_reduce(self, buffer_bytes: int) -> float:
+        """Start an all-reduce between the replicas. Return the time of its end."""
+        return self._start("all_reduce", self._rings.replicas, buffer_bytes, self._now, passes=2)
+
+    def exchange_replicas(self, kind: CollectiveKind, buffer_bytes: int) -> None:
+        """Exchange the gradients or parameters of an optimizer that is sharded over the replicas, and wait."""
+        self.wait(self._start(kind, self._rings.replicas, buffer_bytes, self._now))
+
+    def wait(self, until: float) -> None:
+        """Let computation wait for a collective."""
+        self._now = max(self._now, until)
+
+    def wait_for_all(self) -> None:
+        """Let computation wait for all collectives."""
+        self.wait(self._end_of_links)
+
+    def _start(self, kind: CollectiveKind, ring: Ring, buffer_bytes: int, earliest: float, passes: int = 1) -> float:
+        seconds = self._seconds(kind, ring, passes * float(buffer_bytes * ring.sent))
+        self._communication += seconds
+        if self._speeds.overlaps:
+            self._end_of_links = max(self._end_of_links, earliest) + seconds
+            return self._end_of_links
+        self._now += seconds
+        return self._now
+
+    def _seconds(self, kind: CollectiveKind, ring: Ring, sent_bytes: float) -> float:
+        return self._speeds.collective_seconds(kind, ring.size, ring.crossings, sent_bytes)

@@ -1,0 +1,97 @@
+"""The work of operations that run on tensors without values: sizes of products, FLOPs, or bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from titan_launch.plan.speeds import Work
+from titan_launch.precision.observation import dtype_of
+from titan_launch.train.flops import FORMULAS
+
+_aten = torch.ops.aten
+
+_FACTORS = {_aten.mm: 0, _aten._scaled_mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
+"""Operations that multiply matrices, with the index of their first factor."""
+
+_NO_WORK = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.empty_permuted,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten.detach,
+    _aten.lift_fresh,
+}
+_READS_ROWS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten.nll_loss_forward}
+"""Operations that read as much of their first argument as they return."""
+
+
+def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work | None:
+    """Return the work of an operation; None if it computes nothing."""
+    packet = operation.overloadpacket
+    if operation.namespace != "aten" or packet in _NO_WORK or _is_view(operation):
+        return None
+    if packet in _FACTORS:
+        first = _FACTORS[packet]
+        return product(*args[first : first + 2])
+    if packet is _aten._grouped_mm:
+        return _grouped_product(*args)
+    formula = FORMULAS.get(packet)
+    if formula is not None:
+        kind: Any = "convolution"
+        if "attention" in packet.__name__:
+            kind = "attention_backward" if "backward" in packet.__name__ else "attention"
+        return Work(kind, dtype_of(args[0]), (int(formula(*args, **kwargs, out_val=result)),))
+    inputs, results = (sum(map(_num_bytes, _tensors(value))) for value in ([*args, *kwargs.values()], result))
+    return moved(2 * results if packet in _READS_ROWS else inputs + results)
+
+
+def product(a: Tensor, b: Tensor) -> Work:
+    """Return the work of a product of two matrices, or of two stacks of them."""
+    *stacked, rows, inner = a.shape
+    return Work("product", dtype_of(a), (prod(stacked), rows, inner, b.shape[-1]))
+
+
+def moved(num_bytes: int) -> Work:
+    """Return the work of an operation that reads and writes a number of bytes."""
+    return Work("memory", "", (num_bytes,))
+
+
+def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None = None, *_: Any) -> Work:
+    """The groups divide the rows, the columns, or what is summed over."""
+    groups = b.shape[0] if b.dim() == 3 else a.shape[0] if a.dim() == 3 else 1 if ends is None else ends.shape[0]
+    rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+    if a.dim() == 2 and b.dim() == 3:
+        rows = -(-rows // groups)
+    elif a.dim() == 3 and b.dim() == 2:
+        columns = -(-columns // groups)
+    elif a.dim() == 2:
+        inner = -(-inner // groups)
+    return Work("product", dtype_of(a), (groups, rows, inner, columns))
+
+
+@cache
+def _is_view(operation: OpOverload) -> bool:
+    results = operation._schema.returns
+    return bool(results) and all(r.alias_info is not None and not r.alias_info.is_write for r in results)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor. An expanded one has fewer than its elements."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
