@@ -6,7 +6,6 @@ the data sheet's figures that large operations reach. `titan-launch measure-devi
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.core.errors import config_error
-from titan_launch.core.files import read_regular
-from titan_launch.core.json_files import JsonError, parse_as, reason_of
 
 T = TypeVar("T")
 
@@ -106,13 +103,18 @@ class Measured:
 
     def dumps(self) -> str:
         """Return the measurements as JSON."""
+        import json  # imported here, because checks of a job file import this module
+
         return json.dumps(asdict(self), indent=1)
 
 
 def read_measured(path: str) -> Measured:
     """Return the measurements in the file of `planner.speeds`. Raises ConfigError for a file that cannot be read, and
     for measurements that are incomplete."""
-    from pydantic import TypeAdapter  # imported here, because it takes longer than the rest of this module
+    from pydantic import TypeAdapter  # imported here, because checks of a job file import this module
+
+    from titan_launch.core.files import read_regular
+    from titan_launch.core.json_files import JsonError, parse_as, reason_of
 
     try:
         measured = parse_as(TypeAdapter(Measured), read_regular(Path(path), _MOST_BYTES))
