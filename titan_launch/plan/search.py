@@ -82,6 +82,9 @@ _LEAST_TOKENS = 4096
 """Tokens of a sequence that context parallelism leaves to a rank."""
 
 SHOWN = 5
+NEAR = 0.05
+"""Of the kinds that take longer than the best one by more than this share, only some are tried."""
+
 _SAME = 1e-3
 """Steps whose times differ by less than this share count as equal: then the simpler layout is better."""
 
@@ -150,8 +153,12 @@ class _Probe:
     activations_per_sample: float
     """Bytes that the blocks save for backward."""
 
-    compute_per_sample: float | None
-    """Seconds that the recorded operations would not fall below in any microbatch. None: speeds are not known."""
+    size: int
+    """Samples of its microbatch."""
+
+    compute: tuple[float, float] | None
+    """Seconds of the model's operations for a sample: in this microbatch, and at least in larger ones. None: speeds are
+    not known."""
 
     @classmethod
     def of(cls, found: Found, inventory: Inventory) -> _Probe:
@@ -163,8 +170,11 @@ class _Probe:
         if len(at) == 2 and all(point in peaks for point in at):
             first, last = (peaks[point].by_category[Category.ACTIVATIONS] for point in at)
             saved = max(0.0, last - first) / found.layout.local_batch_size  # temporaries are in both
-        least, layout = found.row.time.least_compute, found.layout
-        return cls(found.row.time.exposed, held, saved, None if least is None else least / layout.samples_per_rank)
+        time, samples = found.row.time, found.layout.samples_per_rank
+        compute = None
+        if time.recorded is not None and time.least_recorded is not None:
+            compute = time.recorded / samples, _OF_RECORDED * time.least_recorded / samples
+        return cls(time.exposed, held, saved, found.layout.local_batch_size, compute)
 
 
 class Search:
@@ -252,7 +262,10 @@ class Search:
     def _limit(self, found: Mapping[Kind, Found]) -> float:
         """Return the time above which no result is of interest."""
         seconds = sorted(job.seconds for job in found.values())
-        return seconds[SHOWN - 1] * (1 + _SAME) if len(seconds) >= SHOWN else float("inf")
+        if not seconds:
+            return math.inf
+        fifth = seconds[SHOWN - 1] if len(seconds) >= SHOWN else math.inf
+        return min(fifth * (1 + _SAME), seconds[0] * (1 + NEAR))
 
     # The jobs to try
 
@@ -412,10 +425,11 @@ class Search:
             assert compute is not None
             return compute
         seconds = flops / speeds.most_flops_per_s
-        if probe is not None and probe.compute_per_sample is not None:
+        if probe is not None and probe.compute is not None:
             # Probes have the most chunks, whose head runs twice.
-            share = counted / self._flops.get((checkpointing, self._chunks()[-1]), counted)
-            seconds = probe.compute_per_sample * layout.samples_per_rank / layout.pipeline * share * _OF_RECORDED
+            share = counted / self._flops.get((checkpointing, self._chunks()[-1]), counted) / layout.pipeline
+            per_sample = probe.compute[layout.local_batch_size > probe.size]
+            seconds = per_sample * layout.samples_per_rank * share * (_OF_RECORDED if share < 1 else 1.0)
         return seconds * (1 + bubble)
 
     def _smallest_share(self, job: JobConfig) -> float:
@@ -446,35 +460,39 @@ class Search:
         not possible."""
         best: Found | None = None
         sizes = self._sizes(family)
-        too_large = set[tuple[ActivationCheckpointConfig, int]]()
+        too_large = set[tuple[ActivationCheckpointConfig, int, int]]()
         of_loss = {"", "head", *self._inventory.head}
         try:
             modes = self._modes(with_local_batch_size(family, sizes[0]))
             checkpointings = dict.fromkeys(job.activation_checkpoint for job in modes)
-            for checkpointing, chunks in product(checkpointings, self._chunks()):
-                for size in sizes:
-                    job = with_values(family, {_CHUNKS: chunks, _BATCH: size})
-                    if self._bound(job, checkpointing) >= limit or (checkpointing, size) in too_large:
-                        continue
-                    planned = list(self._until_best(job, checkpointing))
-                    if not planned:
-                        continue
-                    fitting = [found for found in planned if found.row.verdict == "fits"]
-                    for found in chain(fitting, self._with_replicas(fitting)):
-                        if found.seconds < limit:
-                            best, limit = found, found.seconds * (1 - _SAME)
-                    if not fitting:  # a larger microbatch takes more memory
-                        if planned[0].row.footprint.peak_point.unit not in of_loss:  # nor do more chunks help
-                            too_large |= {(checkpointing, other) for other in sizes if other >= size}
-                        break
+            tries = [
+                (self._bound(job, checkpointing), checkpointing, job)
+                for checkpointing, chunks, size in product(checkpointings, self._chunks(), sizes)
+                for job in [with_values(family, {_CHUNKS: chunks, _BATCH: size})]
+            ]
+            for bound, checkpointing, job in sorted(tries, key=lambda one: one[0]):
+                size, chunks = job.training.local_batch_size, job.loss.chunks
+                assert isinstance(size, int)
+                if bound >= limit or (checkpointing, chunks, size) in too_large:
+                    continue
+                planned = list(self._until_best(job, checkpointing, limit))
+                if not planned:
+                    continue
+                fitting = [found for found in planned if found.row.verdict == "fits"]
+                for found in chain(fitting, self._with_replicas(fitting, limit)):
+                    if found.seconds < limit:
+                        best, limit = found, found.seconds * (1 - _SAME)
+                if not fitting:  # a larger microbatch takes more memory
+                    helps = planned[0].row.footprint.peak_point.unit in of_loss  # more chunks may help
+                    also = [chunks] if helps else self._chunks()
+                    too_large |= {(checkpointing, n, other) for n in also for other in sizes if other >= size}
         except ConfigError as error:
             return best, error.problems[0].reason
         return best, None
 
-    def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig) -> Iterator[Found]:
-        """Yield a job in its gradient accumulation modes, until one that fits is as fast as its computation, or until
-        the mode with the least memory does not fit."""
-        bound = self._bound(job, checkpointing)
+    def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, limit: float) -> Iterator[Found]:
+        """Yield a job in its gradient accumulation modes, until no other mode can take less time than one that fits, or
+        than `limit`, or until the mode with the least memory does not fit."""
         for replicas, sharded in self._starts():
             for one in self._modes(with_values(job, {_REPLICAS: replicas, _SHARDED: sharded})):
                 if one.activation_checkpoint != checkpointing:
@@ -482,16 +500,17 @@ class Search:
                 found = self._planned(one)
                 yield found
                 if found.row.verdict == "fits":
-                    if found.seconds * (1 - _SAME) <= bound:
-                        return
+                    limit = min(limit, found.seconds * (1 - _SAME))
                 elif not one.gradient_accumulation.row.defers:
                     break
+                if (found.row.time.least or 0.0) >= limit:
+                    return
 
-    def _with_replicas(self, without: Sequence[Found]) -> Iterator[Found]:
-        """Yield jobs with replicas that fit, and that take less time than those `without`."""
+    def _with_replicas(self, without: Sequence[Found], limit: float) -> Iterator[Found]:
+        """Yield jobs with replicas that fit, and that take less time than those `without`, and than `limit`."""
         if not self._is_free(_REPLICAS):
             return
-        best = min((job.seconds for job in without), default=0.0)
+        best = min([limit, *(job.seconds for job in without)])
         for sharded, job in product(self._values(_SHARDED, (False, True)), without):
             for replicas in _powers(job.layout.shard * job.layout.replicate)[1:]:
                 other = with_values(job.config, {_REPLICAS: replicas, _SHARDED: sharded})
@@ -500,7 +519,7 @@ class Search:
                 # The traffic of one replica lacks that between replicas, so it is a lower bound.
                 traffic = link_traffic_of_step(job.row.traffic, self._layout(other), self._hardware.gpus_per_node)
                 seconds = communication_seconds(traffic, self._hardware)
-                bound = job.row.time.least(seconds or 0.0)
+                bound = job.row.time.least_with_replicas(seconds or 0.0)
                 if bound is None or bound >= best * (1 - _SAME):
                     continue
                 found = [self._planned(one) for one in self._like(other, job.row)]

@@ -32,7 +32,11 @@ class StepTime:
     ordered: float | None = None
     """Seconds of the step as FSDP2 orders computation and collectives (`plan.memory.clock`). None: not known."""
 
-    least_compute: float | None = None
+    recorded: float | None = None
+    """Part of `compute` of the model's own operations, with the bubble: the same in all modes of gradient accumulation
+    and for all replicas. None: not known."""
+
+    least_recorded: float | None = None
     """See `plan.memory.clock.Seconds`."""
 
     @property
@@ -53,12 +57,20 @@ class StepTime:
             return self.ordered
         return max(self.compute, self.communication - self.exposed) + self.exposed
 
-    def least(self, communication: float) -> float | None:
-        """Return a time that the step does not fall below if FSDP2's collectives take `communication` seconds more or
-        less. None if computation is unknown."""
-        if self.compute is None or self.ordered is not None:
-            return None if self.compute is None else max(self.compute + self.exposed, communication)
-        return replace(self, communication=communication).expected
+    def least_with_replicas(self, communication: float) -> float | None:
+        """Return a time that the step does not fall below with more replicas, if all communication takes at least
+        `communication` seconds. None if computation is unknown."""
+        if self.compute is not None and self.ordered is not None:
+            return max(self.compute + self.exposed, communication)
+        return replace(self, communication=max(communication, self.exposed)).expected
+
+    @property
+    def least(self) -> float | None:
+        """A time that the step does not fall below in any mode of gradient accumulation, on any number of replicas.
+        None if computation is unknown."""
+        if self.recorded is not None:
+            return self.recorded + self.exposed
+        return replace(self, communication=self.exposed).expected
 
     def ties_with(self, other: StepTime) -> bool:
         """Return True if either of two steps may be the shorter one: their intervals overlap or are unknown."""
@@ -94,8 +106,15 @@ def estimate_step_time(
 def step_time(seconds: Seconds, bubble_share: float) -> StepTime:
     """Return the time of a step from the times of the slowest rank. `bubble_share`: see the function `bubble_share`."""
     bubble = (seconds.compute + seconds.exposed) * bubble_share
-    compute, total, least = seconds.compute + bubble, seconds.total + bubble, seconds.least_compute
-    return StepTime(compute, seconds.communication, bubble, seconds.exposed, ordered=total, least_compute=least)
+    return StepTime(
+        compute=seconds.compute + bubble,
+        communication=seconds.communication,
+        bubble=bubble,
+        exposed=seconds.exposed,
+        ordered=seconds.total + bubble,
+        recorded=seconds.recorded * (1 + bubble_share),
+        least_recorded=seconds.least_recorded,
+    )
 
 
 def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:

@@ -24,8 +24,11 @@ class Seconds(NamedTuple):
     exposed: float = 0.0
     """Part of `communication` for which computation always waits: that of tensor, context and expert parallelism."""
 
-    least_compute: float = 0.0
-    """Time that the recorded operations would not fall below in a larger microbatch, in proportion to its samples."""
+    recorded: float = 0.0
+    """Part of `compute` of the model's own operations, which FSDP2 and the update do not change."""
+
+    least_recorded: float = 0.0
+    """Time that these operations would not fall below in a larger microbatch, in proportion to its samples."""
 
     def on_line(self, other: Seconds, factor: float) -> Seconds:
         """Return `self + factor * (other - self)`."""
@@ -38,18 +41,20 @@ class Clock:
     def __init__(self, speeds: Speeds, rings: Rings):
         self._speeds, self._rings = speeds, rings
         self._now = self._end_of_links = 0.0
-        self._compute = self._communication = self._exposed = self._least = 0.0
+        self._compute = self._communication = self._exposed = self._recorded = self._least = 0.0
         self._copies = 0.0, 0.0
         """Times of the last two copies out of a buffer, the older one first."""
 
     @property
     def seconds(self) -> Seconds:
         """The times so far."""
-        return Seconds(self._now, self._compute, self._communication, self._exposed, self._least)
+        return Seconds(self._now, self._compute, self._communication, self._exposed, self._recorded, self._least)
 
     def work(self, work: Work) -> None:
         """Compute."""
-        self._spend(self._speeds.seconds(work))
+        seconds = self._speeds.seconds(work)
+        self._spend(seconds)
+        self._recorded += seconds
         self._least += self._speeds.least_seconds(work)
 
     def copy(self, num_bytes: int) -> None:
