@@ -18,7 +18,7 @@ from titan_launch.metrics.device_speeds import Scope, measure
 from titan_launch.plan.speeds import CollectiveKind, Measured, read_measured
 
 BYTES = (4096, 32768)
-SCOPE = Scope((64, 256), (1, 2, 64, 16), (2, 8, 8), BYTES, BYTES, budget_seconds=0.01)
+SCOPE = Scope((64, 256), (1, 2, 16), (16, 64), (2, 8, 8), BYTES, BYTES, budget_seconds=0.01)
 
 
 def measure_here(scope: Scope = SCOPE, ranks_per_host: int | None = None) -> tuple[Measured, list[str], float]:
@@ -56,7 +56,7 @@ def test_measurements_of_two_ranks_are_complete_and_plausible(tmp_path: Path) ->
 
 def test_groups_divide_the_ranks_and_know_whether_they_cross_nodes() -> None:
     for world_size, groups in ((4, {2: False, 4: True}), (3, {3: True}), (1, {})):
-        scope = Scope((16, 32), (1, 1, 16, 8), (1, 4, 4), BYTES[:1], BYTES[:1], budget_seconds=0.001)
+        scope = Scope((16, 32), (1, 1, 8), (16,), (1, 4, 4), BYTES[:1], BYTES[:1], budget_seconds=0.001)
         measured, _, _ = run_ranks(measure_here, world_size, scope, 2)[0]
         found = {(c.kind, c.ranks, c.crosses_nodes) for c in measured.collectives}
         assert found == {(kind, *group) for kind in get_args(CollectiveKind) for group in groups.items()}

@@ -16,7 +16,7 @@ from titan_launch.core.files import refuse_weights_folder, replace_text
 from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say
-from titan_launch.plan.speeds import Measured, read_measured
+from titan_launch.plan.speeds import Measured, Points, read_measured
 
 _TIMEOUT_SECONDS = 300
 """Seconds that a rank waits for the others."""
@@ -78,13 +78,18 @@ def _describe(problems: Iterable[Problem]) -> str:
     return "\n".join(f"error: --device {problem.value}: {problem.reason}" for problem in problems)
 
 
+def _rate(points: Points) -> float:
+    """Return the FLOP/s of the longest sequences."""
+    return points[-1][1]
+
+
 def _summary(measured: Measured) -> list[str]:
     """Return the most important speeds as lines."""
     cubes = measured.products.items()
     rates = {
         "products": {dtype: max(r for plane in cube for row in plane for r in row) for dtype, cube in cubes},
-        "attention, forward": {dtype: forward for dtype, (forward, _) in measured.attention.items()},
-        "attention, backward": {dtype: backward for dtype, (_, backward) in measured.attention.items()},
+        "attention, forward": {dtype: _rate(forward) for dtype, (forward, _) in measured.attention.items()},
+        "attention, backward": {dtype: _rate(backward) for dtype, (_, backward) in measured.attention.items()},
         "convolution": measured.convolution,
     }
     lines = [f"device: {measured.device}", f"ranks: {measured.ranks}"]
@@ -92,7 +97,13 @@ def _summary(measured: Measured) -> list[str]:
         lines += [f"{name} ({dtype}): {rate / 1e12:.3g} TFLOP/s" for dtype, rate in by_dtype.items()]
     num_bytes, seconds = measured.memory[-1]
     lines.append(f"memory: {num_bytes / seconds / 1e9:.3g} GB/s")
-    lines.append(f"hooks of an FSDP2 unit: {measured.unit_seconds * 1e6:,.0f} us")
+    host = {
+        "an FSDP2 unit": measured.unit_seconds,
+        "a parameter": measured.parameter_seconds,
+        "an operation": measured.operation_seconds,
+        "a collective of tensor parallelism": measured.exchange_seconds,
+    }
+    lines += [f"host, {what}: {seconds * 1e6:,.0f} us" for what, seconds in host.items()]
     for collective in measured.collectives:
         place = ", across nodes" if collective.crosses_nodes else ""
         (_, base_seconds), *_, (num_bytes, seconds) = collective.points

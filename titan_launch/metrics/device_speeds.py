@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
+from itertools import cycle
 from statistics import fmean, median
 from typing import get_args
 
@@ -15,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_launch import __version__
 from titan_launch.core.files import MIB
@@ -30,6 +34,9 @@ _KEPT_BYTES = 31 * MIB
 """Bytes of a host tensor that is created and freed first. glibc then keeps the memory of freed tensors up to this size
 (mallopt(3), M_MMAP_THRESHOLD), as it does in a CPU run for all sizes."""
 
+_OLD_BYTES = 64 * MIB
+"""Bytes of the tensors that elementwise operations read in turn."""
+
 _UNITS = 8
 """FSDP2 units of the stack that `_unit_seconds` measures."""
 
@@ -41,8 +48,11 @@ class Scope:
     sizes: tuple[int, ...]
     """Rows, inner sizes and columns of products, the smallest first."""
 
-    attention: tuple[int, int, int, int]
-    """Batch, heads, tokens and width of a head."""
+    heads: tuple[int, int, int]
+    """Batch, heads and their width, for attention."""
+
+    tokens: tuple[int, ...]
+    """Lengths of the sequences for attention, the shortest first."""
 
     images: tuple[int, int, int]
     """Batch, channels, and height and width of the input of the convolution. The output has the same shape."""
@@ -61,10 +71,11 @@ def scope_of(device: torch.device) -> Scope:
     """Return what is measured on a device: measurements of about 20 seconds without collectives."""
     numbers = tuple(4096 * 8**power for power in range(5))  # 4 KiB to 16 MiB
     if device.type == "cpu":
-        return Scope((16, 64, 256, 1024), (1, 4, 512, 64), (8, 32, 32), numbers, numbers, 0.12)
+        return Scope((16, 64, 256, 1024), (2, 4, 64), (32, 128, 512), (8, 32, 32), numbers, numbers, 0.12)
     return Scope(
         sizes=(64, 256, 1024, 4096, 8192),
-        attention=(2, 16, 4096, 128),
+        heads=(2, 16, 128),
+        tokens=(512, 2048, 8192),
         images=(32, 128, 56),
         result_bytes=(*numbers, 64 * MIB),
         message_bytes=(*numbers, 128 * MIB, 256 * MIB),
@@ -88,11 +99,13 @@ def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured
     say(f"products: {2 * len(scope.sizes) ** 3} shapes and dtypes")
     products = {name: _products(watch, scope.sizes, dtype) for name, dtype in _DTYPES.items()}
     say("attention, convolution and elementwise operations")
-    attention = {name: _attention(watch, scope.attention, dtype) for name, dtype in _DTYPES.items()}
+    attention = {name: _attention(watch, scope, dtype) for name, dtype in _DTYPES.items()}
     convolution = {name: _convolution(watch, scope.images, dtype) for name, dtype in _DTYPES.items()}
     memory = tuple(_memory(watch, num_bytes // 4) for num_bytes in scope.result_bytes)
-    say("hooks of FSDP2 units")
-    unit_seconds = _unit_seconds(watch, ranks.world_size)
+    say("work of the host: modules, FSDP2 units, DTensors")
+    unit_seconds, parameter_seconds = _unit_seconds(watch, ranks.world_size)
+    operation_seconds = max(0.0, _operation_seconds(watch) - memory[0][1])
+    exchange_seconds = _exchange_seconds(watch) if ranks.world_size > 1 else 0.0
     return Measured(
         device="cpu" if ranks.device.type == "cpu" else torch.cuda.get_device_name(),
         ranks=ranks.world_size,
@@ -105,6 +118,9 @@ def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured
         memory=memory,
         collectives=tuple(_collectives(watch, ranks, scope.message_bytes, say)),
         unit_seconds=unit_seconds,
+        parameter_seconds=parameter_seconds,
+        operation_seconds=operation_seconds,
+        exchange_seconds=exchange_seconds,
     )
 
 
@@ -167,29 +183,39 @@ class _Stopwatch:
 def _products(
     watch: _Stopwatch, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """Return the FLOP/s of matrix products by rows, inner size and columns."""
+    """Return the FLOP/s of the products of a linear layer by rows, inner size and columns: the mean of the forms that
+    its forward and backward have, in which the factors are transposed or not."""
     left, right = (torch.randn(sizes[-1] ** 2, dtype=dtype, device=watch.device) for _ in range(2))
 
     def rate(rows: int, inner: int, columns: int) -> float:
-        x, y = left[: rows * inner].view(rows, inner), right[: inner * columns].view(inner, columns)
-        return 2 * rows * inner * columns / watch.mean_seconds(lambda: x @ y)
+        x, y = left[: rows * inner], right[: inner * columns]
+        plain, transposed = (x.view(rows, inner), y.view(inner, columns)), (x.view(inner, rows), y.view(columns, inner))
+        forms = ((plain[0], plain[1]), (plain[0], transposed[1].T), (transposed[0].T, plain[1]))
+        seconds = fmean(watch.mean_seconds(lambda a=a, b=b: a @ b) for a, b in forms)  # type: ignore[misc]
+        return 2 * rows * inner * columns / seconds
 
     return tuple(tuple(tuple(rate(rows, inner, columns) for columns in sizes) for inner in sizes) for rows in sizes)
 
 
-def _attention(watch: _Stopwatch, shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[float, float]:
-    """Return the FLOP/s of causal attention, forward and backward. All pairs of tokens count (`train/flops.py`)."""
-    batch, heads, tokens, width = shape
-    flops = 4 * batch * heads * tokens**2 * width
-    q, k, v = (torch.randn(shape, dtype=dtype, device=watch.device, requires_grad=True) for _ in range(3))
+def _attention(watch: _Stopwatch, scope: Scope, dtype: torch.dtype) -> tuple[Points, Points]:
+    """Return (tokens, FLOP/s) of causal attention, forward and backward. All pairs of tokens count (`train/flops.py`).
+    Queries, keys and values have the strides of a linear layer's output."""
+    batch, heads, width = scope.heads
+    forwards, backwards = list[tuple[float, float]](), list[tuple[float, float]]()
+    for tokens in scope.tokens:
+        flops = 4.0 * batch * heads * tokens**2 * width
+        shape = (batch, tokens, heads, width)
+        qkv = [torch.randn(shape, dtype=dtype, device=watch.device, requires_grad=True) for _ in range(3)]
+        q, k, v = (x.transpose(1, 2) for x in qkv)
 
-    def forward() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    out = forward()
-    gradient = torch.ones_like(out)
-    backward = watch.mean_seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
-    return flops / watch.mean_seconds(forward), 2 * flops / backward
+        out = forward()
+        backward = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
+        forwards.append((tokens, flops / watch.mean_seconds(forward)))
+        backwards.append((tokens, 2 * flops / watch.mean_seconds(backward)))
+    return tuple(forwards), tuple(backwards)
 
 
 def _convolution(watch: _Stopwatch, images: tuple[int, int, int], dtype: torch.dtype) -> float:
@@ -203,29 +229,100 @@ def _convolution(watch: _Stopwatch, images: tuple[int, int, int], dtype: torch.d
 def _memory(watch: _Stopwatch, elements: int) -> tuple[float, float]:
     """Return the means (bytes that are read and written, seconds) of three elementwise operations on float32 tensors:
     a sum of two tensors, an activation function, and a cast to bfloat16."""
-    x, y = (torch.randn(elements, device=watch.device) for _ in range(2))
-    calls: tuple[Callable[[], Tensor], ...] = (lambda: x + y, lambda: F.silu(x), lambda: x.to(torch.bfloat16))
+    # As in training, what an operation reads was written some time ago, and is not in a core's own cache.
+    parts = cycle(torch.randn(max(_OLD_BYTES // 4, elements), device=watch.device).split(elements))
+    calls: tuple[Callable[[], Tensor], ...] = (
+        lambda: next(parts) + next(parts),
+        lambda: F.silu(next(parts)),
+        lambda: next(parts).to(torch.bfloat16),
+    )
     bytes_per_element = (12, 8, 6)
     return elements * fmean(bytes_per_element), fmean(watch.mean_seconds(call) for call in calls)
 
 
-def _unit_seconds(watch: _Stopwatch, world_size: int) -> float:
-    """Return the seconds that FSDP2's hooks of a unit take in a forward and a backward, without collectives."""
+def _unit_seconds(watch: _Stopwatch, world_size: int) -> tuple[float, float]:
+    """Return the seconds that FSDP2's hooks of a unit take in a forward and a backward, without collectives, and those
+    of a sharded parameter in clipping and update."""
     alone = init_device_mesh(watch.device.type, (world_size, 1), mesh_dim_names=("ranks", "alone"))["alone"]
     x = torch.ones(8, 8, device=watch.device)
 
-    def seconds(is_sharded: bool) -> float:
+    def stack_of(is_sharded: bool) -> nn.Sequential:
         stack = nn.Sequential(*(nn.Linear(8, 8) for _ in range(_UNITS))).to(watch.device)
         for module in (*stack, stack) if is_sharded else ():
             fully_shard(module, mesh=alone)
+        return stack
 
+    def seconds(stack: nn.Sequential) -> float:
         def step() -> None:
-            stack(x).sum().backward()
             stack.zero_grad()
+            stack(x).sum().backward()
 
         return watch.mean_seconds(step)
 
-    return max(0.0, seconds(True) - seconds(False)) / _UNITS
+    sharded = stack_of(True)
+    hooks = max(0.0, seconds(sharded) - seconds(stack_of(False))) / _UNITS
+    parameters = list(sharded.parameters())
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return hooks, watch.mean_seconds(update) / len(parameters)
+
+
+class _Scaled(nn.Module):
+    """A module of two operations in forward and three in backward."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1024, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the shape of `x`: (1024,)."""
+        return F.silu(x * self.weight)
+
+
+def _operation_seconds(watch: _Stopwatch) -> float:
+    """Return the seconds of a small operation in forward and backward of modules."""
+    modules = [_Scaled(watch.device) for _ in range(_MODULES)]
+    stack, x = nn.Sequential(*modules), torch.ones(1024, device=watch.device, requires_grad=True)
+
+    def step() -> None:
+        stack(x).sum().backward()
+        stack.zero_grad()
+
+    return watch.mean_seconds(step) / (5 * _MODULES)
+
+
+_MODULES = 32
+
+
+def _exchange_seconds(watch: _Stopwatch) -> float:
+    """Return the seconds that the host takes for a collective of tensor parallelism: an all-gather and a reduce-scatter
+    of small tensors around two linear layers, and their backward, beside the same layers and the same collectives."""
+    mesh = init_device_mesh(watch.device.type, (dist.get_world_size(),))
+    ranks, width = mesh.size(), 8
+    x = torch.ones(1, ranks, width, device=watch.device)
+
+    def seconds(is_parallel: bool) -> float:
+        pairs = [nn.Sequential(nn.Linear(width, ranks * width), nn.Linear(ranks * width, width)) for _ in range(4)]
+        for pair in pairs if is_parallel else ():
+            styles = {"0": ColwiseParallel(input_layouts=Shard(1)), "1": RowwiseParallel(output_layouts=Shard(1))}
+            parallelize_module(pair.to(watch.device), mesh, styles)
+        stack = nn.Sequential(*pairs).to(watch.device)
+
+        def step() -> None:
+            stack(x[:, :1] if is_parallel else x).sum().backward()
+            stack.zero_grad()
+
+        return watch.longest_seconds(step)
+
+    part, whole = x[0, :1].contiguous(), x[0].clone()
+    gather = watch.longest_seconds(lambda: all_gather_single(whole, part))
+    scatter = watch.longest_seconds(lambda: reduce_scatter_single(part, whole))
+    # Each of the four pairs has two of each: in forward and in backward.
+    return max(0.0, (seconds(True) - seconds(False)) / 16 - (gather + scatter) / 2)
 
 
 def _collectives(

@@ -33,7 +33,7 @@ OF_AXIS: Mapping[str, tuple[CollectiveKind, ...]] = {
 """The collectives along an axis, which it calls equally often."""
 
 Points = tuple[tuple[float, float], ...]
-"""Pairs (bytes, seconds), the smallest first."""
+"""Pairs (bytes, seconds), or of attention (tokens, FLOP/s), the smallest first."""
 
 
 class Work(NamedTuple):
@@ -45,8 +45,8 @@ class Work(NamedTuple):
     """Of the inputs; empty for `memory`."""
 
     sizes: tuple[int, ...]
-    """product: (products, rows, inner size, columns). convolution, attention: (FLOPs,). memory, which is every other
-    operation: (bytes that it reads and writes,)."""
+    """product: (products, rows, inner size, columns). convolution: (FLOPs,). attention: (FLOPs, keys). memory, which is
+    every other operation: (bytes that it reads and writes,)."""
 
     times: int = 1
 
@@ -82,8 +82,9 @@ class Measured:
     products: Mapping[str, tuple[tuple[tuple[float, ...], ...], ...]]
     """FLOP/s of products by dtype, rows, inner size and columns."""
 
-    attention: Mapping[str, tuple[float, float]]
-    """FLOP/s of causal attention, forward and backward, by dtype; every pair of tokens counts."""
+    attention: Mapping[str, tuple[Points, Points]]
+    """FLOP/s of causal attention, forward and backward, by dtype and tokens of a sequence. Every pair of tokens
+    counts."""
 
     convolution: Mapping[str, float]
     """FLOP/s of convolutions by dtype."""
@@ -95,6 +96,15 @@ class Measured:
 
     unit_seconds: float
     """Seconds that FSDP2's hooks of a unit take in a forward and a backward."""
+
+    parameter_seconds: float
+    """Seconds that the host takes for a parameter in clipping and update."""
+
+    operation_seconds: float
+    """Seconds that the host takes for an operation of a model, beside the operation: modules and autograd."""
+
+    exchange_seconds: float
+    """Seconds that the host takes for a collective of tensor parallelism, beside the collective: DTensor."""
 
     @property
     def kernels(self) -> Kernels:
@@ -142,16 +152,15 @@ def _problem(measured: Measured) -> str | None:
         if not is_cube or not all(rate > 0 for row in rows for rate in row):
             return f"products.{dtype}: needs a positive number for each combination of sizes"
     curves = {"memory": measured.memory, **{f"collectives.{c.kind}": c.points for c in measured.collectives}}
+    curves |= {f"attention.{dtype}": points for dtype, pair in measured.attention.items() for points in pair}
     for name, points in curves.items():
         if not points or list(points) != sorted(points) or not all(x > 0 and y > 0 for x, y in points):
             return f"{name}: needs pairs of positive numbers, the smallest first"
-    rates_of = {"attention": [r for pair in measured.attention.values() for r in pair]}
-    rates_of["convolution"] = [*measured.convolution.values()]
-    for name, own in rates_of.items():
-        if not all(rate > 0 for rate in own):
-            return f"{name}: needs positive numbers"
-    if measured.unit_seconds < 0:
-        return "unit_seconds: must not be negative"
+    if not all(rate > 0 for rate in measured.convolution.values()):
+        return "convolution: needs positive numbers"
+    for name in ("unit_seconds", "parameter_seconds", "operation_seconds", "exchange_seconds"):
+        if getattr(measured, name) < 0:
+            return f"{name}: must not be negative"
     return None
 
 
@@ -218,6 +227,8 @@ class Speeds:
             return work.times * 2 * products * rows * inner * columns / self._best_rate(work.dtype)
         if work.kind == "memory":
             return work.times * work.sizes[0] / self._best_memory
+        if self.measured is not None:
+            return work.times * work.sizes[0] / self.most_flops_per_s
         return self.seconds(work)
 
     def _of_one(self, work: Work) -> float:
@@ -238,7 +249,8 @@ class Speeds:
         if measured is not None and work.kind == "convolution" and measured.convolution:
             return flops / _of_dtype(measured.convolution, dtype)
         if measured is not None and work.kind != "convolution" and measured.attention:
-            return flops / _of_dtype(measured.attention, dtype)[work.kind == "attention_backward"]
+            rates = _of_dtype(measured.attention, dtype)[work.kind == "attention_backward"]
+            return flops / _between(rates, work.sizes[1])
         return OPERATION_SECONDS + flops / (self._best_rate(dtype) * self.shares.get(work.kind, 1.0))
 
     def memory_seconds(self, num_bytes: float) -> float:
@@ -247,10 +259,10 @@ class Speeds:
             return _on_curve(self.measured.memory, num_bytes)
         return OPERATION_SECONDS + num_bytes / self.memory_bytes_per_s
 
-    @property
-    def unit_seconds(self) -> float:
-        """Seconds that FSDP2's hooks of a unit take in a forward and a backward. On a GPU they overlap."""
-        return self.measured.unit_seconds if self.measured is not None else 0.0
+    def host_seconds(self, what: Literal["unit", "parameter", "operation", "exchange"]) -> float:
+        """Return the seconds of the host for an FSDP2 unit, a parameter, an operation, or a collective of tensor
+        parallelism. On a GPU they overlap with computation. Without measurements they are not known, and count as 0."""
+        return 0.0 if self.measured is None else float(getattr(self.measured, f"{what}_seconds"))
 
     def collective_seconds(self, kind: CollectiveKind, ranks: int, crossings: int, sent_bytes: float) -> float:
         """Return the seconds of a collective in which a rank sends `sent_bytes`, if collectives use rings. `crossings`:
@@ -276,7 +288,8 @@ class Speeds:
         """FLOP/s of the fastest operations."""
         rates = [*(self._best_rates.values() if self.measured is not None else self.flops_per_s.values())]
         if self.measured is not None:
-            rates += [rate for pair in self.measured.attention.values() for rate in pair]
+            curves = [points for pair in self.measured.attention.values() for points in pair]
+            rates += [rate for points in curves for _, rate in points]
         return max(rates) * max([1.0, *self.shares.values()])
 
     def _best_rate(self, dtype: str) -> float:
@@ -335,14 +348,18 @@ def _place(sizes: Sequence[int], size: float) -> tuple[int, float]:
 
 
 def _on_curve(points: Points, num_bytes: float) -> float:
-    """Return the seconds between those of a curve, by linear interpolation of logarithms. Fewer bytes take as long as
-    the fewest; more bytes, proportionally longer than the most."""
-    (first, least), (last, most) = points[0], points[-1]
-    if num_bytes <= first:
-        return least
-    if num_bytes >= last:
-        return most * num_bytes / last
-    index = bisect_left(points, (num_bytes,))
+    """Return the seconds between those of a curve. Fewer bytes take as long as the fewest; more bytes, proportionally
+    longer than the most."""
+    last, _ = points[-1]
+    return _between(points, num_bytes) * max(1.0, num_bytes / last)
+
+
+def _between(points: Points, size: float) -> float:
+    """Return the value between those of a curve, by linear interpolation of logarithms; beyond it, that of its end."""
+    if size <= points[0][0]:
+        return points[0][1]
+    if size >= points[-1][0]:
+        return points[-1][1]
+    index = bisect_left(points, (size,))
     (x, low), (y, high) = points[index - 1], points[index]
-    share = math.log(num_bytes / x) / math.log(y / x)
-    return low * (high / low) ** share
+    return low * (high / low) ** (math.log(size / x) / math.log(y / x))

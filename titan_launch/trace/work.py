@@ -46,10 +46,12 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
         return _grouped_product(*args)
     formula = FORMULAS.get(packet)
     if formula is not None:
-        kind: Any = "convolution"
-        if "attention" in packet.__name__:
-            kind = "attention_backward" if "backward" in packet.__name__ else "attention"
-        return Work(kind, dtype_of(args[0]), (int(formula(*args, **kwargs, out_val=result)),))
+        flops = int(formula(*args, **kwargs, out_val=result))
+        if "attention" not in packet.__name__:
+            return Work("convolution", dtype_of(args[0]), (flops,))
+        is_backward = "backward" in packet.__name__  # whose first argument is the gradient
+        keys = args[2 if is_backward else 1].shape[2]
+        return Work("attention_backward" if is_backward else "attention", dtype_of(args[0]), (flops, keys))
     inputs, results = (sum(map(_num_bytes, _tensors(value))) for value in ([*args, *kwargs.values()], result))
     return moved(2 * results if packet in _READS_ROWS else inputs + results)
 

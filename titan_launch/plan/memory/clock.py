@@ -3,7 +3,8 @@
 One stream computes. FSDP2's collectives run one after another beside it. An all-gather begins when the parameters of
 the unit before the last one have been copied out of their buffer, because FSDP2 has at most two buffers. A
 reduce-scatter begins when the gradients exist, and computation waits for the one before it. Computation waits for the
-collectives of tensor, context and expert parallelism. If collectives use the cores that compute, nothing overlaps.
+collectives of tensor, context and expert parallelism. The host works ahead of a GPU, and is waited for at the end of a
+backward. On CPUs, nothing overlaps.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Clock:
 
     def __init__(self, speeds: Speeds, rings: Rings):
         self._speeds, self._rings = speeds, rings
-        self._now = self._end_of_links = 0.0
+        self._per_operation, self._per_exchange = speeds.host_seconds("operation"), speeds.host_seconds("exchange")
+        self._now = self._end_of_links = self._end_of_host = 0.0
         self._compute = self._communication = self._exposed = self._recorded = self._least = 0.0
         self._copies = 0.0, 0.0
         """Times of the last two copies out of a buffer, the older one first."""
@@ -54,7 +56,7 @@ class Clock:
         """Compute."""
         seconds = self._speeds.seconds(work)
         self._spend(seconds)
-        self._recorded += seconds
+        self._recorded += seconds + self._host(work.times * self._per_operation)
         self._least += self._speeds.least_seconds(work)
 
     def copy(self, num_bytes: int) -> None:
@@ -64,7 +66,19 @@ class Clock:
 
     def hooks(self) -> None:
         """Run FSDP2's hooks of a unit, in forward and backward."""
-        self._spend(self._speeds.unit_seconds)
+        self._host(self._speeds.host_seconds("unit"))
+
+    def parameters(self, count: int) -> None:
+        """Clip the gradients of parameters, and update them, beside the memory that this reads and writes."""
+        self._host(count * self._speeds.host_seconds("parameter"))
+
+    def _host(self, seconds: float) -> float:
+        """Let the host work. Return the seconds in which nothing else happens."""
+        if self._speeds.overlaps:
+            self._end_of_host += seconds
+            return 0.0
+        self._spend(seconds)
+        return seconds
 
     def _spend(self, seconds: float) -> None:
         self._now += seconds
@@ -75,6 +89,8 @@ class Clock:
         ring: Ring = getattr(self._rings, axis)
         kinds = OF_AXIS[axis]
         seconds = sum(self._seconds(kind, ring, sent_bytes) for kind in kinds) / len(kinds)
+        if axis == "tensor":
+            self._recorded += self._host(self._per_exchange)
         self._communication += seconds
         if axis == "pipeline" and self._speeds.overlaps:
             self._end_of_links = max(self._end_of_links, self._now) + seconds
@@ -111,8 +127,8 @@ class Clock:
         self._now = max(self._now, until)
 
     def wait_for_all(self) -> None:
-        """Let computation wait for all collectives."""
-        self.wait(self._end_of_links)
+        """Let computation wait for all collectives, and for the host."""
+        self.wait(max(self._end_of_links, self._end_of_host))
 
     def _start(self, kind: CollectiveKind, ring: Ring, buffer_bytes: int, earliest: float, passes: int = 1) -> float:
         seconds = self._seconds(kind, ring, passes * float(buffer_bytes * ring.sent))

@@ -301,6 +301,7 @@ class Replay:
         groups = self._model.groups
         trained = sum(shard.num_elements * DTYPE_BYTES[shard.dtype] for group in groups for shard in group.shards)
         # Clipping reads and writes the gradients. The update reads them, and reads and writes all else.
+        self._clock.parameters(sum(len(group.shards) for group in groups))
         self._clock.copy(5 * trained + 2 * state_bytes(self._config.optimizer, groups))
         seconds = self._clock.seconds
         if self._layout.pipeline > 1 or every < len(times):
