@@ -81,12 +81,23 @@ def every_fitting_row(config: JobConfig, ranks: int, stages: tuple[int, ...] = (
         yield from (row for row in rows if row.verdict == "fits")
 
 
-GRIDS = [(4, 0.02, (1, 2, 4)), (6, 0.03, (1,)), pytest.param(4, 0.017, (1, 2, 4), marks=pytest.mark.slow)]
+OF_OPERATIONS = ("--planner.device=h100-80gb", "--job.device=cuda")
+"""Times of operations and collectives, instead of a share of the peak."""
+GRIDS = [
+    (4, 0.02, (1, 2, 4), ()),
+    (6, 0.03, (1,), ()),
+    (4, 0.1, (1, 2, 4), OF_OPERATIONS),
+    pytest.param(4, 0.017, (1, 2, 4), (), marks=pytest.mark.slow),
+    pytest.param(6, 0.1, (1,), OF_OPERATIONS, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("ranks", "gib", "stages"), GRIDS)
-def test_no_layout_is_faster_than_the_one_that_is_found(ranks: int, gib: float, stages: tuple[int, ...]) -> None:
-    config = job(f"--planner.memory_gib={gib}", "--job.device=cpu", f"--training.global_batch_size={2 * ranks}")
+@pytest.mark.parametrize(("ranks", "gib", "stages", "options"), GRIDS)
+def test_no_layout_is_faster_than_the_one_that_is_found(
+    ranks: int, gib: float, stages: tuple[int, ...], options: tuple[str, ...]
+) -> None:
+    batch = f"--training.global_batch_size={2 * ranks}"
+    config = job(f"--planner.memory_gib={gib}", "--job.device=cpu", batch, *options)
     held = [*HELD, *([("parallelism", "pipeline_parallel_degree")] if stages == (1,) else [])]
     best = search_layouts(config, ranks, held).best[0]
     times = [row.time.expected for row in every_fitting_row(config, ranks, stages) if row.time.expected is not None]

@@ -116,13 +116,12 @@ def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
     """Return (a number for each choice, by its label, and a description of the smallest number). A choice with a
     smaller number has a shorter step.
 
-    The number is the lower bound of the step time in seconds. If the time of any choice is unknown, the number is the
+    The number is the expected time of the step in seconds. If the time of any choice is unknown, the number is the
     FLOPs of a step. If FLOPs are unknown too, the number is the cost of the activation checkpointing mode in `_COST`.
     """
-    intervals = [row.time.interval for row in rows]
-    if all(intervals):
-        lower = {row.choice.label: interval[0] for row, interval in zip(rows, intervals, strict=True) if interval}
-        return lower, "the shortest predicted step"
+    times = {row.choice.label: row.time.expected for row in rows}
+    if (known := {label: time for label, time in times.items() if time is not None}) == times:
+        return known, "the shortest predicted step"
     if all(row.flops_per_rank is not None for row in rows):
         return {row.choice.label: float(row.flops_per_rank or 0) for row in rows}, "the fewest FLOPs"
     costs = {row.choice.label: _COST[row.choice.activation_checkpoint.mode] for row in rows}

@@ -156,7 +156,7 @@ def _speeds(
         reason = f"measured on {measured.device}, and the job is planned for {kernels} kernels"
         raise config_error(("planner", "speeds"), f"{reason}; measure that device", planner.speeds)
     if measured is not None and planner.device is not None and find_device(measured.device) != known:
-        reason = f"measured on {measured.device}, which is not planner.device = {planner.device!r}"
+        reason = f'measured on {measured.device}, which is not planner.device = "{planner.device}"'
         raise config_error(("planner", "speeds"), f"{reason}; measure that device", planner.speeds)
     if planner.mfu is not None:
         return None
@@ -189,7 +189,7 @@ _ATTENTION = {(8, 0): (1.13, 0.97), (8, 6): (1.8, 1.2), (8, 9): (1.8, 1.2)}
 width 128. Each pair of tokens counts, though half of them are computed. A100: SimuMax's table. Cards: RTX 4090, flash
 attention in tvm's table. Others: cuDNN on H100 (charts of FlashAttention-3), backward without a mask."""
 
-_IN_A_STEP = 0.87
+_IN_A_STEP = 0.8
 """Speed of products in a step relative to the best shape's. Fitted to the eager rows of the H200 in
 docs/verification/gpu.md; products of ten published shapes reach 0.74 on an MI325X (AMD's TAF and MAF)."""
 

@@ -151,9 +151,9 @@ def _problem(measured: Measured) -> str | None:
         is_cube = len(rates) == len(sizes) and all(len(part) == len(sizes) for part in (*rates, *rows))
         if not is_cube or not all(rate > 0 for row in rows for rate in row):
             return f"products.{dtype}: needs a positive number for each combination of sizes"
-    curves = {"memory": measured.memory, **{f"collectives.{c.kind}": c.points for c in measured.collectives}}
-    curves |= {f"attention.{dtype}": points for dtype, pair in measured.attention.items() for points in pair}
-    for name, points in curves.items():
+    curves = [("memory", measured.memory), *((f"collectives.{c.kind}", c.points) for c in measured.collectives)]
+    curves += [(f"attention.{dtype}", points) for dtype, pair in measured.attention.items() for points in pair]
+    for name, points in curves:
         if not points or list(points) != sorted(points) or not all(x > 0 and y > 0 for x, y in points):
             return f"{name}: needs pairs of positive numbers, the smallest first"
     if not all(rate > 0 for rate in measured.convolution.values()):
@@ -230,6 +230,14 @@ class Speeds:
         if self.measured is not None:
             return work.times * work.sizes[0] / self.most_flops_per_s
         return self.seconds(work)
+
+    def of_work(self, work: Mapping[Work, int], microbatches: int) -> tuple[float, float]:
+        """Return the seconds and the least seconds of operations in a number of microbatches, with the host's. `work`:
+        numbers of single operations."""
+        host = 0.0 if self.overlaps else self.host_seconds("operation")
+        seconds = sum(times * (self.seconds(one) + host) for one, times in work.items())
+        least = sum(times * self.least_seconds(one) for one, times in work.items())
+        return microbatches * seconds, microbatches * least
 
     def _of_one(self, work: Work) -> float:
         measured, dtype = self.measured, work.dtype

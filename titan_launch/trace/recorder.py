@@ -33,6 +33,7 @@ from titan_launch.metrics.memory import is_in_backward
 from titan_launch.metrics.traffic import TrafficCount
 from titan_launch.models.blocks import remove_blocks
 from titan_launch.models.build import BuiltModel
+from titan_launch.models.host_values import attributes_digest
 from titan_launch.parallel import fsdp
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
@@ -181,11 +182,10 @@ class TorchRecorder:
         """
         check_release()
         layout, plan = layout_of_recording(job), plan_job(job, subject.inventory)
-        parts = parts_on_rank(plan, pipeline_rank)
+        parts, whole = parts_on_rank(plan, pipeline_rank), build_job_model(job)
 
-        def record(blocks: tuple[Blocks, ...], elsewhere: tuple[Blocks, ...] = ()) -> list[Tape]:
+        def record(built: BuiltModel, blocks: tuple[Blocks, ...], elsewhere: tuple[Blocks, ...] = ()) -> list[Tape]:
             removed = [path for part in (*blocks, *elsewhere) for path in part.likes]
-            built = build_job_model(job)
             remove_blocks(built.module, removed)
             tapes = _record(job, built, without_blocks(plan, removed), kernels, pipeline_rank, counts)
             return [replace(tape, parts=blocks) for tape in tapes]
@@ -198,20 +198,25 @@ class TorchRecorder:
             return list(zip(own[:1] + own, own, strict=False))
 
         def shortened(rank: int) -> tuple[Blocks, ...]:
-            own = parts_on_rank(plan, rank)
-            return tuple(Blocks.shortened(outermost(part.inventory.blocks), kinds(part)) for part in own)
+            own = [(outermost(part.inventory.blocks), kinds(part)) for part in parts_on_rank(plan, rank)]
+            return tuple(Blocks.shortened(blocks, of_blocks, variants(blocks)) for blocks, of_blocks in own)
+
+        def variants(blocks: Sequence[str]) -> dict[str, Hashable]:
+            """Attributes, such as the window of a layer, decide what a block of this package computes."""
+            own = blocks if job.model.is_of_package else ()
+            return {path: attributes_digest(whole.module.get_submodule(path)) for path in own}
 
         repeated = shortened(pipeline_rank)
         if any(part.likes for part in repeated):
             # The stages of other ranks only run to find the shapes between the stages.
             others = (part for rank in range(layout.pipeline) if rank != pipeline_rank for part in shortened(rank))
             with whole_traced_on_error():
-                tapes = record(repeated, tuple(others))
+                tapes = record(whole, repeated, tuple(others))
                 if all(map(is_uniform, tapes)):
                     return tapes
                 log_whole_trace("its blocks do not all allocate the same memory")
         with failures_explained(job.model):
-            return record(tuple(Blocks(outermost(part.inventory.blocks)) for part in parts))
+            return record(build_job_model(job), tuple(Blocks(outermost(part.inventory.blocks)) for part in parts))
 
     def works_in_fork(self) -> bool:
         """Run a backward. Autograd refuses it in a fork of a process in which it has started threads."""

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from titan_launch.plan.speeds import Work
 from titan_launch.precision.observation import dtype_of
-from titan_launch.train.flops import FORMULAS
+from titan_launch.train.flops import FORMULAS, attention_flops
 
 _aten = torch.ops.aten
 
@@ -45,13 +45,13 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     if packet is _aten._grouped_mm:
         return _grouped_product(*args)
     formula = FORMULAS.get(packet)
-    if formula is not None:
-        flops = int(formula(*args, **kwargs, out_val=result))
-        if "attention" not in packet.__name__:
-            return Work("convolution", dtype_of(args[0]), (flops,))
+    if formula is not None and "attention" in packet.__name__:
         is_backward = "backward" in packet.__name__  # whose first argument is the gradient
-        keys = args[2 if is_backward else 1].shape[2]
-        return Work("attention_backward" if is_backward else "attention", dtype_of(args[0]), (flops, keys))
+        query, key, value = args[is_backward : is_backward + 3]
+        flops = attention_flops(query, key, value) * (1 + is_backward)
+        return Work("attention_backward" if is_backward else "attention", dtype_of(query), (flops, key.shape[2]))
+    if formula is not None:
+        return Work("convolution", dtype_of(args[0]), (int(formula(*args, **kwargs, out_val=result)),))
     inputs, results = (sum(map(_num_bytes, _tensors(value))) for value in ([*args, *kwargs.values()], result))
     return moved(2 * results if packet in _READS_ROWS else inputs + results)
 

@@ -219,7 +219,8 @@ class _GroupedProduct(torch.autograd.Function):
         )
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of a forward of attention, of tensors or shapes (batch, heads, tokens, width)."""
     batch, heads, queries, width = query.shape
     return int(2 * batch * heads * queries * key.shape[2] * (width + value.shape[3]))
 
@@ -233,10 +234,10 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 FORMULAS = {
     **flop_registry,
-    _ATTENTION: _attention_flops,
-    _aten._scaled_dot_product_efficient_attention_backward: lambda _, *args, **options: 2 * _attention_flops(*args),
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, *args, **options: 2 * _attention_flops(*args),
+    _ATTENTION: attention_flops,
+    _aten._scaled_dot_product_efficient_attention_backward: lambda _, *args, **options: 2 * attention_flops(*args),
+    _aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, *args, **options: 2 * attention_flops(*args),
     _GROUPED: _grouped_flops,
 }
 """Functions of the arguments of an operation that return its FLOPs: those of PyTorch, and five others."""

@@ -31,6 +31,13 @@ class Seconds(NamedTuple):
     least_recorded: float = 0.0
     """Time that these operations would not fall below in a larger microbatch, in proportion to its samples."""
 
+    def with_recorded(self, recorded: float, least: float) -> Seconds:
+        """Return the times with others of the model's own operations."""
+        more = recorded - self.recorded
+        return self._replace(
+            total=self.total + more, compute=self.compute + more, recorded=recorded, least_recorded=least
+        )
+
     def on_line(self, other: Seconds, factor: float) -> Seconds:
         """Return `self + factor * (other - self)`."""
         return Seconds(*(x + factor * (y - x) for x, y in zip(self, other, strict=True)))
@@ -90,7 +97,7 @@ class Clock:
         kinds = OF_AXIS[axis]
         seconds = sum(self._seconds(kind, ring, sent_bytes) for kind in kinds) / len(kinds)
         if axis == "tensor":
-            self._recorded += self._host(self._per_exchange)
+            self._host(self._per_exchange)
         self._communication += seconds
         if axis == "pipeline" and self._speeds.overlaps:
             self._end_of_links = max(self._end_of_links, self._now) + seconds

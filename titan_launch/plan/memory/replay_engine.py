@@ -155,8 +155,12 @@ class ReplayEngine:
             footprint = extrapolate(shorter.footprint, longer.footprint, shortcut.factor)
             if footprint is not None:
                 seconds = None
-                if shorter.seconds is not None and longer.seconds is not None:
+                if shorter.seconds is not None and longer.seconds is not None and self._speeds is not None:
                     seconds = shorter.seconds.on_line(longer.seconds, shortcut.factor)
+                    # Blocks of one signature may compute differently, as those with a window do.
+                    microbatches = num_microbatches if self._layout.pipeline == 1 else 1
+                    work = self._recordings.tapes(wanted)[index].work
+                    seconds = seconds.with_recorded(*self._speeds.of_work(work, microbatches))
                 return ReplayedStep(footprint, on_line(shorter.traffic, longer.traffic, shortcut.factor), seconds)
         return at(())
 

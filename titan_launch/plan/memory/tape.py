@@ -115,12 +115,16 @@ class Blocks:
     """The blocks that stand for others, each with another recorded block that must have the same events."""
 
     @classmethod
-    def shortened(cls, paths: tuple[str, ...], kinds: Sequence[Hashable]) -> Blocks:
-        """Return blocks of which at most four of each kind are recorded.
+    def shortened(
+        cls, paths: tuple[str, ...], kinds: Sequence[Hashable], variants: Mapping[str, Hashable] | None = None
+    ) -> Blocks:
+        """Return blocks of which at most four of each kind are recorded, and at least one of each variant.
 
         The first and the last one of a kind may differ from the others. The second one stands for the others; that it
-        equals the last but one shows that they are alike.
+        equals the last but one shows that they are alike. `variants`: blocks of one kind allocate the same memory, and
+        only those of one variant also compute the same. Each variant has a block that stands for the others.
         """
+        variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
         for path, kind in zip(paths, kinds, strict=True):
             members.setdefault(kind, []).append(path)
@@ -128,8 +132,12 @@ class Blocks:
         for of_kind in members.values():
             if len(of_kind) > _MOST_RECORDED:
                 _, second, *others, last_but_one, _ = of_kind
-                likes |= dict.fromkeys(others, second)
                 equals[second] = last_but_one
+                recorded = {variant_of.get(last_but_one): last_but_one, variant_of.get(second): second}
+                for path in others:
+                    stand_in = recorded.setdefault(variant_of.get(path), path)
+                    if stand_in != path:
+                        likes[path] = stand_in
         return cls(paths, likes, equals)
 
 
@@ -161,6 +169,17 @@ class Tape:
         for event in (event for segment in self.segments for event in segment.events if isinstance(event, Sent)):
             found[event.axis] += 1
             found[f"{event.axis}_bytes"] += event.num_bytes
+        return found
+
+    @cached_property
+    def work(self) -> Counter[Work]:
+        """The operations of all blocks, also of those that were not recorded."""
+        stands_for = Counter(like for part in self.parts for like in part.likes.values())
+        found = Counter[Work]()
+        for segment in self.segments:
+            for event in segment.events:
+                if isinstance(event, Work):
+                    found[event._replace(times=1)] += event.times * (1 + stands_for[segment.module])
         return found
 
 
@@ -226,13 +245,15 @@ def _visits(tape: Tape) -> _Visits:
 
 
 def is_uniform(tape: Tape) -> bool:
-    """Return True if the recorded blocks that must have the same events have them (`Blocks.equals`), and if all
-    recorded blocks run equally often."""
+    """Return True if the recorded blocks that must have the same events have them (`Blocks.equals`), apart from what
+    they compute, and if all recorded blocks run equally often."""
     visits = _visits(tape)
     phases = {(microbatch, phase) for microbatch, phase, _ in visits}
 
     def events(block: str, phase: tuple[int, str], names: Mapping[str, str]) -> list[list[Segment]]:
-        return [[_renamed(segment, names) for segment in visit] for visit in visits.get((*phase, block), ())]
+        return [
+            [_renamed(_without_work(segment), names) for segment in visit] for visit in visits.get((*phase, block), ())
+        ]
 
     return all(
         all(events(one, phase, {}) == events(other, phase, {other: one}) for one, other in part.equals.items())
@@ -241,6 +262,10 @@ def is_uniform(tape: Tape) -> bool:
         for part in tape.parts
         if part.likes
     )
+
+
+def _without_work(segment: Segment) -> Segment:
+    return replace(segment, events=tuple(event for event in segment.events if not isinstance(event, Work)))
 
 
 def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
