@@ -179,7 +179,8 @@ def test_muon_updates_stacked_experts_as_separate_matrices() -> None:
 def test_muon_updates_equal_shapes_together_as_each_alone(
     settings: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a limit of one element, every matrix is computed alone."""
+    """With a limit of one element, every matrix is computed alone. On some CPUs a batch of products rounds differently
+    from single ones."""
     found = []
     for limit in (optimizers._MUON_LIMIT, 1):
         monkeypatch.setattr(optimizers, "_MUON_LIMIT", limit)
@@ -191,7 +192,7 @@ def test_muon_updates_equal_shapes_together_as_each_alone(
             train(model, optimizer, range(3), skipped=(1,))
         found.append((values_of(model, optimizer), operations.counts["baddbmm.out"]))
     (together, few), (alone, many) = found
-    assert_same(together, alone)
+    assert_same(together, alone, tolerance=1e-5)
     assert (few, many) == (3 * 3 * 10, 3 * 7 * 10)  # steps x shapes or matrices x two products in five iterations
 
 

@@ -118,6 +118,18 @@ def test_times_grow_with_blocks_and_microbatches_as_those_of_whole_models(option
     assert steps[2] == in_depth(steps[0], steps[1], 5)
 
 
+H200 = ["--planner.device=h200", "--training.seq_len=2048", "--training.local_batch_size=4", "--loss.chunks=1"]
+H200 += ["--model.args.n_layers=8", "--activation_checkpoint.mode=none", "--data.kind=synthetic"]
+
+
+@pytest.mark.parametrize(("batch", "mode", "tokens_per_s"), [(4, "immediate", 32609), (16, "deferred", 35452)])
+def test_steps_measured_on_an_h200_take_as_long_as_expected(batch: int, mode: str, tokens_per_s: int) -> None:
+    """The eager rows of docs/verification/gpu.md."""
+    options = [*H200, f"--training.global_batch_size={batch}", f"--gradient_accumulation.mode={mode}"]
+    seconds, _ = replayed(load_job("llama3_8b", options).config, 1)
+    assert batch * 2048 / seconds.total == pytest.approx(tokens_per_s, rel=0.03)
+
+
 @pytest.mark.parametrize(
     "options",
     [

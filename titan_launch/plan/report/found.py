@@ -27,7 +27,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Found], str]], ...] = (
     ("loss chunks", lambda job: str(job.config.loss.chunks)),
 )
 _MEANINGS = {
-    "step s": "expected, shortest and longest time; expected: all but TP, CP and EP overlaps with computation",
+    "step s": "expected, shortest and longest time; expected: computation and collectives in the order of FSDP2",
     "reserved GiB": "estimated memory that the process of one rank takes from the device",
     "TP CP PP EP": "degrees of tensor, context, pipeline and expert parallelism",
     "replicas x shards": "*: the optimizer is sharded over the replicas",
@@ -61,9 +61,9 @@ def _reason(best: tuple[Found, ...]) -> str:
     parts = [f"computation {time.compute - time.bubble:.3g} s"]
     parts += [f"pipeline bubble {time.bubble:.3g} s"] * (time.bubble > 0)
     parts += [f"communication that computation waits for {time.exposed:.3g} s"] * (time.exposed > 0)
-    overlapped = time.communication - time.exposed
-    hidden = "overlaps" if overlapped <= time.compute else f"exceeds computation by {overlapped - time.compute:.3g} s"
-    parts += [f"the rest of the communication, {overlapped:.3g} s, {hidden}"] * (overlapped > 0)
+    rest, waits = time.communication - time.exposed, first.seconds - time.compute - time.exposed
+    hidden = "overlaps" if waits < 0.01 * first.seconds else f"overlaps, but for {waits:.3g} s"
+    parts += [f"the rest of the communication, {rest:.3g} s, {hidden}"] * (rest > 0)
     lead = ""
     if len(best) > 1:
         share = 100 * (best[1].seconds / first.seconds - 1)
