@@ -55,10 +55,10 @@ def test_measurements_of_two_ranks_are_complete_and_plausible(tmp_path: Path) ->
 
 
 def test_groups_divide_the_ranks_and_know_whether_they_cross_nodes() -> None:
-    for world_size, groups in ((4, {2: False, 4: True}), (3, {3: True}), (1, {})):
+    for world_size, groups in ((4, {2: 0, 4: 2}), (3, {3: 2}), (1, {})):
         scope = Scope((16, 32), (1, 1, 8), (16,), (1, 4, 4), BYTES[:1], BYTES[:1], budget_seconds=0.001)
         measured, _, _ = run_ranks(measure_here, world_size, scope, 2)[0]
-        found = {(c.kind, c.ranks, c.crosses_nodes) for c in measured.collectives}
+        found = {(c.kind, c.ranks, c.crossings) for c in measured.collectives}
         assert found == {(kind, *group) for kind in get_args(CollectiveKind) for group in groups.items()}
 
 

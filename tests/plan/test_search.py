@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_command
+from tests.plan.test_speeds import MEASURED
 from titan_launch.cli import main
 from titan_launch.commands.parser import recordings_of
 from titan_launch.commands.plan_search import search_layouts
@@ -19,11 +20,11 @@ from titan_launch.config.rules import first_problem
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.job import with_unsharded_parameters, with_values
-from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.report.found import overlay
 from titan_launch.plan.report.modes import Row, Subject, compare
-from titan_launch.plan.search import SEARCHED, value_of
+from titan_launch.plan.search import SEARCHED, Search, _axes, value_of
 
 RANKS = 4
 DEVICE = [
@@ -206,3 +207,32 @@ def test_a_job_that_fits_nowhere_says_so(tmp_path: Path) -> None:
     status, _, err = run_command(command, tmp_path)
     assert status == 2
     assert "planner.device = null (default, not set in the job): a search needs the memory and the speed of" in err
+
+
+@pytest.mark.parametrize("speeds", ["device", "measured"])
+def test_no_step_is_faster_than_its_bound(speeds: str, tmp_path: Path) -> None:
+    """With tensor parallelism, whose collectives have a base time, and in every mode of gradient accumulation."""
+    options = ["--planner.memory_gib=1", "--training.global_batch_size=16", *OF_OPERATIONS]
+    if speeds == "measured":
+        (tmp_path / "speeds.json").write_text(MEASURED.dumps())
+        options = [*options[:2], "--job.device=cpu", f"--planner.speeds={tmp_path / 'speeds.json'}"]
+    config = job(*options, "--planner.inter_node_gb_per_s=1000")
+    hardware = hardware_of(config, RANKS)
+
+    def subject_of(config: JobConfig, layout: Layout) -> Subject:
+        recordings = recordings_of(config, layout, hardware.kernels)
+        return Subject.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds))
+
+    search = Search(config, RANKS, hardware, HELD, subject_of)
+    search._count_flops()
+    checked = 0
+    for tensor, size in product((1, 2, 4), (1, 2, 4)):
+        values = {("parallelism", "tensor_parallel_degree"): tensor, ("training", "local_batch_size"): size}
+        one = with_values(config, values)
+        search._probes = {_axes(one): search._probed(one)}
+        for mode in search._modes(one):
+            planned = search._planned(mode)
+            assert search._bound(mode, mode.activation_checkpoint) <= planned.seconds
+            assert planned.row.time.least is not None and planned.row.time.least <= planned.seconds
+            checked += 1
+    assert checked > 50

@@ -12,6 +12,7 @@ import pytest
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.plan.communication import Ring
 from titan_launch.plan.hardware import Hardware, hardware_of
 from titan_launch.plan.speeds import OPERATION_SECONDS, Measured, MeasuredCollective, Speeds, Work, read_measured
 
@@ -28,8 +29,8 @@ MEASURED = Measured(
     convolution={"float32": 3e9},
     memory=((1000.0, 1e-6), (1e6, 1e-4)),
     collectives=(
-        MeasuredCollective("all_gather", 2, False, ((1000.0, 1e-4), (1e6, 1e-3))),
-        MeasuredCollective("all_gather", 8, False, ((1000.0, 4e-4), (1e6, 4e-3))),
+        MeasuredCollective("all_gather", 2, 0, ((1000.0, 1e-4), (1e6, 1e-3))),
+        MeasuredCollective("all_gather", 8, 0, ((1000.0, 4e-4), (1e6, 4e-3))),
     ),
     unit_seconds=1e-3,
     parameter_seconds=1e-4,
@@ -78,10 +79,13 @@ def test_an_operation_takes_as_long_as_its_flops_or_its_bytes() -> None:
 def test_a_collective_takes_the_time_of_its_slowest_link_and_of_its_hops() -> None:
     speeds = h100(intra_node_gb_per_s=100.0, inter_node_gb_per_s=10.0)
     seconds = speeds.collective_seconds
-    within, across = seconds("all_gather", 8, 0, 1e9), seconds("all_gather", 16, 2, 1e9)
+    within, across = seconds("all_gather", Ring(8, 0), 1e9), seconds("all_gather", Ring(16, 2), 1e9)
+    assert seconds("all_to_all", Ring(2, 1), 1e9) == pytest.approx(1e9 / 9.3e9, rel=0.01)  # all of it leaves the node
     assert within == pytest.approx(1e9 / 80e9, rel=0.01)
     assert across == pytest.approx(1e9 / 8 / 9.3e9, rel=0.01)  # two of sixteen hops leave the node
-    assert seconds("all_gather", 512, 64, 0) > seconds("all_reduce", 512, 64, 0) > seconds("send", 2, 0, 0)
+    many = Ring(512, 64)
+    assert seconds("all_gather", many, 0) > seconds("all_reduce", many, 0) > seconds("send", Ring(2, 0), 0)
+    assert speeds.least_collective_seconds(["all_gather"], many, 1e6) < seconds("all_gather", many, 1e6)
 
 
 def test_measured_operations_are_interpolated(measured_speeds: Speeds) -> None:
@@ -94,8 +98,8 @@ def test_measured_operations_are_interpolated(measured_speeds: Speeds) -> None:
     assert rate(9999, 256, 256) == pytest.approx(7e9) and rate(1, 16, 16) == pytest.approx(1e9)
     batch = Work("product", "bfloat16", (4, 16, 16, 16))  # another dtype, and as one of four times the rows
     assert measured_speeds.seconds(batch) == pytest.approx(2 * 4 * 16**3 / 2e9)
-    assert measured_speeds.seconds(Work("attention", "float32", (10**9, 128))) == pytest.approx(0.5)
-    assert measured_speeds.seconds(Work("attention_backward", "float32", (10**9, 1024))) == pytest.approx(0.5)
+    assert measured_speeds.seconds(Work("attention", "float32", (10**9, 128, 1))) == pytest.approx(0.5)
+    assert measured_speeds.seconds(Work("attention_backward", "float32", (10**9, 1024, 1))) == pytest.approx(0.5)
     assert measured_speeds.seconds(Work("convolution", "float32", (3 * 10**9,))) == pytest.approx(1)
     memory = [measured_speeds.memory_seconds(size) for size in (10, 1000, 31622.7766, 1e6, 1e7)]
     assert memory == pytest.approx([1e-6, 1e-6, 1e-5, 1e-4, 1e-3])
@@ -103,9 +107,11 @@ def test_measured_operations_are_interpolated(measured_speeds: Speeds) -> None:
 
 def test_a_group_has_the_speed_of_the_nearest_measured_one(measured_speeds: Speeds) -> None:
     seconds = measured_speeds.collective_seconds
-    assert [seconds("all_gather", ranks, 0, 1e6) for ranks in (2, 3, 8, 64)] == pytest.approx([1e-3, 1e-3, 4e-3, 4e-3])
-    assert seconds("reduce_scatter", 2, 0, 1e6) == pytest.approx(8.4e-6 + 3.4e-6)  # not measured, and no bandwidth
-    assert seconds("all_gather", 2, 1, 1e6) != pytest.approx(1e-3)  # a link across nodes was not measured
+    times = [seconds("all_gather", Ring(ranks, 0), 1e6) for ranks in (2, 3, 8, 64)]
+    assert times == pytest.approx([1e-3, 1e-3, 4e-3, 4e-3])
+    assert seconds("reduce_scatter", Ring(2, 0), 1e6) == pytest.approx(1e-3)  # not measured: as another kind
+    assert measured_speeds.knows([Ring(2, 0), Ring(1, 0)])
+    assert not measured_speeds.knows([Ring(2, 0), Ring(2, 1)])  # a link across nodes was not measured
 
 
 def test_only_known_devices_and_measurements_have_speeds(tmp_path: Path) -> None:
@@ -122,7 +128,7 @@ def test_only_known_devices_and_measurements_have_speeds(tmp_path: Path) -> None
     ("device", "words"),
     [
         ("NVIDIA H100 80GB HBM3", "measured on NVIDIA H100 80GB HBM3, and the job is planned for cpu kernels"),
-        ("NVIDIA H200", 'measured on NVIDIA H200, which is not planner.device = "h100-80gb"'),
+        ("NVIDIA H200", "measured on NVIDIA H200, not on h100-80gb"),
     ],
 )
 def test_speeds_of_another_device_are_refused(device: str, words: str, tmp_path: Path) -> None:
@@ -145,6 +151,8 @@ CHANGES: dict[str, Change] = {
     "attention.float32: needs pairs": lambda value: value["attention"]["float32"][0].reverse(),
     "collectives.all_gather: needs pairs": lambda value: value["collectives"][0].update(points=[[1, -1]]),
     "collectives.0.kind: Input should be": lambda value: value["collectives"][0].update(kind="scatter"),
+    "attention: float32 is missing": lambda value: value.update(attention={}),
+    "ranks: must be at least 1": lambda value: value["collectives"][0].update(ranks=0),
     "convolution: needs positive": lambda value: value.update(convolution={"float32": 0}),
     "unit_seconds: must not be negative": lambda value: value.update(unit_seconds=-1.0),
 }

@@ -105,7 +105,7 @@ def _summary(measured: Measured) -> list[str]:
     }
     lines += [f"host, {what}: {seconds * 1e6:,.0f} us" for what, seconds in host.items()]
     for collective in measured.collectives:
-        place = ", across nodes" if collective.crosses_nodes else ""
+        place = ", across nodes" if collective.crossings else ""
         (_, base_seconds), *_, (num_bytes, seconds) = collective.points
         speed = f"base {base_seconds * 1e6:,.0f} us, {num_bytes / seconds / 1e9:.3g} GB/s"
         lines.append(f"{collective.kind} ({collective.ranks} ranks{place}): {speed}")

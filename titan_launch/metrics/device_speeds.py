@@ -335,11 +335,13 @@ def _collectives(
     for size in sorted(size for size in sizes if size > 1 and world_size % size == 0):
         say(f"collectives of {size} ranks")
         group, _ = dist.new_subgroups(size)
-        hosts = [{*first_on_host[first : first + size]} for first in range(0, world_size, size)]
-        crosses_nodes = any(len(own) > 1 for own in hosts)
+        hosts = [first_on_host[first : first + size] for first in range(0, world_size, size)]
+        crossings = max(
+            sum(here != there for here, there in zip(own, [*own[1:], own[0]], strict=True)) for own in hosts
+        )
         for kind in get_args(CollectiveKind):
             if points := _points(watch, kind, group, message_bytes):
-                yield MeasuredCollective(kind, size, crosses_nodes, points)
+                yield MeasuredCollective(kind, size, crossings, points)
         dist.destroy_process_group(group)
 
 

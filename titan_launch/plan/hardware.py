@@ -9,7 +9,7 @@ import re
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_launch.config.job import JobConfig
@@ -121,7 +121,7 @@ def hardware_of(
     peak = config.metrics.peak_tflops_per_device or (known.peak_bf16_tflops if known else None)
     within = planner.intra_node_gb_per_s or (known.intra_node_gb_per_s if known else None)
     across = planner.inter_node_gb_per_s or (known.inter_node_gb_per_s if known else None)
-    speeds = _speeds(config, known, kernels, peak, (within, across))
+    speeds = _speeds(config, planner.device or device_name, known, kernels, peak, (within, across))
     return Hardware(
         kernels=kernels,
         device=known.name if known else device_name,
@@ -132,7 +132,7 @@ def hardware_of(
         workspace_bytes=round((known.workspace_mib if known else _WORKSPACE_MIB) * 2**20) if is_gpu else 0,
         margin_gib=_first(planner.margin_gib, max(_MARGIN * (memory or 0.0), _MARGIN_GIB if is_gpu else 0.0)),
         peak_tflops=peak,
-        mfu=None if speeds is not None else _first(planner.mfu, _MFU),
+        mfu=None if speeds is not None else _first(planner.mfu, DEFAULT_MFU),
         speeds=speeds,
         intra_node_gb_per_s=within,
         inter_node_gb_per_s=across,
@@ -140,24 +140,35 @@ def hardware_of(
     )
 
 
-_MFU = 0.38
+DEFAULT_MFU = 0.38
 """Default of `planner.mfu` if the speeds of the device are not known. TorchTitan's published runs of Llama 3 8B on H100
 reach 0.37, and 0.42 compiled."""
 
 
 def _speeds(
-    config: JobConfig, known: Device | None, kernels: Kernels, peak: float | None, links: Sequence[float | None]
+    config: JobConfig,
+    name: str | None,
+    known: Device | None,
+    kernels: Kernels,
+    peak: float | None,
+    links: Sequence[float | None],
 ) -> Speeds | None:
-    """Return the speeds of the device; None if they are not known, or if `planner.mfu` is set. `links`: GB/s within and
-    across nodes. Raises ConfigError as `read_measured`, and for speeds of another device."""
+    """Return the speeds of the device; None if they are not known, or if `planner.mfu` is set. `name`: of the device,
+    if there is one. `links`: GB/s within and across nodes. Bandwidths of `[planner]` replace measured ones.
+
+    Raises ConfigError as `read_measured`, and for speeds of another device."""
     planner = config.planner
     measured = None if planner.speeds is None else read_measured(planner.speeds)
     if measured is not None and measured.kernels != kernels:
         reason = f"measured on {measured.device}, and the job is planned for {kernels} kernels"
         raise config_error(("planner", "speeds"), f"{reason}; measure that device", planner.speeds)
-    if measured is not None and planner.device is not None and find_device(measured.device) != known:
-        reason = f'measured on {measured.device}, which is not planner.device = "{planner.device}"'
-        raise config_error(("planner", "speeds"), f"{reason}; measure that device", planner.speeds)
+    if measured is not None and name is not None and measured.device != name and find_device(measured.device) != known:
+        raise config_error(
+            ("planner", "speeds"), f"measured on {measured.device}, not on {name}; measure that device", planner.speeds
+        )
+    if measured is not None and kernels == "cuda" and config.kernels.float32_precision == "tf32":
+        reason = 'has float32 products of full precision; set kernels.float32_precision = "ieee", or remove this key'
+        raise config_error(("planner", "speeds"), reason, planner.speeds)
     if planner.mfu is not None:
         return None
     within, across = (
@@ -165,6 +176,9 @@ def _speeds(
         for kind, speed in zip(("within", "across"), links, strict=True)
     )
     if measured is not None:
+        given = (planner.intra_node_gb_per_s, planner.inter_node_gb_per_s)
+        left = tuple(c for c in measured.collectives if given[c.crossings > 0] is None)
+        measured = replace(measured, collectives=left)
         source = f"measured by {measured.ranks} ranks on {measured.device} ({planner.speeds})"
         return Speeds(source, {}, {}, 0.0, within, across, measured, overlaps=kernels == "cuda")
     if known is None or peak is None or kernels != "cuda":

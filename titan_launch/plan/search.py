@@ -145,7 +145,7 @@ class _Probe:
     """Facts of a job without a pipeline, which bound those of jobs with one."""
 
     exposed: float
-    """Seconds of a step for which computation waits for communication."""
+    """Seconds of a step for which computation waits for communication, at least."""
 
     held: float
     """Bytes of parameters and optimizer on a rank."""
@@ -174,7 +174,8 @@ class _Probe:
         compute = None
         if time.recorded is not None and time.least_recorded is not None:
             compute = time.recorded / samples, _OF_RECORDED * time.least_recorded / samples
-        return cls(time.exposed, held, saved, found.layout.local_batch_size, compute)
+        exposed = time.exposed if time.least_exposed is None else time.least_exposed
+        return cls(exposed, held, saved, found.layout.local_batch_size, compute)
 
 
 class Search:
@@ -517,9 +518,10 @@ class Search:
                 if other == job.config or not self._is_possible(other):
                     continue
                 # The traffic of one replica lacks that between replicas, so it is a lower bound.
-                traffic = link_traffic_of_step(job.row.traffic, self._layout(other), self._hardware.gpus_per_node)
+                layout = self._layout(other)
+                traffic = link_traffic_of_step(job.row.traffic, layout, self._hardware.gpus_per_node)
                 seconds = communication_seconds(traffic, self._hardware)
-                bound = job.row.time.least_with_replicas(seconds or 0.0)
+                bound = job.row.time.least_with_replicas(seconds or 0.0, layout.parameter_shards)
                 if bound is None or bound >= best * (1 - _SAME):
                     continue
                 found = [self._planned(one) for one in self._like(other, job.row)]

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.core.errors import config_error
+
+if TYPE_CHECKING:
+    from titan_launch.plan.communication import Ring
 
 T = TypeVar("T")
 
@@ -45,8 +48,9 @@ class Work(NamedTuple):
     """Of the inputs; empty for `memory`."""
 
     sizes: tuple[int, ...]
-    """product: (products, rows, inner size, columns). convolution: (FLOPs,). attention: (FLOPs, keys). memory, which is
-    every other operation: (bytes that it reads and writes,)."""
+    """product: (products, rows, inner size, columns). convolution: (FLOPs,). attention: (FLOPs, keys, 1 if it is
+    causal, so that half of the pairs which count are computed). memory, which is every other operation: (bytes that it
+    reads and writes,)."""
 
     times: int = 1
 
@@ -59,7 +63,9 @@ class MeasuredCollective:
 
     kind: CollectiveKind
     ranks: int
-    crosses_nodes: bool
+    crossings: int
+    """Hops of the group's ring that lead to other nodes."""
+
     points: Points
     """By the bytes that a rank sends, if collectives use rings."""
 
@@ -158,6 +164,11 @@ def _problem(measured: Measured) -> str | None:
             return f"{name}: needs pairs of positive numbers, the smallest first"
     if not all(rate > 0 for rate in measured.convolution.values()):
         return "convolution: needs positive numbers"
+    for name, table in (("convolution", measured.convolution), ("attention", measured.attention)):
+        if "float32" not in table:
+            return f"{name}: float32 is missing"
+    if measured.ranks < 1 or not all(c.ranks > 1 and 0 <= c.crossings <= c.ranks for c in measured.collectives):
+        return "ranks: must be at least 1, and 2 in a collective, with at most as many crossings"
     for name in ("unit_seconds", "parameter_seconds", "operation_seconds", "exchange_seconds"):
         if getattr(measured, name) < 0:
             return f"{name}: must not be negative"
@@ -254,6 +265,8 @@ class Speeds:
             by_bytes = moved / self.memory_bytes_per_s
             return OPERATION_SECONDS + max(flops / self._best_rate(dtype), by_bytes)
         flops = float(work.sizes[0])
+        if work.kind != "convolution":
+            flops *= 2 - work.sizes[2]
         if measured is not None and work.kind == "convolution" and measured.convolution:
             return flops / _of_dtype(measured.convolution, dtype)
         if measured is not None and work.kind != "convolution" and measured.attention:
@@ -272,24 +285,47 @@ class Speeds:
         parallelism. On a GPU they overlap with computation. Without measurements they are not known, and count as 0."""
         return 0.0 if self.measured is None else float(getattr(self.measured, f"{what}_seconds"))
 
-    def collective_seconds(self, kind: CollectiveKind, ranks: int, crossings: int, sent_bytes: float) -> float:
-        """Return the seconds of a collective in which a rank sends `sent_bytes`, if collectives use rings. `crossings`:
-        the hops of the ring that lead to other nodes."""
-        if (points := self._points(kind, ranks, crossings > 0)) is not None:
-            return _on_curve(points, sent_bytes)
-        hops = ranks - 1 if kind in ("all_gather", "reduce_scatter") else math.log2(max(2, ranks))
-        share = crossings / ranks
+    def collective_seconds(self, kind: CollectiveKind, ring: Ring, sent_bytes: float) -> float:
+        """Return the seconds of a collective in which a rank sends `sent_bytes`, if collectives use rings."""
+        share = _crossing_share(kind, ring)
+        if (nearest := self._nearest(kind, ring)) is not None:
+            measured_share = nearest.crossings / nearest.ranks
+            return _on_curve(nearest.points, sent_bytes) * max(1.0, share / measured_share if measured_share else 1.0)
+        hops = ring.size - 1 if kind in ("all_gather", "reduce_scatter") else math.log2(max(2, ring.size))
         seconds = [
             sent_bytes * part / link.bytes_per_s + hops * part * link.hop_seconds
             for part, link in ((1 - share, self.within), (share, self.across))
         ]
-        base = (self.across if crossings else self.within).base_seconds
+        base = (self.across if ring.crossings else self.within).base_seconds
         return base + max(seconds)
 
-    def _points(self, kind: CollectiveKind, ranks: int, crosses_nodes: bool) -> Points | None:
-        own = [] if self.measured is None else self.measured.collectives
-        alike = [c for c in own if c.kind == kind and c.crosses_nodes == crosses_nodes]
-        return min(alike, key=lambda c: abs(math.log(c.ranks / ranks))).points if alike else None
+    def least_collective_seconds(self, kinds: Sequence[CollectiveKind], ring: Ring, sent_bytes: float) -> float:
+        """Return a time that the mean of these collectives does not fall below if more bytes are sent at a time."""
+
+        def least(kind: CollectiveKind) -> float:
+            if (nearest := self._nearest(kind, ring)) is not None:
+                return min(seconds / num_bytes for num_bytes, seconds in nearest.points) * sent_bytes
+            share = _crossing_share(kind, ring)
+            return sent_bytes * max((1 - share) / self.within.bytes_per_s, share / self.across.bytes_per_s)
+
+        return sum(map(least, kinds)) / len(kinds)
+
+    def knows(self, rings: Iterable[Ring]) -> bool:
+        """Return True if the speed of each link between the ranks of rings is measured, or known from elsewhere."""
+        return all(self._knows(ring) for ring in rings if ring.size > 1)
+
+    def _knows(self, ring: Ring) -> bool:
+        is_measured = any(self._nearest(kind, ring) for kind in get_args(CollectiveKind))
+        used = [self.within] * (ring.crossings < ring.size) + [self.across] * (ring.crossings > 0)
+        return is_measured or all(link.bytes_per_s < math.inf for link in used)
+
+    def _nearest(self, kind: CollectiveKind, ring: Ring) -> MeasuredCollective | None:
+        """Return the measured collective that is nearest to that of a ring. A kind that the backend does not have takes
+        as long as another one."""
+        own = () if self.measured is None else self.measured.collectives
+        alike = [c for c in own if (c.crossings > 0) == (ring.crossings > 0)]
+        alike = [c for c in alike if c.kind == kind] or alike
+        return min(alike, key=lambda c: abs(math.log(c.ranks / ring.size)), default=None)
 
     @cached_property
     def most_flops_per_s(self) -> float:
@@ -297,7 +333,7 @@ class Speeds:
         rates = [*(self._best_rates.values() if self.measured is not None else self.flops_per_s.values())]
         if self.measured is not None:
             curves = [points for pair in self.measured.attention.values() for points in pair]
-            rates += [rate for points in curves for _, rate in points]
+            rates += [rate for points in curves for _, rate in points] + [*self.measured.convolution.values()]
         return max(rates) * max([1.0, *self.shares.values()])
 
     def _best_rate(self, dtype: str) -> float:
@@ -321,6 +357,12 @@ class Speeds:
 
 OPERATION_SECONDS = 4e-6
 """Seconds of the smallest operation on a GPU."""
+
+
+def _crossing_share(kind: CollectiveKind, ring: Ring) -> float:
+    """Return the share of the sent bytes that goes to other nodes. In an all-to-all, a rank sends as much to each other
+    rank of its group, and `Ring.crossings` are those on other nodes (`plan.communication.Rings.expert`)."""
+    return ring.crossings / max(1, ring.size - (kind == "all_to_all"))
 
 
 def _known_dtype(table: Mapping[str, object], dtype: str) -> str:

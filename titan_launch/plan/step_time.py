@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.plan.communication import LinkTraffic
-from titan_launch.plan.hardware import Hardware
+from titan_launch.plan.hardware import DEFAULT_MFU, Hardware
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.clock import Seconds
 
@@ -32,6 +32,9 @@ class StepTime:
     ordered: float | None = None
     """Seconds of the step as FSDP2 orders computation and collectives (`plan.memory.clock`). None: not known."""
 
+    least_exposed: float | None = None
+    """See `plan.memory.clock.Seconds`. None: not known."""
+
     recorded: float | None = None
     """Part of `compute` of the model's own operations, with the bubble: the same in all modes of gradient accumulation
     and for all replicas. None: not known."""
@@ -49,19 +52,20 @@ class StepTime:
     @property
     def expected(self) -> float | None:
         """Time of the step in seconds as FSDP2 orders it. If that is not known: if FSDP2's and the pipeline's
-        communication overlaps with computation, and the rest does not. It lies in the interval. None if computation or
-        communication is unknown."""
+        communication overlaps with computation, and the rest does not. It lies in the interval, unless computation
+        waits for the host. None if computation or communication is unknown."""
         if self.compute is None or self.communication is None:
             return None
         if self.ordered is not None:
             return self.ordered
         return max(self.compute, self.communication - self.exposed) + self.exposed
 
-    def least_with_replicas(self, communication: float) -> float | None:
-        """Return a time that the step does not fall below with more replicas, if all communication takes at least
-        `communication` seconds. None if computation is unknown."""
-        if self.compute is not None and self.ordered is not None:
-            return max(self.compute + self.exposed, communication)
+    def least_with_replicas(self, communication: float, shards: int) -> float | None:
+        """Return a time that the step does not fall below with more replicas of `shards` each, if all communication
+        takes at least `communication` seconds. None if computation is unknown."""
+        if self.compute is not None and self.recorded is not None:
+            # One shard is not copied after its all-gather and before its reduction.
+            return max((self.compute if shards > 1 else self.recorded) + self.exposed, communication)
         return replace(self, communication=max(communication, self.exposed)).expected
 
     @property
@@ -69,7 +73,7 @@ class StepTime:
         """A time that the step does not fall below in any mode of gradient accumulation, on any number of replicas.
         None if computation is unknown."""
         if self.recorded is not None:
-            return self.recorded + self.exposed
+            return self.recorded + (self.least_exposed or 0.0)
         return replace(self, communication=self.exposed).expected
 
     def ties_with(self, other: StepTime) -> bool:
@@ -93,8 +97,8 @@ def estimate_step_time(
     `bubble_share`. `exposed`: the part of `link_traffic` for which computation waits.
     """
     compute = None
-    if flops_per_rank is not None and hardware.peak_tflops is not None and hardware.mfu is not None:
-        compute = flops_per_rank / (hardware.peak_tflops * 1e12 * hardware.mfu)
+    if flops_per_rank is not None and hardware.peak_tflops is not None:
+        compute = flops_per_rank / (hardware.peak_tflops * 1e12 * (hardware.mfu or DEFAULT_MFU))
     communication = communication_seconds(link_traffic, hardware)
     if compute is None:
         return StepTime(None, communication)
@@ -111,6 +115,7 @@ def step_time(seconds: Seconds, bubble_share: float) -> StepTime:
         communication=seconds.communication,
         bubble=bubble,
         exposed=seconds.exposed,
+        least_exposed=seconds.least_exposed,
         ordered=seconds.total + bubble,
         recorded=seconds.recorded * (1 + bubble_share),
         least_recorded=seconds.least_recorded,

@@ -216,16 +216,19 @@ class _FlexAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # the kernel reads all of them
-        flops, keys = ctx.work.sizes
-        ctx.note(ctx.work._replace(kind="attention_backward", sizes=(2 * flops, keys)))
+        flops, *others = ctx.work.sizes
+        ctx.note(ctx.work._replace(kind="attention_backward", sizes=(2 * flops, *others)))
         return (None, None, *(torch.empty_like(x) for x in saved[:3]))
 
 
 def _attention_work(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Work:
     """Return the work of a forward. A query reads as many keys as its window has; without one, every pair of tokens
     counts, as in `train.flops`."""
-    keys = min(k.shape[2], window or k.shape[2])
-    return Work("attention", dtype_of(q), (2 * prod(q.shape[:3]) * keys * (q.shape[3] + v.shape[3]), keys))
+    every = k.shape[2]
+    keys = min(every, window or every)
+    return Work(
+        "attention", dtype_of(q), (2 * prod(q.shape[:3]) * keys * (q.shape[3] + v.shape[3]), keys, int(keys == every))
+    )
 
 
 def _flex_attention(

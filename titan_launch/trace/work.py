@@ -48,8 +48,12 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     if formula is not None and "attention" in packet.__name__:
         is_backward = "backward" in packet.__name__  # whose first argument is the gradient
         query, key, value = args[is_backward : is_backward + 3]
-        flops = attention_flops(query, key, value) * (1 + is_backward)
-        return Work("attention_backward" if is_backward else "attention", dtype_of(query), (flops, key.shape[2]))
+        sizes = (
+            attention_flops(query, key, value) * (1 + is_backward),
+            key.shape[2],
+            _is_causal(operation, args, kwargs),
+        )
+        return Work("attention_backward" if is_backward else "attention", dtype_of(query), sizes)
     if formula is not None:
         return Work("convolution", dtype_of(args[0]), (int(formula(*args, **kwargs, out_val=result)),))
     inputs, results = (sum(map(_num_bytes, _tensors(value))) for value in ([*args, *kwargs.values()], result))
@@ -78,6 +82,12 @@ def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None = None, *_: Any) 
     elif a.dim() == 2:
         inner = -(-inner // groups)
     return Work("product", dtype_of(a), (groups, rows, inner, columns))
+
+
+def _is_causal(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    names = [argument.name for argument in operation._schema.arguments]
+    place = names.index("is_causal")
+    return int(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
 
 @cache

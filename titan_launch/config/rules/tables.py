@@ -152,6 +152,11 @@ CONTRADICTIONS = (
         "divides the global batch into microbatches, so it requires {training.global_batch_size}; set that key",
     ),
     Contradiction(
+        "planner.mfu",
+        lambda job: job.planner.mfu is not None and job.planner.speeds is not None,
+        "replaces the times of single operations, which {planner.speeds} has; remove one of the two keys",
+    ),
+    Contradiction(
         "training.epochs",
         lambda job: job.training.epochs is not None and job.training.steps is not None,
         "sets the length of the run, and so does {training.steps}; remove one of the two keys",

@@ -4,7 +4,7 @@ One stream computes. FSDP2's collectives run one after another beside it. An all
 the unit before the last one have been copied out of their buffer, because FSDP2 has at most two buffers. A
 reduce-scatter begins when the gradients exist, and computation waits for the one before it. Computation waits for the
 collectives of tensor, context and expert parallelism. The host works ahead of a GPU, and is waited for at the end of a
-backward. On CPUs, nothing overlaps.
+backward, and of the step. On CPUs, every collective counts as if computation waited for it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ class Seconds(NamedTuple):
 
     exposed: float = 0.0
     """Part of `communication` for which computation always waits: that of tensor, context and expert parallelism."""
+
+    least_exposed: float = 0.0
+    """Part of `exposed` that is left in any microbatch and any mode of gradient accumulation."""
 
     recorded: float = 0.0
     """Part of `compute` of the model's own operations, which FSDP2 and the update do not change."""
@@ -50,14 +53,23 @@ class Clock:
         self._speeds, self._rings = speeds, rings
         self._per_operation, self._per_exchange = speeds.host_seconds("operation"), speeds.host_seconds("exchange")
         self._now = self._end_of_links = self._end_of_host = 0.0
-        self._compute = self._communication = self._exposed = self._recorded = self._least = 0.0
+        self._compute = self._communication = self._exposed = self._least_exposed = 0.0
+        self._recorded = self._least = 0.0
         self._copies = 0.0, 0.0
         """Times of the last two copies out of a buffer, the older one first."""
 
     @property
     def seconds(self) -> Seconds:
         """The times so far."""
-        return Seconds(self._now, self._compute, self._communication, self._exposed, self._recorded, self._least)
+        return Seconds(
+            self._now,
+            self._compute,
+            self._communication,
+            self._exposed,
+            self._least_exposed,
+            self._recorded,
+            self._least,
+        )
 
     def work(self, work: Work) -> None:
         """Compute."""
@@ -91,8 +103,9 @@ class Clock:
         self._now += seconds
         self._compute += seconds
 
-    def exchange(self, axis: str, sent_bytes: int) -> None:
-        """Communicate along an axis that is not FSDP2's. Computation waits, but not for a send between stages."""
+    def exchange(self, axis: str, sent_bytes: int, of_gradients: bool = False) -> None:
+        """Communicate along an axis that is not FSDP2's. Computation waits, but not for a send between stages.
+        `of_gradients`: the number of these collectives depends on the mode of gradient accumulation."""
         ring: Ring = getattr(self._rings, axis)
         kinds = OF_AXIS[axis]
         seconds = sum(self._seconds(kind, ring, sent_bytes) for kind in kinds) / len(kinds)
@@ -105,7 +118,10 @@ class Clock:
         if self._end_of_links > self._now:  # both use the links
             self._end_of_links += seconds
         self._now += seconds
-        self._exposed += seconds * (axis != "pipeline")
+        if axis != "pipeline":
+            self._exposed += seconds
+            if not of_gradients:
+                self._least_exposed += self._speeds.least_collective_seconds(kinds, ring, sent_bytes)
 
     def all_gather(self, buffer_bytes: int, of_experts: bool) -> float:
         """Start an all-gather of a unit's parameters. Return the time of its end."""
@@ -147,4 +163,4 @@ class Clock:
         return self._now
 
     def _seconds(self, kind: CollectiveKind, ring: Ring, sent_bytes: float) -> float:
-        return self._speeds.collective_seconds(kind, ring.size, ring.crossings, sent_bytes)
+        return self._speeds.collective_seconds(kind, ring, sent_bytes)

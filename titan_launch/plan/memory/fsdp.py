@@ -538,7 +538,7 @@ class ShardedUnit:
                 self.context.traffic["tensor"] += 1
                 self.context.traffic["tensor_bytes"] += parameter.sent_elements * size
                 if self.context.clock is not None:
-                    self.context.clock.exchange("tensor", parameter.sent_elements * size)
+                    self.context.clock.exchange("tensor", parameter.sent_elements * size, of_gradients=True)
                 if parameter.numel == gradient.numel:
                     largest = max(largest, gradient.num_bytes)
                 else:

@@ -300,9 +300,11 @@ class Replay:
             self._clock.exchange_replicas("all_gather", replicas * unit.chunks)
         groups = self._model.groups
         trained = sum(shard.num_elements * DTYPE_BYTES[shard.dtype] for group in groups for shard in group.shards)
-        # Clipping reads and writes the gradients. The update reads them, and reads and writes all else.
         self._clock.parameters(sum(len(group.shards) for group in groups))
-        self._clock.copy(5 * trained + 2 * state_bytes(self._config.optimizer, groups))
+        # Clipping reads the gradients twice, and writes them. The update reads them, and reads and writes all else.
+        passes = 3 * (self._config.training.max_norm > 0) + 3
+        self._clock.copy(passes * trained + 2 * state_bytes(self._config.optimizer, groups))
+        self._clock.wait_for_all()
         seconds = self._clock.seconds
         if self._layout.pipeline > 1 or every < len(times):
             return seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -54,12 +54,15 @@ class ReplayEngine:
         recordings: Recordings,
         speeds: Speeds | None = None,
     ):
-        """`speeds`: None if times are not asked for, or not known."""
+        """`speeds`: None if times are not asked for, or not known. Without the speed of a link between the ranks, there
+        are no times."""
         # A compiled job is planned as an eager one.
         self._config = config.model_copy(update={"compile": CompileConfig()})
         self._layout = layout
         self._kernels = kernels
-        self._speeds = speeds
+        self._rings = rings_of(layout, config.planner.gpus_per_node)
+        used = [getattr(self._rings, ring.name) for ring in fields(self._rings)]
+        self._speeds = speeds if speeds is not None and speeds.knows(used) else None
         self._recordings = recordings
         self._counts = counts_to_run(config.parallelism, layout) if layout.pipeline > 1 else (1,)
         self._steps: dict[Choice, ReplayedStep] = {}
@@ -147,7 +150,7 @@ class ReplayEngine:
             model = self._model(is_kept, wanted, first, index, removed)
             clock = None
             if self._speeds is not None:
-                clock = Clock(self._speeds, rings_of(self._layout, config.planner.gpus_per_node))
+                clock = Clock(self._speeds, self._rings)
             return Replay(config, model, self._kernels, self._second(), clock).step(num_microbatches)
 
         if shortcut is not None and self._recordings.tapes(wanted)[index].parts[0].likes:

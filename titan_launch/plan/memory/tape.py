@@ -244,15 +244,16 @@ def _visits(tape: Tape) -> _Visits:
     return found
 
 
-def is_uniform(tape: Tape) -> bool:
-    """Return True if the recorded blocks that must have the same events have them (`Blocks.equals`), apart from what
-    they compute, and if all recorded blocks run equally often."""
+def is_uniform(tape: Tape, compares_work: bool = False) -> bool:
+    """Return True if the recorded blocks that must have the same events have them (`Blocks.equals`), and if all
+    recorded blocks run equally often. `compares_work`: blocks of one kind must also compute the same."""
     visits = _visits(tape)
     phases = {(microbatch, phase) for microbatch, phase, _ in visits}
 
     def events(block: str, phase: tuple[int, str], names: Mapping[str, str]) -> list[list[Segment]]:
         return [
-            [_renamed(_without_work(segment), names) for segment in visit] for visit in visits.get((*phase, block), ())
+            [_renamed(segment if compares_work else _without_work(segment), names) for segment in visit]
+            for visit in visits.get((*phase, block), ())
         ]
 
     return all(

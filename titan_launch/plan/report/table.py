@@ -9,7 +9,7 @@ from typing import Any
 from titan_launch.config.job import JobConfig
 from titan_launch.core.terminal import one_line
 from titan_launch.core.torch_release import planned_release
-from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.plan.hardware import DEFAULT_MFU, GIB, Hardware
 from titan_launch.plan.report.modes import Comparison, Row
 
 
@@ -229,10 +229,10 @@ def format_assumptions(
     """
     needed = "sum of the CUDA streams' peaks" if hardware.kernels == "cuda" else "active memory"
     computation = "unknown peak"
-    if hardware.speeds is not None:
+    if hardware.speeds is not None and engine == "replay":
         computation = f"each operation by its FLOPs and bytes; {hardware.speeds.source}"
     elif hardware.peak_tflops:
-        computation = f"{hardware.peak_tflops:g} TFLOP/s peak x {hardware.mfu:g} (mfu)"
+        computation = f"{hardware.peak_tflops:g} TFLOP/s peak x {hardware.mfu or DEFAULT_MFU:g} (mfu)"
     lines = [
         ("device", hardware.device or ("cpu" if hardware.kernels == "cpu" else "none")),
         ("memory limit", format_limit(hardware) if hardware.memory_gib else "none"),
@@ -270,7 +270,7 @@ def _unknowns(hardware: Hardware, has_flops: bool) -> list[str]:
         found.append("no verdicts: set a limit with --device (or planner.device) or --memory-gib (planner.memory_gib)")
     if hardware.peak_tflops is None and hardware.speeds is None:
         found.append("no compute seconds: set --device, or metrics.peak_tflops_per_device")
-    elif not has_flops:
+    elif not has_flops and hardware.speeds is None:
         found.append(
             "no compute seconds: the model does not run on the meta device, so its FLOPs cannot be counted; a method "
             "flops_per_sample(seq_len) can declare them"
@@ -292,6 +292,10 @@ def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
         lines.append(("ignored", "torch.compile: memory and seconds are those of the job without it"))
         if config.activation_checkpoint.mode == "memory_budget":
             lines.append(("ignored", "memory_budget: its row shows no FLOPs, and the memory of none (an upper bound)"))
+    if config.training.enable_cpu_offload:
+        lines.append(("ignored", "CPU offload: seconds do not count its copies, nor the update on the host"))
+    if config.optimizer.name == "Muon":
+        lines.append(("ignored", "Muon: seconds do not count its matrix products"))
     if config.activation_checkpoint.offload:
         lines.append(("ignored", "activation offloading: seconds do not count its copies"))
     if config.float8.enable:
