@@ -39,7 +39,6 @@ from titan_launch.core.errors import ConfigError, RunError
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.job import with_choice, with_unsharded_parameters, with_values
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.report.modes import Row, Subject, compare
 from titan_launch.prove.ranks import run_ranks, start_server
 
@@ -124,8 +123,7 @@ def every_layout(job: JobConfig, ranks: int) -> Iterator[Measured]:
                 hardware = hardware_of(one, ranks)
                 planned = with_unsharded_parameters(one, layout)
                 recordings = recordings_of(planned, layout, hardware.kernels, is_silent=True)
-                engine = ReplayEngine(planned, layout, hardware.kernels, recordings, hardware.speeds)
-                rows = compare(planned, layout, Subject.of(recordings, engine), hardware).rows
+                rows = compare(planned, layout, Subject.replayed(planned, layout, hardware, recordings), hardware).rows
             except ConfigError:
                 continue
             for row in rows:

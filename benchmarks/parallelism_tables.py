@@ -23,7 +23,6 @@ from titan_launch.config.job import JobConfig
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.recordings import Recordings
-from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.report.modes import Row, Subject, compare
 from titan_launch.trace.recorder import TorchRecorder
 
@@ -89,7 +88,7 @@ def _predict(model: str, ranks: int, layout: Named, accumulation: dict[str, Any]
 def _row(config: JobConfig, layout: Layout) -> Row:
     hardware = hardware_of(config, ranks_on_machine=8)
     recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
-    subject = Subject.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds))
+    subject = Subject.replayed(config, layout, hardware, recordings)
     return compare(config, layout, subject, hardware, only_own=True).rows[0]
 
 

@@ -28,7 +28,6 @@ from titan_launch.plan.hardware import GIB, Hardware, planned_hardware
 from titan_launch.plan.job import Choice, with_unsharded_parameters
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.recordings import Recordings
-from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.report.modes import Row, Subject, predict_row
 from titan_launch.trace.recorder import TorchRecorder
 
@@ -166,7 +165,7 @@ def predict(run: Run) -> Prediction:
     config = with_unsharded_parameters(config, layout)
     hardware = planned_hardware(config, run.ranks)
     recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
-    subject = Subject.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds))
+    subject = Subject.replayed(config, layout, hardware, recordings)
     choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
     row = predict_row(choice, config, layout, subject, hardware)
     return Prediction(run, config, hardware, row, layout.global_batch_size * config.training.seq_len)

@@ -14,7 +14,15 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.communication import Ring
 from titan_launch.plan.hardware import Hardware, hardware_of
-from titan_launch.plan.speeds import OPERATION_SECONDS, Measured, MeasuredCollective, Speeds, Work, read_measured
+from titan_launch.plan.speeds import (
+    OPERATION_SECONDS,
+    DataSheetSpeeds,
+    Measured,
+    MeasuredCollective,
+    Speeds,
+    Work,
+    read_measured,
+)
 
 MEASURED = Measured(
     device="cpu",
@@ -43,10 +51,10 @@ def planned(**planner: Any) -> Hardware:
     return hardware_of(JobConfig.model_validate({"job": {"device": "cpu"}, "planner": planner}), 2)
 
 
-def h100(**planner: Any) -> Speeds:
+def h100(**planner: Any) -> DataSheetSpeeds:
     config = JobConfig.model_validate({"planner": {"device": "h100-80gb", **planner}})
     speeds = hardware_of(config, 8).speeds
-    assert speeds is not None
+    assert isinstance(speeds, DataSheetSpeeds)
     return speeds
 
 

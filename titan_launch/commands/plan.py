@@ -372,9 +372,7 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: Engi
 
 
 def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
-    recordings = recordings_of(config, layout, hardware.kernels)
-    engine = ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds)
-    return Subject.of(recordings, engine)
+    return Subject.replayed(config, layout, hardware, recordings_of(config, layout, hardware.kernels))
 
 
 def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:

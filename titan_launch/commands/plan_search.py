@@ -20,7 +20,6 @@ from titan_launch.plan.hardware import planned_hardware
 from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.memory.recordings import Recordings, recorded_job
-from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.report.found import describe_result, format_result, overlay
 from titan_launch.plan.report.modes import Subject
 from titan_launch.plan.search import SEARCHED, Key, Result, Search
@@ -93,8 +92,7 @@ def search_layouts(config: JobConfig, world_size: int, held: Sequence[Key] = ())
         key = recorded_job(config, layout).model_dump_json()
         if key not in recordings:
             recordings[key] = recordings_of(config, layout, hardware.kernels, is_silent=True)
-        own = recordings[key]
-        return Subject.of(own, ReplayEngine(config, layout, hardware.kernels, own, hardware.speeds))
+        return Subject.replayed(config, layout, hardware, recordings[key])
 
     return Search(config, world_size, hardware, held, subject_of, lambda text: say(text, file=sys.stderr)).run()
 

@@ -240,6 +240,16 @@ def _memory(watch: _Stopwatch, elements: int) -> tuple[float, float]:
     return elements * fmean(bytes_per_element), fmean(watch.mean_seconds(call) for call in calls)
 
 
+def _step_of(stack: nn.Module, x: Tensor) -> Callable[[], None]:
+    """Return a function that runs forward and backward."""
+
+    def step() -> None:
+        stack.zero_grad()  # first, so that the last step leaves its gradients
+        stack(x).sum().backward()
+
+    return step
+
+
 def _unit_seconds(watch: _Stopwatch, world_size: int) -> tuple[float, float]:
     """Return the seconds that FSDP2's hooks of a unit take in a forward and a backward, without collectives, and those
     of a sharded parameter in clipping and update."""
@@ -252,15 +262,8 @@ def _unit_seconds(watch: _Stopwatch, world_size: int) -> tuple[float, float]:
             fully_shard(module, mesh=alone)
         return stack
 
-    def seconds(stack: nn.Sequential) -> float:
-        def step() -> None:
-            stack.zero_grad()
-            stack(x).sum().backward()
-
-        return watch.mean_seconds(step)
-
-    sharded = stack_of(True)
-    hooks = max(0.0, seconds(sharded) - seconds(stack_of(False))) / _UNITS
+    sharded, plain = stack_of(True), stack_of(False)
+    hooks = max(0.0, watch.mean_seconds(_step_of(sharded, x)) - watch.mean_seconds(_step_of(plain, x))) / _UNITS
     parameters = list(sharded.parameters())
     optimizer = torch.optim.AdamW(parameters, fused=True)
 
@@ -286,13 +289,8 @@ class _Scaled(nn.Module):
 def _operation_seconds(watch: _Stopwatch) -> float:
     """Return the seconds of a small operation in forward and backward of modules."""
     modules = [_Scaled(watch.device) for _ in range(_MODULES)]
-    stack, x = nn.Sequential(*modules), torch.ones(1024, device=watch.device, requires_grad=True)
-
-    def step() -> None:
-        stack(x).sum().backward()
-        stack.zero_grad()
-
-    return watch.mean_seconds(step) / (5 * _MODULES)
+    x = torch.ones(1024, device=watch.device, requires_grad=True)
+    return watch.mean_seconds(_step_of(nn.Sequential(*modules), x)) / (5 * _MODULES)
 
 
 _MODULES = 32
@@ -311,12 +309,7 @@ def _exchange_seconds(watch: _Stopwatch) -> float:
             styles = {"0": ColwiseParallel(input_layouts=Shard(1)), "1": RowwiseParallel(output_layouts=Shard(1))}
             parallelize_module(pair.to(watch.device), mesh, styles)
         stack = nn.Sequential(*pairs).to(watch.device)
-
-        def step() -> None:
-            stack(x[:, :1] if is_parallel else x).sum().backward()
-            stack.zero_grad()
-
-        return watch.longest_seconds(step)
+        return watch.longest_seconds(_step_of(stack, x[:, :1] if is_parallel else x))
 
     part, whole = x[0, :1].contiguous(), x[0].clone()
     gather = watch.longest_seconds(lambda: all_gather_single(whole, part))

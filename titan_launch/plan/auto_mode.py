@@ -119,9 +119,9 @@ def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
     The number is the expected time of the step in seconds. If the time of any choice is unknown, the number is the
     FLOPs of a step. If FLOPs are unknown too, the number is the cost of the activation checkpointing mode in `_COST`.
     """
-    times = {row.choice.label: row.time.expected for row in rows}
-    if (known := {label: time for label, time in times.items() if time is not None}) == times:
-        return known, "the shortest predicted step"
+    times = {row.choice.label: row.time.expected for row in rows if row.time.expected is not None}
+    if len(times) == len(rows):
+        return times, "the shortest predicted step"
     if all(row.flops_per_rank is not None for row in rows):
         return {row.choice.label: float(row.flops_per_rank or 0) for row in rows}, "the fewest FLOPs"
     costs = {row.choice.label: _COST[row.choice.activation_checkpoint.mode] for row in rows}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.layout import Layout
@@ -308,8 +308,7 @@ class Ring:
         return Fraction(self.crossings, self.size)
 
 
-@dataclass(frozen=True)
-class Rings:
+class Rings(NamedTuple):
     """The groups of ranks that communicate, as rings. Of the groups of an axis, the one with the most crossings."""
 
     shards: Ring

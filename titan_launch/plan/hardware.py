@@ -14,7 +14,15 @@ from pathlib import Path
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean
-from titan_launch.plan.speeds import Kernels, Speeds, link_of, read_measured
+from titan_launch.plan.speeds import (
+    DataSheetSpeeds,
+    Kernels,
+    Measured,
+    MeasuredSpeeds,
+    Speeds,
+    link_of,
+    read_measured,
+)
 
 GIB = 2**30
 
@@ -118,10 +126,8 @@ def hardware_of(
     is_gpu = kernels == "cuda"
     shares_machine = not is_gpu and planner.memory_gib is None
     overhead = _OVERHEAD_GIB if is_gpu else _PROCESS_GIB if shares_machine else 0.0
-    peak = config.metrics.peak_tflops_per_device or (known.peak_bf16_tflops if known else None)
-    within = planner.intra_node_gb_per_s or (known.intra_node_gb_per_s if known else None)
-    across = planner.inter_node_gb_per_s or (known.inter_node_gb_per_s if known else None)
-    speeds = _speeds(config, planner.device or device_name, known, kernels, peak, (within, across))
+    within, across = _links(config, known)
+    speeds = _speeds(config, planner.device or device_name, known, kernels)
     return Hardware(
         kernels=kernels,
         device=known.name if known else device_name,
@@ -131,7 +137,7 @@ def hardware_of(
         fragmentation=_first(planner.fragmentation, _FRAGMENTATION if is_gpu else 0.0),
         workspace_bytes=round((known.workspace_mib if known else _WORKSPACE_MIB) * 2**20) if is_gpu else 0,
         margin_gib=_first(planner.margin_gib, max(_MARGIN * (memory or 0.0), _MARGIN_GIB if is_gpu else 0.0)),
-        peak_tflops=peak,
+        peak_tflops=_peak_tflops(config, known),
         mfu=None if speeds is not None else _first(planner.mfu, DEFAULT_MFU),
         speeds=speeds,
         intra_node_gb_per_s=within,
@@ -145,53 +151,66 @@ DEFAULT_MFU = 0.38
 reach 0.37, and 0.42 compiled."""
 
 
-def _speeds(
-    config: JobConfig,
-    name: str | None,
-    known: Device | None,
-    kernels: Kernels,
-    peak: float | None,
-    links: Sequence[float | None],
-) -> Speeds | None:
+def _speeds(config: JobConfig, name: str | None, known: Device | None, kernels: Kernels) -> Speeds | None:
     """Return the speeds of the device; None if they are not known, or if `planner.mfu` is set. `name`: of the device,
-    if there is one. `links`: GB/s within and across nodes. Bandwidths of `[planner]` replace measured ones.
+    if there is one; `known`: its row of the table.
 
     Raises ConfigError as `read_measured`, and for speeds of another device."""
     planner = config.planner
-    measured = None if planner.speeds is None else read_measured(planner.speeds)
-    if measured is not None and measured.kernels != kernels:
-        reason = f"measured on {measured.device}, and the job is planned for {kernels} kernels"
-        raise config_error(("planner", "speeds"), f"{reason}; measure that device", planner.speeds)
-    if measured is not None and name is not None and measured.device != name and find_device(measured.device) != known:
-        raise config_error(
-            ("planner", "speeds"), f"measured on {measured.device}, not on {name}; measure that device", planner.speeds
-        )
-    if measured is not None and kernels == "cuda" and config.kernels.float32_precision == "tf32":
-        reason = 'has float32 products of full precision; set kernels.float32_precision = "ieee", or remove this key'
-        raise config_error(("planner", "speeds"), reason, planner.speeds)
+    measured = None if planner.speeds is None else _measured_here(config, name, known, kernels)
     if planner.mfu is not None:
         return None
-    within, across = (
-        link_of(kind, None if speed is None else 1e9 * speed)
-        for kind, speed in zip(("within", "across"), links, strict=True)
-    )
+    within, across = map(link_of, ("within", "across"), _links(config, known))
     if measured is not None:
+        # Bandwidths of `[planner]` replace measured ones.
         given = (planner.intra_node_gb_per_s, planner.inter_node_gb_per_s)
         left = tuple(c for c in measured.collectives if given[c.crossings > 0] is None)
-        measured = replace(measured, collectives=left)
         source = f"measured by {measured.ranks} ranks on {measured.device} ({planner.speeds})"
-        return Speeds(source, {}, {}, 0.0, within, across, measured, overlaps=kernels == "cuda")
+        overlaps, measured = kernels == "cuda", replace(measured, collectives=left)
+        return MeasuredSpeeds(source, within, across, overlaps, measured=measured)
+    peak = _peak_tflops(config, known)
     if known is None or peak is None or kernels != "cuda":
         return None
-    tf32 = config.kernels.float32_precision == "tf32"
-    fp32 = peak / 2 if tf32 and known.capability is not None else known.peak_fp32_tflops
+    tf32 = config.kernels.float32_precision == "tf32" and known.capability is not None
     share = known.product_share
     reached = 1e12 * share * peak * _IN_A_STEP
-    rates = {"bfloat16": reached, "float32": 1e12 * fp32 * min(share, 0.75), "float8_e4m3fn": 2 * reached}
+    float32 = 1e12 * (peak / 2 if tf32 else known.peak_fp32_tflops) * min(share, 0.75)
     forward, backward = _ATTENTION.get(known.capability or (0, 0), (1.05, 0.8))
-    shares = {"attention": forward / share, "attention_backward": backward / share, "convolution": 0.7}
-    memory = 1e9 * known.memory_gb_per_s * _MEMORY_SHARE
-    return Speeds(f"the data sheet of {known.name}", rates, shares, memory, within, across)
+    return DataSheetSpeeds(
+        f"the data sheet of {known.name}",
+        within,
+        across,
+        flops_per_s={"bfloat16": reached, "float32": float32, "float8_e4m3fn": 2 * reached},
+        shares={"attention": forward / share, "attention_backward": backward / share, "convolution": 0.7},
+        memory_bytes_per_s=1e9 * known.memory_gb_per_s * _MEMORY_SHARE,
+    )
+
+
+def _measured_here(config: JobConfig, name: str | None, known: Device | None, kernels: Kernels) -> Measured:
+    """Return the measurements of `planner.speeds`. The arguments are those of `_speeds`."""
+    file = config.planner.speeds
+    assert file is not None
+    measured, reason = read_measured(file), None
+    if measured.kernels != kernels:
+        reason = f"measured on {measured.device}, and the job is planned for {kernels} kernels; measure that device"
+    elif name is not None and measured.device != name and find_device(measured.device) != known:
+        reason = f"measured on {measured.device}, not on {name}; measure that device"
+    elif kernels == "cuda" and config.kernels.float32_precision == "tf32":
+        reason = 'has float32 products of full precision; set kernels.float32_precision = "ieee", or remove this key'
+    if reason is not None:
+        raise config_error(("planner", "speeds"), reason, file)
+    return measured
+
+
+def _peak_tflops(config: JobConfig, known: Device | None) -> float | None:
+    return config.metrics.peak_tflops_per_device or (known.peak_bf16_tflops if known else None)
+
+
+def _links(config: JobConfig, known: Device | None) -> tuple[float | None, float | None]:
+    """Return the bandwidths within and across nodes in GB/s; None if they are not known."""
+    within = config.planner.intra_node_gb_per_s or (known.intra_node_gb_per_s if known else None)
+    across = config.planner.inter_node_gb_per_s or (known.inter_node_gb_per_s if known else None)
+    return within, across
 
 
 _MEMORY_SHARE = 0.85

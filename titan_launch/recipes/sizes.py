@@ -14,7 +14,7 @@ from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import GIB, Hardware, Kernels, hardware_of
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.memory.clock import Seconds
+from titan_launch.plan.memory.clock import Seconds, seconds_on_line
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.memory.replay_engine import ReplayEngine
@@ -122,7 +122,7 @@ class _BySize:
         recordings = [recordings_of(config, replace(layout, local_batch_size=size), kernels) for size in (2, 4)]
         self.inventory, self.flops = recordings[0].subject().inventory, recordings[0].flops
         self._two, self._four = (
-            ReplayEngine(config, layout, hardware.kernels, recorded, hardware.speeds) for recorded in recordings
+            ReplayEngine(config, layout, kernels, recorded, hardware.speeds) for recorded in recordings
         )
         self._own = cache(lambda: ReplayEngine(config, layout, kernels, recordings_of(config, layout, kernels)))
         self._factor = (layout.local_batch_size - 2) / 2
@@ -137,5 +137,4 @@ class _BySize:
 
     def seconds(self, choice: Choice) -> Seconds | None:
         """Return the times of a step."""
-        two, four = self._two.seconds(choice), self._four.seconds(choice)
-        return None if two is None or four is None else two.on_line(four, self._factor)
+        return seconds_on_line(self._two.seconds(choice), self._four.seconds(choice), self._factor)

@@ -18,10 +18,10 @@ from titan_launch.plan.memory.clock import Clock, Seconds
 from titan_launch.plan.memory.recordings import Recordings, TapesOf
 from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.memory.tape import Work, with_blocks
-from titan_launch.plan.speeds import Link, Speeds
+from titan_launch.plan.speeds import DataSheetSpeeds, Link
 from titan_launch.plan.step_time import step_time
 
-SPEEDS = Speeds(
+SPEEDS = DataSheetSpeeds(
     source="a test",
     flops_per_s={"bfloat16": 100e12, "float32": 100e12},
     shares={},

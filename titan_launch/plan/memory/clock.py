@@ -46,6 +46,11 @@ class Seconds(NamedTuple):
         return Seconds(*(x + factor * (y - x) for x, y in zip(self, other, strict=True)))
 
 
+def seconds_on_line(a: Seconds | None, b: Seconds | None, factor: float) -> Seconds | None:
+    """Return `a + factor * (b - a)`; None if one of the two is not known."""
+    return None if a is None or b is None else a.on_line(b, factor)
+
+
 class Clock:
     """The time of a rank while it replays a step."""
 

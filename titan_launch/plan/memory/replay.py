@@ -309,8 +309,8 @@ class Replay:
         if self._layout.pipeline > 1 or every < len(times):
             return seconds
         # Of the replayed microbatches, the last but one stands for those that are not.
-        more = times[-3].on_line(times[-2], every - len(times) + 1)
-        return Seconds(*(a + b - c for a, b, c in zip(seconds, more, times[-3], strict=True)))
+        unseen, one = every - len(times) + 1, zip(seconds, times[-3], times[-2], strict=True)
+        return Seconds(*(total + unseen * (after - before) for total, before, after in one))
 
     def _take_traffic(self) -> Traffic:
         counts = sum((context.traffic for context in self._contexts.values()), start=Counter[str]())

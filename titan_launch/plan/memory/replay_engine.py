@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from titan_launch.plan.communication import Traffic, on_line, rings_of
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, plan_untrained, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.clock import Clock, Seconds
+from titan_launch.plan.memory.clock import Clock, Seconds, seconds_on_line
 from titan_launch.plan.memory.depth import Shortcut, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate, with_growth
 from titan_launch.plan.memory.recordings import Recordings, TapesOf
@@ -61,8 +61,7 @@ class ReplayEngine:
         self._layout = layout
         self._kernels = kernels
         self._rings = rings_of(layout, config.planner.gpus_per_node)
-        used = [getattr(self._rings, ring.name) for ring in fields(self._rings)]
-        self._speeds = speeds if speeds is not None and speeds.knows(used) else None
+        self._speeds = speeds if speeds is not None and speeds.knows(self._rings) else None
         self._recordings = recordings
         self._counts = counts_to_run(config.parallelism, layout) if layout.pipeline > 1 else (1,)
         self._steps: dict[Choice, ReplayedStep] = {}
@@ -135,9 +134,9 @@ class ReplayEngine:
         step, *longer = (self._replayed(choice, rank, index, count) for index, count in enumerate(counts))
         footprint = with_growth([step.footprint, *(s.footprint for s in longer)], counts, layout.num_microbatches)
         seconds = step.seconds
-        if longer and seconds is not None and longer[0].seconds is not None:
+        if longer:
             factor = (layout.num_microbatches - counts[0]) / (counts[1] - counts[0])
-            seconds = seconds.on_line(longer[0].seconds, factor)
+            seconds = seconds_on_line(seconds, longer[0].seconds, factor)
         return ReplayedStep(replace(footprint, pipeline_rank=rank), step.traffic, seconds)
 
     def _replayed(self, choice: Choice, rank: int, index: int, num_microbatches: int) -> ReplayedStep:
@@ -157,9 +156,8 @@ class ReplayEngine:
             shorter, longer = at(shortcut.removed_from_shorter), at(shortcut.removed_from_longer)
             footprint = extrapolate(shorter.footprint, longer.footprint, shortcut.factor)
             if footprint is not None:
-                seconds = None
-                if shorter.seconds is not None and longer.seconds is not None and self._speeds is not None:
-                    seconds = shorter.seconds.on_line(longer.seconds, shortcut.factor)
+                seconds = seconds_on_line(shorter.seconds, longer.seconds, shortcut.factor)
+                if seconds is not None and self._speeds is not None:
                     # Blocks of one signature may compute differently, as those with a window do.
                     microbatches = num_microbatches if self._layout.pipeline == 1 else 1
                     work = self._recordings.tapes(wanted)[index].work

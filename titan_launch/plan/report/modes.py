@@ -15,6 +15,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.clock import Seconds
 from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.plan.memory.recordings import Recordings
+from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.step_time import FlopsOf, StepTime, bubble_share, estimate_step_time, step_time
 from titan_launch.plan.types import Inventory
 
@@ -44,6 +45,11 @@ class Subject:
     def of(cls, recordings: Recordings, engine: Engine) -> Subject:
         """Return the recorded model with an engine."""
         return cls(recordings.subject().inventory, recordings.flops, engine)
+
+    @classmethod
+    def replayed(cls, config: JobConfig, layout: Layout, hardware: Hardware, recordings: Recordings) -> Subject:
+        """Return the model of a job, with the engine that replays its recordings."""
+        return cls.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds))
 
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -115,17 +121,16 @@ def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subj
     footprint = subject.engine(choice).with_workspace(hardware.workspace_bytes)
     traffic, flops = subject.engine.traffic(choice), subject.flops_of(choice.activation_checkpoint)
     link_traffic = link_traffic_of_step(traffic, layout, hardware.gpus_per_node)
-    of_layers = Traffic(tensor=traffic.tensor, context=traffic.context, expert=traffic.expert)
-    exposed = link_traffic_of_step(of_layers, layout, hardware.gpus_per_node)
     per_rank = None if flops is None else flops.per_sample * layout.samples_per_rank // layout.model_parallel
-    excess = min(config.planner.expert_load, layout.expert) - 1  # of the busiest rank's rows of experts over the mean
-    busiest = None if flops is None or per_rank is None else per_rank * (1 + excess * flops.experts_share)
-    share = bubble_share(config.parallelism, layout)
-    seconds = subject.engine.seconds(choice)
-    if seconds is None or choice.activation_checkpoint.mode == "memory_budget":  # the compiler decides its operations
-        time = estimate_step_time(busiest, link_traffic, hardware, share, exposed)
-    else:
-        time = step_time(seconds, share)
+    seconds, bubble = subject.engine.seconds(choice), bubble_share(config.parallelism, layout)
+    if seconds is not None and choice.activation_checkpoint.mode != "memory_budget":
+        time = step_time(seconds, bubble)
+    else:  # no speeds are known, or the compiler decides the operations
+        of_layers = Traffic(tensor=traffic.tensor, context=traffic.context, expert=traffic.expert)
+        exposed = link_traffic_of_step(of_layers, layout, hardware.gpus_per_node)
+        excess = min(config.planner.expert_load, layout.expert) - 1  # of the busiest rank's rows over the mean
+        busiest = None if flops is None or per_rank is None else per_rank * (1 + excess * flops.experts_share)
+        time = estimate_step_time(busiest, link_traffic, hardware, bubble, exposed)
     reserved = estimate_reserved(footprint, hardware)
     return Row(
         choice=choice,
