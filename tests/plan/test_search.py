@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.job import with_unsharded_parameters, with_values
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.report.found import overlay
 from titan_launch.plan.report.modes import Row, Subject, compare
 from titan_launch.plan.search import SEARCHED, Search, _axes, value_of
@@ -77,7 +77,7 @@ def every_fitting_row(config: JobConfig, ranks: int, stages: tuple[int, ...] = (
         hardware = hardware_of(one, ranks_on_machine=2)
         one = with_unsharded_parameters(one, layout)
         recordings = recordings_of(one, layout, hardware.kernels)
-        subject = Subject.of(recordings, ReplayEngine(one, layout, hardware.kernels, recordings, hardware.speeds))
+        subject = Subject.replayed(one, layout, hardware, recordings)
         rows = compare(one, layout, subject, hardware).rows
         yield from (row for row in rows if row.verdict == "fits")
 
@@ -209,6 +209,15 @@ def test_a_job_that_fits_nowhere_says_so(tmp_path: Path) -> None:
     assert "planner.device = null (default, not set in the job): a search needs the memory and the speed of" in err
 
 
+def test_speeds_without_a_link_that_layouts_need_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "speeds.json").write_text(replace(MEASURED, collectives=()).dumps())
+    options = ["--planner.memory_gib=1", "--job.device=cpu", f"--planner.speeds={tmp_path / 'speeds.json'}"]
+    alone = load_job("llama_debug", [*JOB[:5], *options]).config
+    assert search_layouts(alone, 1, [*HELD, *AXES]).best[0].seconds > 0
+    with pytest.raises(ConfigError, match="a search needs the memory and the speed of a device"):
+        search_layouts(alone, 2, HELD)
+
+
 @pytest.mark.parametrize("speeds", ["device", "measured"])
 def test_no_step_is_faster_than_its_bound(speeds: str, tmp_path: Path) -> None:
     """With tensor parallelism, whose collectives have a base time, and in every mode of gradient accumulation."""
@@ -220,8 +229,7 @@ def test_no_step_is_faster_than_its_bound(speeds: str, tmp_path: Path) -> None:
     hardware = hardware_of(config, RANKS)
 
     def subject_of(config: JobConfig, layout: Layout) -> Subject:
-        recordings = recordings_of(config, layout, hardware.kernels)
-        return Subject.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds))
+        return Subject.replayed(config, layout, hardware, recordings_of(config, layout, hardware.kernels))
 
     search = Search(config, RANKS, hardware, HELD, subject_of)
     search._count_flops()

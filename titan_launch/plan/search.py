@@ -29,7 +29,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig,
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.process import in_forks, usable_cores
 from titan_launch.plan.batch_size import possible_batch_sizes, with_local_batch_size
-from titan_launch.plan.communication import LinkTraffic, link_traffic_of_step
+from titan_launch.plan.communication import LinkTraffic, Ring, link_traffic_of_step
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.job import (
     Choice,
@@ -194,8 +194,7 @@ class Search:
         or speed of the device are unknown."""
         self._world_size, self._hardware, self._held = world_size, hardware, frozenset(held)
         self._subject_of, self._say = subject_of, say
-        known = (hardware.peak_tflops, hardware.intra_node_gb_per_s, hardware.inter_node_gb_per_s)
-        if hardware.memory_gib is None or (hardware.speeds is None and None in known):
+        if hardware.memory_gib is None or not self._knows_times():
             reason = "a search needs the memory and the speed of a device; set it (plan: --device), or planner."
             reason += "memory_gib and planner.speeds, or memory_gib, both bandwidths and metrics.peak_tflops_per_device"
             raise config_error(("planner", "device"), reason, config.planner.device)
@@ -225,6 +224,16 @@ class Search:
             self._say("nothing fits without training.enable_cpu_offload; searching with it")
             result = self._run(with_values(self._config, {_OFFLOAD: True}))
         return result
+
+    def _knows_times(self) -> bool:
+        """Return True if the times of all layouts are known."""
+        hardware, ranks = self._hardware, self._world_size
+        if hardware.speeds is None:
+            return None not in (hardware.peak_tflops, hardware.intra_node_gb_per_s, hardware.inter_node_gb_per_s)
+        links = [Ring(2, 0)] * (min(ranks, hardware.gpus_per_node) > 1) + [Ring(2, 2)] * (
+            ranks > hardware.gpus_per_node
+        )
+        return hardware.speeds.knows(links)
 
     def _run(self, config: JobConfig) -> Result:
         families, refused = [], dict[str, int]()
