@@ -41,7 +41,7 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
         return None
     if packet in _FACTORS:
         first = _FACTORS[packet]
-        return product(*args[first : first + 2])
+        return _product(*args[first : first + 2])
     if packet is _aten._grouped_mm:
         return _grouped_product(*args)
     formula = FORMULAS.get(packet)
@@ -57,18 +57,13 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     if formula is not None:
         return Work("convolution", dtype_of(args[0]), (int(formula(*args, **kwargs, out_val=result)),))
     inputs, results = (sum(map(_num_bytes, _tensors(value))) for value in ([*args, *kwargs.values()], result))
-    return moved(2 * results if packet in _READS_ROWS else inputs + results)
+    return Work("memory", "", (2 * results if packet in _READS_ROWS else inputs + results,))
 
 
-def product(a: Tensor, b: Tensor) -> Work:
+def _product(a: Tensor, b: Tensor) -> Work:
     """Return the work of a product of two matrices, or of two stacks of them."""
     *stacked, rows, inner = a.shape
     return Work("product", dtype_of(a), (prod(stacked), rows, inner, b.shape[-1]))
-
-
-def moved(num_bytes: int) -> Work:
-    """Return the work of an operation that reads and writes a number of bytes."""
-    return Work("memory", "", (num_bytes,))
 
 
 def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None = None, *_: Any) -> Work:

@@ -220,7 +220,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a forward of attention, of tensors or shapes (batch, heads, tokens, width)."""
+    """Return the FLOPs of a forward of attention. The tensors have the shapes (batch, heads, tokens, width)."""
     batch, heads, queries, width = query.shape
     return int(2 * batch * heads * queries * key.shape[2] * (width + value.shape[3]))
 
