@@ -73,8 +73,8 @@ _HELD = (
     ("activation_checkpoint", "mode"),
     ("training", "enable_cpu_offload"),
 )
-_STEPS, _WARM_UP = 14, 4
-_FINALISTS, _ROUNDS = 8, 5
+_STEPS, _WARM_UP = 9, 3
+_FINALISTS, _ROUNDS = 6, 4
 
 
 @dataclass
@@ -201,6 +201,10 @@ def compared(name: str, ranks: int, speeds: str) -> list[str]:
     memory = winner.row.footprint.peak_bytes / GIB / min(winner.peaks) - 1
     expected = winner.row.time.expected
     assert expected is not None
+    for one in sorted(layouts, key=lambda one: one.time):
+        planned = one.row.footprint.peak_bytes / GIB / min(one.peaks) - 1
+        times = f"{1e3 * one.time:.1f} ms, expected {1e3 * (one.row.time.expected or 0):.1f}"
+        print(f"  {one}: {times}; planned memory {100 * planned:+.2f} %", file=sys.stderr)
     print(f"{name}, {ranks} ranks: winner {winner} {1e3 * winner.time:.1f} ms, best {best} {1e3 * best.time:.1f} ms")
     return [
         name,

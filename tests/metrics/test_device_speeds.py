@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import get_args
@@ -18,7 +19,7 @@ from titan_launch.metrics.device_speeds import Scope, measure
 from titan_launch.plan.speeds import CollectiveKind, Measured, read_measured
 
 BYTES = (4096, 32768)
-SCOPE = Scope((64, 256), (1, 2, 16), (16, 64), (2, 8, 8), BYTES, BYTES, budget_seconds=0.01)
+SCOPE = Scope((64, 256), (1, 2), (16, 32), (16, 64), (2, 8, 8), BYTES, BYTES, budget_seconds=0.01)
 
 
 def measure_here(scope: Scope = SCOPE, ranks_per_host: int | None = None) -> tuple[Measured, list[str], float]:
@@ -43,8 +44,9 @@ def test_measurements_of_two_ranks_are_complete_and_plausible(tmp_path: Path) ->
     assert read_measured(str(file)) == measured
     assert (measured.device, measured.ranks, measured.sizes) == ("cpu", 2, SCOPE.sizes)
     assert measured.versions["torch"] == str(torch.__version__)
-    tables = (measured.products, measured.attention, measured.convolution)
-    assert all({*table} == {"float32", "bfloat16"} for table in tables)
+    dtypes = {"float32", "bfloat16"}
+    assert {*measured.products} == {*measured.convolution} == dtypes
+    assert {(one.dtype, one.width) for one in measured.attention} == set(product(dtypes, SCOPE.widths))
     assert plain_rate / 10 < measured.products["float32"][-1][-1][-1] < plain_rate * 10
     assert [num_bytes for num_bytes, _ in measured.memory] == [num_bytes / 4 * 26 / 3 for num_bytes in BYTES]
     sent = {c.kind: [num_bytes for num_bytes, _ in c.points] for c in measured.collectives}
@@ -56,7 +58,7 @@ def test_measurements_of_two_ranks_are_complete_and_plausible(tmp_path: Path) ->
 
 def test_groups_divide_the_ranks_and_know_whether_they_cross_nodes() -> None:
     for world_size, groups in ((4, {2: 0, 4: 2}), (3, {3: 2}), (1, {})):
-        scope = Scope((16, 32), (1, 1, 8), (16,), (1, 4, 4), BYTES[:1], BYTES[:1], budget_seconds=0.001)
+        scope = Scope((16, 32), (1, 1), (8,), (16,), (1, 4, 4), BYTES[:1], BYTES[:1], budget_seconds=0.001)
         measured, _, _ = run_ranks(measure_here, world_size, scope, 2)[0]
         found = {(c.kind, c.ranks, c.crossings) for c in measured.collectives}
         assert found == {(kind, *group) for kind in get_args(CollectiveKind) for group in groups.items()}

@@ -18,6 +18,7 @@ from titan_launch.plan.speeds import (
     OPERATION_SECONDS,
     DataSheetSpeeds,
     Measured,
+    MeasuredAttention,
     MeasuredCollective,
     Speeds,
     Work,
@@ -33,7 +34,10 @@ MEASURED = Measured(
     products={
         "float32": tuple(tuple(tuple(1e9 * (1 + i + j + k) for k in range(3)) for j in range(3)) for i in range(3))
     },
-    attention={"float32": (((64, 1e9), (256, 4e9)), ((64, 5e8), (256, 2e9)))},
+    attention=(
+        MeasuredAttention("float32", 128, ((64, 4e9), (256, 16e9)), ((64, 2e9), (256, 8e9))),
+        MeasuredAttention("float32", 32, ((64, 1e9), (256, 4e9)), ((64, 5e8), (256, 2e9))),
+    ),
     convolution={"float32": 3e9},
     memory=((1000.0, 1e-6), (1e6, 1e-4)),
     collectives=(
@@ -106,8 +110,9 @@ def test_measured_operations_are_interpolated(measured_speeds: Speeds) -> None:
     assert rate(9999, 256, 256) == pytest.approx(7e9) and rate(1, 16, 16) == pytest.approx(1e9)
     batch = Work("product", "bfloat16", (4, 16, 16, 16))  # another dtype, and as one of four times the rows
     assert measured_speeds.seconds(batch) == pytest.approx(2 * 4 * 16**3 / 2e9)
-    assert measured_speeds.seconds(Work("attention", "float32", (10**9, 128, 1))) == pytest.approx(0.5)
-    assert measured_speeds.seconds(Work("attention_backward", "float32", (10**9, 1024, 1))) == pytest.approx(0.5)
+    assert measured_speeds.seconds(Work("attention", "float32", (10**9, 128, 32, 1))) == pytest.approx(0.5)
+    assert measured_speeds.seconds(Work("attention", "float32", (10**9, 64, 64, 1))) == pytest.approx(0.5)
+    assert measured_speeds.seconds(Work("attention_backward", "float32", (10**9, 1024, 16, 1))) == pytest.approx(0.5)
     assert measured_speeds.seconds(Work("convolution", "float32", (3 * 10**9,))) == pytest.approx(1)
     memory = [measured_speeds.memory_seconds(size) for size in (10, 1000, 31622.7766, 1e6, 1e7)]
     assert memory == pytest.approx([1e-6, 1e-6, 1e-5, 1e-4, 1e-3])
@@ -156,10 +161,10 @@ CHANGES: dict[str, Change] = {
     "products: float32 is missing": lambda value: value.update(products={}),
     "products.float32: needs a positive number": lambda value: value["products"]["float32"][0][0].pop(),
     "memory: needs pairs": lambda value: value.update(memory=[]),
-    "attention.float32: needs pairs": lambda value: value["attention"]["float32"][0].reverse(),
+    "attention.float32: needs pairs": lambda value: value["attention"][0]["forward"].reverse(),
     "collectives.all_gather: needs pairs": lambda value: value["collectives"][0].update(points=[[1, -1]]),
     "collectives.0.kind: Input should be": lambda value: value["collectives"][0].update(kind="scatter"),
-    "attention: float32 is missing": lambda value: value.update(attention={}),
+    "attention: float32 is missing": lambda value: value.update(attention=[]),
     "ranks: must be at least 1": lambda value: value["collectives"][0].update(ranks=0),
     "convolution: needs positive": lambda value: value.update(convolution={"float32": 0}),
     "unit_seconds: must not be negative": lambda value: value.update(unit_seconds=-1.0),

@@ -78,9 +78,9 @@ def _describe(problems: Iterable[Problem]) -> str:
     return "\n".join(f"error: --device {problem.value}: {problem.reason}" for problem in problems)
 
 
-def _rate(points: Points) -> float:
-    """Return the FLOP/s of the longest sequences."""
-    return points[-1][1]
+def _rates(curves: Iterable[tuple[str, Points]]) -> dict[str, float]:
+    """Return the FLOP/s of the widest heads and longest sequences by dtype."""
+    return {dtype: points[-1][1] for dtype, points in curves}
 
 
 def _summary(measured: Measured) -> list[str]:
@@ -88,8 +88,8 @@ def _summary(measured: Measured) -> list[str]:
     cubes = measured.products.items()
     rates = {
         "products": {dtype: max(r for plane in cube for row in plane for r in row) for dtype, cube in cubes},
-        "attention, forward": {dtype: _rate(forward) for dtype, (forward, _) in measured.attention.items()},
-        "attention, backward": {dtype: _rate(backward) for dtype, (_, backward) in measured.attention.items()},
+        "attention, forward": _rates((one.dtype, one.forward) for one in measured.attention),
+        "attention, backward": _rates((one.dtype, one.backward) for one in measured.attention),
         "convolution": measured.convolution,
     }
     lines = [f"device: {measured.device}", f"ranks: {measured.ranks}"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from statistics import fmean, median
 from typing import get_args
 
@@ -24,7 +24,7 @@ from titan_launch import __version__
 from titan_launch.core.files import MIB
 from titan_launch.distributed.collectives import all_gather_single, on_all_ranks, reduce_scatter_single
 from titan_launch.distributed.process_group import Ranks
-from titan_launch.plan.speeds import CollectiveKind, Measured, MeasuredCollective, Points
+from titan_launch.plan.speeds import CollectiveKind, Measured, MeasuredAttention, MeasuredCollective, Points
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _REPETITIONS = 5
@@ -35,7 +35,11 @@ _KEPT_BYTES = 31 * MIB
 (mallopt(3), M_MMAP_THRESHOLD), as it does in a CPU run for all sizes."""
 
 _OLD_BYTES = 64 * MIB
-"""Bytes of the tensors that elementwise operations read in turn."""
+"""Bytes of the tensors that an operation reads in turn. As in training, what it reads was written some time ago, and is
+not in a core's own cache."""
+
+_MOST_OLD = 4096
+"""Number of these tensors."""
 
 _UNITS = 8
 """FSDP2 units of the stack that `_unit_seconds` measures."""
@@ -48,8 +52,11 @@ class Scope:
     sizes: tuple[int, ...]
     """Rows, inner sizes and columns of products, the smallest first."""
 
-    heads: tuple[int, int, int]
-    """Batch, heads and their width, for attention."""
+    heads: tuple[int, int]
+    """Batch and heads, for attention."""
+
+    widths: tuple[int, ...]
+    """Widths of a head, the narrowest first."""
 
     tokens: tuple[int, ...]
     """Lengths of the sequences for attention, the shortest first."""
@@ -71,10 +78,11 @@ def scope_of(device: torch.device) -> Scope:
     """Return what is measured on a device: measurements of about 20 seconds without collectives."""
     numbers = tuple(4096 * 8**power for power in range(5))  # 4 KiB to 16 MiB
     if device.type == "cpu":
-        return Scope((16, 64, 256, 1024), (2, 4, 64), (32, 128, 512), (8, 32, 32), numbers, numbers, 0.12)
+        return Scope((16, 64, 256, 1024), (2, 4), (32, 64, 128), (32, 128, 512), (8, 32, 32), numbers, numbers, 0.12)
     return Scope(
         sizes=(64, 256, 1024, 4096, 8192),
-        heads=(2, 16, 128),
+        heads=(2, 16),
+        widths=(64, 128),
         tokens=(512, 2048, 8192),
         images=(32, 128, 56),
         result_bytes=(*numbers, 64 * MIB),
@@ -99,7 +107,7 @@ def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured
     say(f"products: {2 * len(scope.sizes) ** 3} shapes and dtypes")
     products = {name: _products(watch, scope.sizes, dtype) for name, dtype in _DTYPES.items()}
     say("attention, convolution and elementwise operations")
-    attention = {name: _attention(watch, scope, dtype) for name, dtype in _DTYPES.items()}
+    attention = tuple(_attention(watch, scope, *each) for each in product(_DTYPES, scope.widths))
     convolution = {name: _convolution(watch, scope.images, dtype) for name, dtype in _DTYPES.items()}
     memory = tuple(_memory(watch, num_bytes // 4) for num_bytes in scope.result_bytes)
     say("work of the host: modules, FSDP2 units, DTensors")
@@ -185,27 +193,36 @@ def _products(
 ) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """Return the FLOP/s of the products of a linear layer by rows, inner size and columns: the mean of the forms that
     its forward and backward have, in which the factors are transposed or not."""
-    left, right = (torch.randn(sizes[-1] ** 2, dtype=dtype, device=watch.device) for _ in range(2))
+    numel = max(sizes[-1] ** 2, _OLD_BYTES // dtype.itemsize)
+    left, right = (torch.randn(numel, dtype=dtype, device=watch.device) for _ in range(2))
 
     def rate(rows: int, inner: int, columns: int) -> float:
-        x, y = left[: rows * inner], right[: inner * columns]
-        plain, transposed = (x.view(rows, inner), y.view(inner, columns)), (x.view(inner, rows), y.view(columns, inner))
-        forms = ((plain[0], plain[1]), (plain[0], transposed[1].T), (transposed[0].T, plain[1]))
-        seconds = fmean(watch.mean_seconds(lambda a=a, b=b: a @ b) for a, b in forms)  # type: ignore[misc]
-        return 2 * rows * inner * columns / seconds
+        xs, ys = _in_turn(left, rows * inner), _in_turn(right, inner * columns)
+        forms: tuple[Callable[[], Tensor], ...] = (
+            lambda: next(xs).view(rows, inner) @ next(ys).view(inner, columns),
+            lambda: next(xs).view(rows, inner) @ next(ys).view(columns, inner).T,
+            lambda: next(xs).view(inner, rows).T @ next(ys).view(inner, columns),
+        )
+        return 2 * rows * inner * columns / fmean(watch.mean_seconds(form) for form in forms)
 
     return tuple(tuple(tuple(rate(rows, inner, columns) for columns in sizes) for inner in sizes) for rows in sizes)
 
 
-def _attention(watch: _Stopwatch, scope: Scope, dtype: torch.dtype) -> tuple[Points, Points]:
-    """Return (tokens, FLOP/s) of causal attention, forward and backward. All pairs of tokens count (`train/flops.py`).
-    Queries, keys and values have the strides of a linear layer's output."""
-    batch, heads, width = scope.heads
+def _in_turn(numbers: Tensor, elements: int) -> Iterator[Tensor]:
+    """Return parts of a tensor in turn, without an end."""
+    count = min(_MOST_OLD, numbers.numel() // elements)
+    return cycle(numbers[: count * elements].split(elements))
+
+
+def _attention(watch: _Stopwatch, scope: Scope, dtype: str, width: int) -> MeasuredAttention:
+    """Measure attention forward and backward, as `train/flops.py` counts it. Queries, keys and values have the strides
+    of a linear layer's output."""
+    batch, heads = scope.heads
     forwards, backwards = list[tuple[float, float]](), list[tuple[float, float]]()
     for tokens in scope.tokens:
         flops = 4.0 * batch * heads * tokens**2 * width
         shape = (batch, tokens, heads, width)
-        qkv = [torch.randn(shape, dtype=dtype, device=watch.device, requires_grad=True) for _ in range(3)]
+        qkv = [torch.randn(shape, dtype=_DTYPES[dtype], device=watch.device, requires_grad=True) for _ in range(3)]
         q, k, v = (x.transpose(1, 2) for x in qkv)
 
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
@@ -215,7 +232,7 @@ def _attention(watch: _Stopwatch, scope: Scope, dtype: torch.dtype) -> tuple[Poi
         backward = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
         forwards.append((tokens, flops / watch.mean_seconds(forward)))
         backwards.append((tokens, 2 * flops / watch.mean_seconds(backward)))
-    return tuple(forwards), tuple(backwards)
+    return MeasuredAttention(dtype, width, tuple(forwards), tuple(backwards))
 
 
 def _convolution(watch: _Stopwatch, images: tuple[int, int, int], dtype: torch.dtype) -> float:
@@ -229,8 +246,7 @@ def _convolution(watch: _Stopwatch, images: tuple[int, int, int], dtype: torch.d
 def _memory(watch: _Stopwatch, elements: int) -> tuple[float, float]:
     """Return the means (bytes that are read and written, seconds) of three elementwise operations on float32 tensors:
     a sum of two tensors, an activation function, and a cast to bfloat16."""
-    # As in training, what an operation reads was written some time ago, and is not in a core's own cache.
-    parts = cycle(torch.randn(max(_OLD_BYTES // 4, elements), device=watch.device).split(elements))
+    parts = _in_turn(torch.randn(max(_OLD_BYTES // 4, elements), device=watch.device), elements)
     calls: tuple[Callable[[], Tensor], ...] = (
         lambda: next(parts) + next(parts),
         lambda: F.silu(next(parts)),

@@ -49,11 +49,25 @@ class Work(NamedTuple):
     """Of the inputs; empty for `memory`."""
 
     sizes: tuple[int, ...]
-    """product: (products, rows, inner size, columns). convolution: (FLOPs,). attention: (FLOPs, keys, 1 if it is
-    causal, so that half of the pairs which count are computed). memory, which is every other operation: (bytes that it
-    reads and writes,)."""
+    """product: (products, rows, inner size, columns). convolution: (FLOPs,). attention: (FLOPs, keys, width of a head,
+    1 if it is causal, so that half of the pairs which count are computed). memory, which is every other operation:
+    (bytes that it reads and writes,)."""
 
     times: int = 1
+
+
+@dataclass(frozen=True)
+class MeasuredAttention:
+    """FLOP/s of causal attention by the tokens of a sequence. Every pair of tokens counts."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    dtype: str
+    width: int
+    """Of a head."""
+
+    forward: Points
+    backward: Points
 
 
 @dataclass(frozen=True)
@@ -89,9 +103,7 @@ class Measured:
     products: Mapping[str, tuple[tuple[tuple[float, ...], ...], ...]]
     """FLOP/s of products by dtype, rows, inner size and columns."""
 
-    attention: Mapping[str, tuple[Points, Points]]
-    """FLOP/s of causal attention, forward and backward, by dtype and tokens of a sequence. Every pair of tokens
-    counts."""
+    attention: tuple[MeasuredAttention, ...]
 
     convolution: Mapping[str, float]
     """FLOP/s of convolutions by dtype."""
@@ -151,8 +163,9 @@ def _problem(measured: Measured) -> str | None:
     sizes = measured.sizes
     if len(sizes) < 2 or list(sizes) != sorted({*sizes}) or sizes[0] < 1:
         return "sizes: must be two or more numbers, the smallest first"
-    by_dtype = {"products": measured.products, "attention": measured.attention, "convolution": measured.convolution}
-    if missing := [name for name, table in by_dtype.items() if "float32" not in table]:
+    attention = {one.dtype for one in measured.attention}
+    by_dtype = {"products": measured.products, "attention": attention, "convolution": measured.convolution}
+    if missing := [name for name, dtypes in by_dtype.items() if "float32" not in dtypes]:
         return f"{missing[0]}: float32 is missing"
     for dtype, rates in measured.products.items():
         rows = [row for plane in rates for row in plane]
@@ -160,7 +173,9 @@ def _problem(measured: Measured) -> str | None:
         if not is_cube or not all(rate > 0 for row in rows for rate in row):
             return f"products.{dtype}: needs a positive number for each combination of sizes"
     curves = [("memory", measured.memory), *((f"collectives.{c.kind}", c.points) for c in measured.collectives)]
-    curves += [(f"attention.{dtype}", points) for dtype, pair in measured.attention.items() for points in pair]
+    curves += [
+        (f"attention.{one.dtype}", points) for one in measured.attention for points in (one.forward, one.backward)
+    ]
     for name, points in curves:
         if not points or list(points) != sorted(points) or not all(x > 0 and y > 0 for x, y in points):
             return f"{name}: needs pairs of positive numbers, the smallest first"
@@ -228,7 +243,7 @@ class Speeds(ABC):
             return self.memory_seconds(work.sizes[0])
         if work.kind == "product":
             return self._of_product(work)
-        computed = 1 if work.kind == "convolution" else 2 - work.sizes[2]
+        computed = 1 if work.kind == "convolution" else 2 - work.sizes[3]
         return self._of_flops(work, float(computed * work.sizes[0]))
 
     def least_seconds(self, work: Work) -> float:
@@ -377,8 +392,7 @@ class MeasuredSpeeds(Speeds):
     @cached_property
     def most_flops_per_s(self) -> float:
         """FLOP/s of the fastest operations."""
-        curves = [points for pair in self.measured.attention.values() for points in pair]
-        rates = [rate for points in curves for _, rate in points]
+        rates = [rate for one in self.measured.attention for _, rate in (*one.forward, *one.backward)]
         return max([*rates, *self._best_rates.values(), *self.measured.convolution.values()])
 
     @cached_property
@@ -403,8 +417,17 @@ class MeasuredSpeeds(Speeds):
     def _of_flops(self, work: Work, flops: float) -> float:
         if work.kind == "convolution":
             return flops / _of_dtype(self.measured.convolution, work.dtype)
-        rates = _of_dtype(self.measured.attention, work.dtype)[work.kind == "attention_backward"]
-        return flops / _between(rates, work.sizes[1])
+        _, keys, width, _ = work.sizes
+        measured = _of_dtype(self._attention, work.dtype)
+        curves = [(one.width, one.backward if work.kind == "attention_backward" else one.forward) for one in measured]
+        return flops / _between([(of_width, _between(points, keys)) for of_width, points in curves], width)
+
+    @cached_property
+    def _attention(self) -> dict[str, list[MeasuredAttention]]:
+        by_dtype: dict[str, list[MeasuredAttention]] = {}
+        for one in sorted(self.measured.attention, key=lambda one: one.width):
+            by_dtype.setdefault(one.dtype, []).append(one)
+        return by_dtype
 
     def _least_of_flops(self, work: Work) -> float:
         return work.times * work.sizes[0] / self.most_flops_per_s
@@ -474,7 +497,7 @@ def _on_curve(points: Points, num_bytes: float) -> float:
     return _between(points, num_bytes) * max(1.0, num_bytes / last)
 
 
-def _between(points: Points, size: float) -> float:
+def _between(points: Sequence[tuple[float, float]], size: float) -> float:
     """Return the value between those of a curve, by linear interpolation of logarithms; beyond it, that of its end."""
     if size <= points[0][0]:
         return points[0][1]

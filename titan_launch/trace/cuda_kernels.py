@@ -226,9 +226,8 @@ def _attention_work(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Work
     counts, as in `train.flops`."""
     every = k.shape[2]
     keys = min(every, window or every)
-    return Work(
-        "attention", dtype_of(q), (2 * prod(q.shape[:3]) * keys * (q.shape[3] + v.shape[3]), keys, int(keys == every))
-    )
+    flops = 2 * prod(q.shape[:3]) * keys * (q.shape[3] + v.shape[3])
+    return Work("attention", dtype_of(q), (flops, keys, q.shape[3], int(keys == every)))
 
 
 def _flex_attention(

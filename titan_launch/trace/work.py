@@ -51,6 +51,7 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
         sizes = (
             attention_flops(query, key, value) * (1 + is_backward),
             key.shape[2],
+            query.shape[3],
             _is_causal(operation, args, kwargs),
         )
         return Work("attention_backward" if is_backward else "attention", dtype_of(query), sizes)

@@ -88,6 +88,13 @@ class Clock:
         if num_bytes:
             self._spend(self._speeds.memory_seconds(num_bytes))
 
+    def copy_reduced(self, num_bytes: int) -> None:
+        """Read and write a number of bytes together, in FSDP2's stream for reductions."""
+        if self._speeds.overlaps:
+            self._end_of_links = max(self._end_of_links, self._now) + self._speeds.memory_seconds(num_bytes)
+        else:
+            self.copy(num_bytes)
+
     def hooks(self) -> None:
         """Run FSDP2's hooks of a unit, in forward and backward."""
         self._host(self._speeds.host_seconds("unit"))

@@ -574,7 +574,7 @@ class ShardedUnit:
                 gradients[index] = self._new_bytes(chunked.num_bytes, Category.REDUCE_SCATTER)
         reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
         clock = self.context.clock
-        if clock is not None and world > 1:
+        if clock is not None:
             clock.wait(self.context.reduced_at)
             clock.copy(reduce_input.num_bytes + sum(gradient.num_bytes for gradient in gradients))
         gradients.clear()
@@ -583,10 +583,14 @@ class ShardedUnit:
             self.context.count("reduce_scatter", reduce_input.num_bytes, self)
             if clock is not None:
                 self.context.reduced_at = clock.reduce_scatter(reduce_input.num_bytes, self.unit.expert_parallel > 1)
+        elif clock is not None:
+            clock.copy_reduced(2 * output.num_bytes)
         if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # FSDP2 divides by 1
             divided = new(padded, dtype, Category.REDUCE_SCATTER)
             del divided
         self.context.reduce_scatter_inputs.append(reduce_input)
+        if clock is not None and self._partial_reduce_output is not None:
+            clock.copy_reduced(3 * output.num_bytes)
         if is_hsdp and not self.all_reduce_grads:
             if self._partial_reduce_output is None:
                 if not self.context.offloads:  # with offload, `output` stays on the device until the all-reduce
@@ -600,7 +604,13 @@ class ShardedUnit:
                 clock.all_reduce(output.num_bytes)
         reduced = output if KEEPS_REDUCED_GRADIENTS else None
         if dtype != parameters[0].stored:
-            output = new(padded // world, parameters[0].stored, Category.REDUCE_SCATTER)
+            cast = new(padded // world, parameters[0].stored, Category.REDUCE_SCATTER)
+            if clock is not None:
+                clock.copy_reduced(output.num_bytes + cast.num_bytes)
+            output = cast
+            del cast
+        if clock is not None and self.sharded_gradient is not None:
+            clock.copy_reduced(3 * output.num_bytes)
         if self.exchanged is not None:  # in a hook of the parameters; FSDP2 still holds `output`
             self.context.start_exchange(self, self.exchanged)
         elif self.sharded_gradient is None:
