@@ -1,6 +1,8 @@
 """The search for layouts held against measurements: every layout of small jobs, trained on CPU ranks of this machine.
 
-    python benchmarks/measured_layouts.py [--only GLOB] [--ranks 2 4] [--write docs/verification/planner.md]
+    python benchmarks/measured_layouts.py [--only GLOB] [--ranks 2 4] [--kept FILE] [--write docs/verification/planner.md]
+
+All jobs take two hours on 2 cores. With `--kept`, each row of the table is added to a file, and a later command goes on.
 
 First, `titan-launch measure-device` measures the machine with as many ranks. For each job, `plan --search` finds the
 layout with the shortest expected step from these speeds. Then every layout trains some steps: all degrees of tensor,
@@ -73,8 +75,9 @@ _HELD = (
     ("activation_checkpoint", "mode"),
     ("training", "enable_cpu_offload"),
 )
-_STEPS, _WARM_UP = 9, 3
-_FINALISTS, _ROUNDS = 6, 4
+_WARM_UP = 3
+_STEPS, _STEPS_OF_FINALISTS = 6, 12
+_FINALISTS, _ROUNDS = 8, 3
 
 
 @dataclass
@@ -131,11 +134,13 @@ def every_layout(job: JobConfig, ranks: int) -> Iterator[Measured]:
                     yield Measured(with_choice(one, row.choice), layout, row)
 
 
-def train(one: Measured, ranks: int) -> bool:
+def train(one: Measured, ranks: int, steps: int) -> bool:
     """Train some steps of a layout on new ranks, and note their time and memory. Return False if it does not run."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            reports = run_ranks("measured_layouts:run_steps", ranks, _running(one.config, folder), timeout=120)[0]
+            reports = run_ranks("measured_layouts:run_steps", ranks, _running(one.config, folder, steps), timeout=120)[
+                0
+            ]
         except (RunError, ConfigError) as error:
             print(f"  {one}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
             return False
@@ -147,13 +152,13 @@ def train(one: Measured, ranks: int) -> bool:
 _PEAK = "memory/max_active_gib"
 
 
-def _running(config: JobConfig, folder: str) -> JobConfig:
+def _running(config: JobConfig, folder: str, steps: int) -> JobConfig:
     """Return the job of a run."""
     return with_values(
         config,
         {
             ("job", "dump_folder"): folder,
-            ("training", "steps"): _STEPS,
+            ("training", "steps"): steps,
             ("metrics", "log_freq"): 1,
             ("checkpoint", "save_last"): False,
             ("planner", "speeds"): None,
@@ -185,7 +190,7 @@ def compared(name: str, ranks: int, speeds: str) -> list[str]:
     begin = time.perf_counter()
     found = search_layouts(job, ranks, _HELD).best[0]
     searched = time.perf_counter() - begin
-    layouts = [one for one in every_layout(job, ranks) if train(one, ranks)]
+    layouts = [one for one in every_layout(job, ranks) if train(one, ranks, _STEPS)]
     winner = min(layouts, key=lambda one: (one.layout != found.layout, one.row.choice != found.row.choice))
     assert (winner.layout, winner.row.choice) == (found.layout, found.row.choice), "the winner did not run"
     fastest = sorted(layouts, key=lambda one: one.time)[:_FINALISTS]
@@ -194,7 +199,7 @@ def compared(name: str, ranks: int, speeds: str) -> list[str]:
         one.seconds.clear()
     for _ in range(_ROUNDS):
         for one in finalists:
-            train(one, ranks)
+            train(one, ranks, _STEPS_OF_FINALISTS)
     best = min(finalists, key=lambda one: one.time)
     slowest = max(layouts, key=lambda one: one.time)
     ratios = [one.row.time.expected / one.time for one in layouts if one.row.time.expected is not None]
@@ -251,17 +256,25 @@ def main() -> None:
     parser.add_argument("--only", default="*", metavar="GLOB")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--speeds", metavar="FILE", help="measured speeds, instead of a new measurement")
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="rows of earlier commands, to which others are added")
     parser.add_argument("--write", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     start_server()
-    rows: list[Sequence[str]] = [_HEADER]
+    kept: Path | None = arguments.kept
+    rows: list[Sequence[str]] = [] if kept is None or not kept.exists() else json.loads(kept.read_text())
     with tempfile.TemporaryDirectory() as folder:
         for ranks in arguments.ranks:
+            done = {name for name, of_ranks, *_ in rows if of_ranks == str(ranks)}
+            if not (names := [name for name in JOBS if fnmatch(name, arguments.only) and name not in done]):
+                continue
             speeds = arguments.speeds or measured_speeds(ranks, Path(folder))
-            rows += [compared(name, ranks, speeds) for name in JOBS if fnmatch(name, arguments.only)]
+            for name in names:
+                rows.append(compared(name, ranks, speeds))
+                if kept is not None:
+                    kept.write_text(json.dumps(rows, indent=1))
     import torch
 
-    table = markdown_table(rows)
+    table = markdown_table([_HEADER, *rows])
     publish(f"{table}\n\n2 cores, torch {torch.__version__}, gloo.", "measured_layouts", arguments.write)
 
 
