@@ -1,8 +1,9 @@
 """The search for layouts held against measurements: every layout of small jobs, trained on CPU ranks of this machine.
 
-    python benchmarks/measured_layouts.py [--only GLOB] [--ranks 2 4] [--kept FILE] [--write docs/verification/planner.md]
+    python benchmarks/measured_layouts.py [--only GLOB] [--ranks 2 4] [--kept FILE] [--write FILE]
 
-All jobs take two hours on 2 cores. With `--kept`, each row of the table is added to a file, and a later command goes on.
+All jobs take two hours on 2 cores. With `--kept`, each row of the table is added to a file, and a later command goes
+on.
 
 First, `titan-launch measure-device` measures the machine with as many ranks. For each job, `plan --search` finds the
 layout with the shortest expected step from these speeds. Then every layout trains some steps: all degrees of tensor,
