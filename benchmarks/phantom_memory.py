@@ -1,15 +1,18 @@
 """Comparison of planned memory with the memory that PyTorch's allocator takes on a phantom GPU, without a GPU.
 
     python benchmarks/phantom_memory.py [--only GLOB ...] [--write docs/verification/gpu.md]
+    python benchmarks/phantom_memory.py --published [--only GLOB ...] [--write docs/verification/planner.md]
 
-Needs a CUDA build of torch. Every row is one `titan-launch plan --measure`: three steps of the fullest rank. The first
-rows are the shipped configurations, the others the checked runs of `published_memory.py`, here compiled and in fp8
-where the reports say so. "Above the streams" is what the allocator reserves beyond the sum of the planned peaks of the
-CUDA streams: the planner's `fragmentation`. It is shown for jobs of 1 GiB and more.
+Needs a CUDA build of torch. Every row is one `titan-launch plan --measure`: three steps of the fullest rank.
 
-The exit status is 1 if the planned active memory of a shipped configuration is not within 0.3 % of what its tensors
-request, or if the allocator reserves more than the planner estimates for a job of 1 GiB and more. Compiled jobs and
-jobs in fp8 are planned as eager bf16 jobs, and not compared.
+The first command measures the shipped configurations. "Above the streams" is what the allocator reserves beyond the
+sum of the planned peaks of the CUDA streams: the planner's `fragmentation`. It is shown for jobs of 1 GiB and more. The
+exit status is 1 if the planned active memory is not within 0.3 % of what the tensors of a job request, or if the
+allocator reserves more than the planner estimates for a job of 1 GiB and more. Compiled jobs and jobs in fp8 are
+planned as eager bf16 jobs, and not compared.
+
+The second command measures the runs of `published_runs.toml` whose reserved memory is published, compiled and in fp8
+where their sources say so.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
-from published_memory import Run, checked_runs, config_of
+from published_memory import PRECISIONS, Run, config_of, read_runs
 from publishing import markdown_table, publish, published_rows
 
 from titan_launch.config.loading.load import dump_job
@@ -54,7 +58,16 @@ _COLUMNS = [
     "planned reserved",
     "measured reserved",
     "above the streams",
+]
+_PUBLISHED_COLUMNS = [
+    "run",
+    "ranks",
+    "precision",
+    "planned reserved",
+    "requested",
+    "measured reserved",
     "published",
+    "measured / published",
 ]
 
 
@@ -114,54 +127,84 @@ def measure(config: Path, ranks: int, options: list[str]) -> dict[str, Any] | st
     return plan
 
 
-def shipped() -> Iterator[tuple[str, Path, int, list[str]]]:
-    """Yield name, file, ranks and options of each shipped configuration that trains by itself."""
+def shipped() -> Iterator[tuple[str, Path, int]]:
+    """Yield name, file and ranks of each shipped configuration that trains by itself."""
     for path in sorted(_CONFIGS.rglob("*.toml")):
         if path.stem not in ("resume", "custom_model"):
-            yield (
-                str(path.relative_to(_CONFIGS)),
-                path,
-                _RANKS.get(path.stem, 2),
-                ["--device=h100-80gb", "--memory-gib=400"],
-            )
+            yield str(path.relative_to(_CONFIGS)), path, _RANKS.get(path.stem, 2)
 
 
-def published(folder: Path) -> Iterator[tuple[str, Path, int, list[str], Run]]:
-    """Yield name, file, ranks, options and report of each published run."""
-    for index, report in enumerate(checked_runs()):
-        path = folder / f"{index}.json"
-        path.write_text(dump_job(config_of(report, as_published=True)))
-        memory = "139.7" if "H200" in report.name else "95"
-        yield f"published: {report.name}", path, report.ranks, ["--device=h100-80gb", f"--memory-gib={memory}"], report
+def compared_with_published(only: Sequence[str], earlier: Mapping[str, list[str]]) -> str:
+    """Return the table of the published runs that state reserved memory, with the ratios by source and precision.
+    `earlier`: rows of the table, by their first cells, for the runs that no glob of `only` matches."""
+    table, ratios = [_PUBLISHED_COLUMNS], dict[str, list[float]]()
+    with tempfile.TemporaryDirectory() as folder:
+        for run in (run for run in read_runs() if run.reserved_gib is not None):
+            name, published = f"{run.source}: {run.name}", f"{run.reserved_gib:.1f}"
+            if not any(fnmatch(name, glob) for glob in only):
+                table += [earlier[name]] if name in earlier else []
+                continue
+            path = Path(folder, "job.json")
+            path.write_text(dump_job(config_of(run, as_published=True)))
+            plan = measure(path, run.ranks, [])
+            figures = [plan, "", "", published, ""] if isinstance(plan, str) else _beside(Figures.of(plan), run)
+            table.append([name, str(run.ranks), PRECISIONS[run.kind], *figures])
+            print(" | ".join(table[-1]), file=sys.stderr, flush=True)
+    for name, _, precision, *_, ratio in table[1:]:
+        ratios.setdefault(f"{name.partition(':')[0]}, {precision}", []).append(float(ratio or "nan"))
+    lines = [f"- {group}: {_described(values)}" for group, values in ratios.items()]
+    return "\n".join([markdown_table(table), "", "Measured over published reserved memory:", "", *lines])
+
+
+def _beside(found: Figures, run: Run) -> list[str]:
+    assert run.reserved_gib is not None
+    measured = (found.planned_reserved, found.requested, found.reserved, run.reserved_gib)
+    return [*(f"{value:.1f}" for value in measured), f"{found.reserved / run.reserved_gib:.3f}"]
+
+
+def _described(ratios: Sequence[float]) -> str:
+    known = [ratio for ratio in ratios if ratio == ratio]
+    failed = f"; {len(ratios) - len(known)} not measured" * (len(known) < len(ratios))
+    if not known:
+        return f"{len(ratios)} runs{failed}"
+    worst = max(known, key=lambda ratio: max(ratio, 1 / ratio))
+    return f"{len(ratios)} runs, median {median(known):.3f}, worst {worst:.3f}{failed}"
+
+
+def compared_with_plans(only: Sequence[str], earlier: Mapping[str, list[str]]) -> tuple[str, bool]:
+    """Return the table of the shipped configurations, and True if all plans hold. `earlier`: as above."""
+    table, is_right = [_COLUMNS], True
+    for name, path, ranks in shipped():
+        if not any(fnmatch(name, glob) for glob in only):
+            table += [earlier[name]] if name in earlier else []
+            continue
+        plan = measure(path, ranks, ["--device=h100-80gb", "--memory-gib=400"])
+        if isinstance(plan, str):
+            table.append([name, str(ranks), plan, "", "", "", "", ""])
+            is_right = False
+        else:
+            is_planned, found = name not in _NOT_PLANNED, Figures.of(plan)
+            is_right &= not is_planned or found.is_right
+            table.append([name, str(ranks), *found.cells(is_planned)])
+        print(" | ".join(table[-1]), file=sys.stderr, flush=True)
+    return markdown_table(table), is_right
 
 
 def main() -> int:
     """Measure all rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--published", action="store_true", help="measure the published runs")
     parser.add_argument("--only", default=["*"], nargs="+", metavar="GLOB", help="measure the rows whose names match")
     text = "Markdown file with the markers; rows that are not measured stay as they are there"
     parser.add_argument("--write", type=Path, help=text)
     options = parser.parse_args()
-    earlier = published_rows("phantom_memory", options.write) if options.write else {}
-    table, is_right = [_COLUMNS], True
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = [*((*job, None) for job in shipped()), *published(Path(folder))]
-        for name, path, ranks, extra, report in jobs:
-            if not any(fnmatch(name, glob) for glob in options.only):
-                table += [earlier[name]] if name in earlier else []
-                continue
-            plan = measure(path, ranks, extra)
-            known = f"{report.reserved_gib:.1f}" if report else ""
-            if isinstance(plan, str):
-                table.append([name, str(ranks), plan, "", "", "", "", "", known])
-                is_right = False
-            else:
-                is_planned = report.kind == "eager" if report else name not in _NOT_PLANNED
-                found = Figures.of(plan)
-                is_right &= not is_planned or found.is_right
-                table.append([name, str(ranks), *found.cells(is_planned), known])
-            print(" | ".join(table[-1]), file=sys.stderr, flush=True)
-    publish(markdown_table(table), "phantom_memory", options.write)
+    marker = "phantom_published" if options.published else "phantom_memory"
+    earlier = published_rows(marker, options.write) if options.write else {}
+    if options.published:
+        text, is_right = compared_with_published(options.only, earlier), True
+    else:
+        text, is_right = compared_with_plans(options.only, earlier)
+    publish(text, marker, options.write)
     return int(not is_right)
 
 

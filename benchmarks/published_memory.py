@@ -32,7 +32,7 @@ from titan_launch.plan.report.modes import Row, Subject, predict_row
 from titan_launch.trace.recorder import TorchRecorder
 
 RUNS = Path(__file__).with_name("published_runs.toml")
-_PRECISIONS = {"eager": "eager bf16", "compiled": "compiled bf16", "float8": "8 bits or fewer"}
+PRECISIONS = {"eager": "eager bf16", "compiled": "compiled bf16", "float8": "8 bits or fewer"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Run:
     ranks: int
     device: str
     kind: str
-    """Key of `_PRECISIONS`."""
+    """Key of `PRECISIONS`."""
 
     job: Mapping[str, Any]
     reserved_gib: float | None = None
@@ -205,7 +205,7 @@ def table_of_rows(found: Sequence[Prediction]) -> str:
                 f"{time.expected:.3g}",
                 f"{each.seconds:.3g}",
             )
-        rows.append([run.source, run.name, _PRECISIONS[run.kind], *figures])
+        rows.append([run.source, run.name, PRECISIONS[run.kind], *figures])
     return markdown_table(rows, texts=3)
 
 
@@ -224,7 +224,7 @@ def table_of_groups(found: Sequence[Prediction]) -> str:
             _median_and_worst([each.reserved_ratio for each in own]),
         ]
         times = _median_and_worst([each.time_ratio for each in own])
-        rows.append([source, _PRECISIONS[kind], str(len(own)), *ratios, inside, times])
+        rows.append([source, PRECISIONS[kind], str(len(own)), *ratios, inside, times])
     return markdown_table(rows, texts=2)
 
 
@@ -242,7 +242,7 @@ def fit(found: Sequence[Prediction]) -> str:
     the estimates with this fragmentation and with that of a plan. `found`: runs that name everything and publish
     reserved memory."""
     lines = []
-    for kinds in (("eager",), ("compiled",), ("float8",), tuple(_PRECISIONS)):
+    for kinds in (("eager",), ("compiled",), ("float8",), tuple(PRECISIONS)):
         own = [each for each in found if each.run.kind in kinds]
         factors = [each.run.reserved_gib / each.streams for each in own if each.run.reserved_gib]
         fitted, held = median(factors[::2]), factors[1::2]
@@ -250,7 +250,7 @@ def fit(found: Sequence[Prediction]) -> str:
         for name, factor in (("with it", fitted), ("with a plan's", 1 + own[0].hardware.fragmentation)):
             errors = [abs(factor / actual - 1) for actual in held]
             texts.append(f"{name} median {median(errors):.1%}, worst {max(errors):.1%}")
-        label = "all" if len(kinds) > 1 else _PRECISIONS[kinds[0]]
+        label = "all" if len(kinds) > 1 else PRECISIONS[kinds[0]]
         fit_on = f"{fitted - 1:.3f} on {len(factors[::2])} runs"
         lines.append(f"- {label}: fragmentation {fit_on}; error on {len(held)} others: {'; '.join(texts)}.")
     return "\n".join(lines)
