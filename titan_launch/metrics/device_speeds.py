@@ -31,15 +31,16 @@ _REPETITIONS = 5
 """Repetitions of a measurement, of which the median counts."""
 
 _KEPT_BYTES = 31 * MIB
-"""Bytes of a host tensor that is created and freed first. glibc then keeps the memory of freed tensors up to this size
-(mallopt(3), M_MMAP_THRESHOLD), as it does in a CPU run for all sizes."""
+"""Bytes of a host tensor that is created and freed before the measurements. After that, glibc keeps the memory of freed
+tensors up to this size (mallopt(3), M_MMAP_THRESHOLD). In a CPU run, glibc keeps the memory of freed tensors of all
+sizes (`cpu/allocator.py`)."""
 
 _OLD_BYTES = 64 * MIB
-"""Bytes of the tensors that an operation reads in turn. As in training, what it reads was written some time ago, and is
-not in a core's own cache."""
+"""Total bytes of the tensors that a measured operation reads in turn: more than fit into a core's own cache. In
+training, too, an input was written some time ago and is no longer in this cache."""
 
 _MOST_OLD = 4096
-"""Number of these tensors."""
+"""Largest number of tensors that a measured operation reads in turn."""
 
 _UNITS = 8
 """FSDP2 units of the stack that `_unit_seconds` measures."""
@@ -50,32 +51,33 @@ class Scope:
     """Sizes of the measured operations, and the time that each measurement takes."""
 
     sizes: tuple[int, ...]
-    """Rows, inner sizes and columns of products, the smallest first."""
+    """Rows, inner sizes and columns of the matrix products, in ascending order. All combinations are measured."""
 
     heads: tuple[int, int]
     """Batch and heads, for attention."""
 
     widths: tuple[int, ...]
-    """Widths of a head, the narrowest first."""
+    """Widths of a head, in ascending order."""
 
     tokens: tuple[int, ...]
-    """Lengths of the sequences for attention, the shortest first."""
+    """Lengths of the sequences for attention, in ascending order."""
 
     images: tuple[int, int, int]
     """Batch, channels, and height and width of the input of the convolution. The output has the same shape."""
 
     result_bytes: tuple[int, ...]
-    """Bytes of a float32 result of elementwise operations, the smallest first."""
+    """Bytes of a float32 result of elementwise operations, in ascending order."""
 
     message_bytes: tuple[int, ...]
-    """Bytes of the whole buffer of a collective, the smallest first."""
+    """Bytes of the whole buffer of a collective, in ascending order."""
 
     budget_seconds: float
-    """Seconds of each measurement. A slower operation is called twice, and the second call counts."""
+    """Approximate seconds of each measurement. If an operation takes more than half of this time, it is called only
+    twice, and the second call counts."""
 
 
 def scope_of(device: torch.device) -> Scope:
-    """Return what is measured on a device: measurements of about 20 seconds without collectives."""
+    """Return the scope for a device. Its measurements take about 20 seconds, and those of collectives more."""
     numbers = tuple(4096 * 8**power for power in range(5))  # 4 KiB to 16 MiB
     if device.type == "cpu":
         return Scope((16, 64, 256, 1024), (2, 4), (32, 64, 128), (32, 128, 512), (8, 32, 32), numbers, numbers, 0.12)
@@ -94,8 +96,8 @@ def scope_of(device: torch.device) -> Scope:
 def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured:
     """Measure the speeds of the ranks' devices. Collective over all ranks of the default process group.
 
-    Threads are those of the process, as in training: torchrun gives a rank one thread if it starts several ranks.
-    `tell` gets a line before each group of measurements, on rank 0.
+    Operations on a CPU use the threads of the process, as in training. (If torchrun starts several ranks, each rank has
+    one thread.) Rank 0 calls `tell` with a line of text before each group of measurements.
     """
 
     def say(text: str) -> None:
@@ -152,7 +154,7 @@ class _Stopwatch:
         try:
             self._elapsed(call, 1)
             failed = 0.0
-        except RuntimeError:  # that of a backend without this collective
+        except RuntimeError:  # the backend does not have this collective
             failed = 1.0
         return self._over_ranks(failed, dist.ReduceOp.MAX) == 0
 
@@ -169,7 +171,8 @@ class _Stopwatch:
         return median(self._elapsed(call, calls) / calls for _ in range(repetitions))
 
     def _elapsed(self, call: Callable[[], object], calls: int) -> float:
-        """Return the seconds of a number of calls. On a GPU they are queued, and the end of the last one counts."""
+        """Return the total seconds of `calls` calls. On a GPU the calls are queued, and the time ends when the device
+        has finished the last call."""
         dist.barrier()
         self._synchronize()
         begin = time.perf_counter()
@@ -183,7 +186,7 @@ class _Stopwatch:
             torch.cuda.synchronize()
 
     def _over_ranks(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
-        reduced = torch.tensor(value, dtype=torch.float64)  # on the CPU: gloo
+        reduced = torch.tensor(value, dtype=torch.float64)  # on the CPU, so gloo reduces it
         dist.all_reduce(reduced, operation)
         return reduced.item()
 
@@ -191,8 +194,11 @@ class _Stopwatch:
 def _products(
     watch: _Stopwatch, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """Return the FLOP/s of the products of a linear layer by rows, inner size and columns: the mean of the forms that
-    its forward and backward have, in which the factors are transposed or not."""
+    """Return the FLOP/s of matrix products, indexed by rows, inner size and columns.
+
+    Each value comes from the mean time of the three products that forward and backward of a linear layer need: one
+    without a transposed factor, one with a transposed right factor, and one with a transposed left factor.
+    """
     numel = max(sizes[-1] ** 2, _OLD_BYTES // dtype.itemsize)
     left, right = (torch.randn(numel, dtype=dtype, device=watch.device) for _ in range(2))
 
@@ -209,14 +215,14 @@ def _products(
 
 
 def _in_turn(numbers: Tensor, elements: int) -> Iterator[Tensor]:
-    """Return parts of a tensor in turn, without an end."""
+    """Return an endless iterator over parts of `numbers` that have `elements` elements each."""
     count = min(_MOST_OLD, numbers.numel() // elements)
     return cycle(numbers[: count * elements].split(elements))
 
 
 def _attention(watch: _Stopwatch, scope: Scope, dtype: str, width: int) -> MeasuredAttention:
-    """Measure attention forward and backward, as `train/flops.py` counts it. Queries, keys and values have the strides
-    of a linear layer's output."""
+    """Measure the FLOP/s of forward and backward of causal attention. FLOPs are counted as in `train/flops.py`: every
+    pair of tokens counts. Queries, keys and values have the strides of a linear layer's output."""
     batch, heads = scope.heads
     forwards, backwards = list[tuple[float, float]](), list[tuple[float, float]]()
     for tokens in scope.tokens:
@@ -260,15 +266,16 @@ def _step_of(stack: nn.Module, x: Tensor) -> Callable[[], None]:
     """Return a function that runs forward and backward."""
 
     def step() -> None:
-        stack.zero_grad()  # first, so that the last step leaves its gradients
+        stack.zero_grad()  # here and not at the end: `_unit_seconds` needs the gradients of the last call
         stack(x).sum().backward()
 
     return step
 
 
 def _unit_seconds(watch: _Stopwatch, world_size: int) -> tuple[float, float]:
-    """Return the seconds that FSDP2's hooks of a unit take in a forward and a backward, without collectives, and those
-    of a sharded parameter in clipping and update."""
+    """Return two times in seconds: that of FSDP2's hooks of one unit in a forward and a backward, without collectives,
+    and that of clipping and update for one sharded parameter."""
+    # A mesh of one rank, on which FSDP2 runs no collectives.
     alone = init_device_mesh(watch.device.type, (world_size, 1), mesh_dim_names=("ranks", "alone"))["alone"]
     x = torch.ones(8, 8, device=watch.device)
 
@@ -303,7 +310,7 @@ class _Scaled(nn.Module):
 
 
 def _operation_seconds(watch: _Stopwatch) -> float:
-    """Return the seconds of a small operation in forward and backward of modules."""
+    """Return the mean seconds of a small operation in forward or backward, with the time of modules and autograd."""
     modules = [_Scaled(watch.device) for _ in range(_MODULES)]
     x = torch.ones(1024, device=watch.device, requires_grad=True)
     return watch.mean_seconds(_step_of(nn.Sequential(*modules), x)) / (5 * _MODULES)
@@ -313,8 +320,12 @@ _MODULES = 32
 
 
 def _exchange_seconds(watch: _Stopwatch) -> float:
-    """Return the seconds that the host takes for a collective of tensor parallelism: an all-gather and a reduce-scatter
-    of small tensors around two linear layers, and their backward, beside the same layers and the same collectives."""
+    """Return the seconds that the host takes for DTensor in one collective of tensor parallelism.
+
+    Pairs of small linear layers run forward and backward with tensor parallelism: an all-gather before and a
+    reduce-scatter after each pair. The time of the same layers without tensor parallelism, and that of the collectives
+    without DTensor, is subtracted.
+    """
     mesh = init_device_mesh(watch.device.type, (dist.get_world_size(),))
     ranks, width = mesh.size(), 8
     x = torch.ones(1, ranks, width, device=watch.device)
@@ -330,15 +341,18 @@ def _exchange_seconds(watch: _Stopwatch) -> float:
     part, whole = x[0, :1].contiguous(), x[0].clone()
     gather = watch.longest_seconds(lambda: all_gather_single(whole, part))
     scatter = watch.longest_seconds(lambda: reduce_scatter_single(part, whole))
-    # Each of the four pairs has two of each: in forward and in backward.
+    # Each of the four pairs has two all-gathers and two reduce-scatters, one in forward and one in backward.
     return max(0.0, (seconds(True) - seconds(False)) / 16 - (gather + scatter) / 2)
 
 
 def _collectives(
     watch: _Stopwatch, ranks: Ranks, message_bytes: tuple[int, ...], say: Callable[[str], None]
 ) -> Iterator[MeasuredCollective]:
-    """Yield the collectives of groups of consecutive ranks, all of which communicate at the same time. The sizes of
-    groups are the powers of two that divide the world size, and the world size."""
+    """Yield the measurements of each collective in groups of consecutive ranks, for each size of groups.
+
+    All groups of a size communicate at the same time. The sizes are the powers of two that divide the world size, and
+    the world size itself.
+    """
     world_size, first_on_host = ranks.world_size, on_all_ranks(lambda: ranks.first_on_host)
     sizes = {1 << power for power in range(1, world_size.bit_length())} | {world_size}
     for size in sorted(size for size in sizes if size > 1 and world_size % size == 0):
@@ -357,8 +371,8 @@ def _collectives(
 def _points(
     watch: _Stopwatch, kind: CollectiveKind, group: dist.ProcessGroup, message_bytes: tuple[int, ...]
 ) -> Points:
-    """Return (bytes that a rank sends if collectives use rings, seconds) for each size of the whole buffer. No points
-    if the backend does not have the collective."""
+    """Return a pair (bytes, seconds) for each size of the whole buffer. The bytes are those that a rank sends if
+    collectives use rings. Return no pairs if the backend does not have the collective."""
     size = group.size()
     shares = {"all_reduce": 2 * (size - 1) / size, "send": 1.0}
     share, points = shares.get(kind, (size - 1) / size), list[tuple[float, float]]()

@@ -31,10 +31,12 @@ class Learned(Observer):
         stack: ExitStack,
         replicas: int = 1,
     ):
-        """`modules`: this rank's modules by path, the root first. `paths`: modules of the whole model that are
-        measured, each alone. `groups`: paths of modules whose outputs are measured together, by name; None if no
-        outputs are measured. `replicas`: number of replicas over which the optimizer is sharded: each has all
-        parameters, but a part of each gradient. Closing `stack` removes all hooks."""
+        """`modules`: this rank's modules by path; the path of the root is "". `paths`: paths of the modules, of all
+        pipeline ranks, that are measured one by one. `groups`: for each name of a group, the paths of the modules whose
+        outputs are measured together; None if no outputs are measured. Closing `stack` removes all hooks.
+
+        `replicas`: number of replicas over which the optimizer is sharded. Each replica has all parameters, but only a
+        part of each gradient. So the squares of parameters and updates are divided by this number."""
         self._paths = paths
         named = [
             (name, p) for name, p in modules[""].named_parameters() if any(is_within(name, path) for path in paths)
@@ -52,7 +54,7 @@ class Learned(Observer):
         self._outputs = torch.zeros(len(self._names), 1 + len(_OUTPUTS), device=device)
         for index, members in enumerate(outputs.values()):
             for path in members:
-                if path in modules:  # else another pipeline rank has it
+                if path in modules:  # else another pipeline rank has the module
                     hook = modules[path].register_forward_hook(_output_hook(self, index))
                     stack.callback(hook.remove)
 
@@ -89,7 +91,8 @@ class Learned(Observer):
         return [local_tensor(p).detach().to(torch.float32, copy=True) for p in self._parameters]
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the squares of the tensors of each module."""
+        """Return the sum of squares of each module's tensors. `tensors`: one for each parameter. Copies of a tensor on
+        several ranks count as one in the sum over ranks."""
         sums = self._norms.new_zeros(len(self._paths))
         if not tensors:
             return sums
@@ -111,8 +114,8 @@ class Learned(Observer):
         return self._is_on
 
     def take_metrics(self) -> dict[str, Tensor]:
-        """Return the measurements of the last step by tag, the same on all ranks; empty if it was not measured.
-        Collective."""
+        """Return the measurements of the last step by tag, the same on all ranks. The dict is empty if the step was not
+        measured. Collective."""
         if not self._is_measured:
             return {}
         together = torch.cat([self._norms.flatten(), self._outputs.flatten()])

@@ -46,11 +46,11 @@ class _TrackedStorage(weakref.ref[UntypedStorage]):
 
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
-"""The products for which CUDA calls cuBLAS. (`addmm` calls cuBLASLt.)"""
+"""Matrix products that call cuBLAS on CUDA. `addmm` is missing, because it calls cuBLASLt."""
 
 OP_DEVICE = torch.ops.prim.device.default
-"""Asks a fake tensor for its device: more than half of all operations of a traced step. A mode that answers spares the
-modes below."""
+"""Operation that asks a fake tensor for its device. More than half of all operations of a traced step are of this kind.
+A dispatch mode answers the question itself, so that the modes below it do not spend time on it."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -69,7 +69,8 @@ class LiveMemory(TorchDispatchMode):
         """True while new allocations do not count."""
 
         self.on_operation: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None] | None = None
-        """Called with each operation that counts and is not of FSDP2: its arguments, keyword arguments and result."""
+        """Called after each operation that counts, except those within functions of FSDP2 and of the optimizer. Its
+        arguments are the operation, and the operation's arguments, keyword arguments and result."""
 
     def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         """Record the storages of tensors, and assign them to `category`. A DTensor counts as its local shard."""
@@ -79,7 +80,7 @@ class LiveMemory(TorchDispatchMode):
                 self._move(record(local_tensor(tensor).untyped_storage()), category)
 
     def ignore(self, tensors: Iterable[Tensor | None]) -> None:
-        """Never record the storages of tensors, which must live as long as this mode."""
+        """Never record the storages of `tensors`. The tensors must live as long as this mode."""
         self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
     def record(self, storage: UntypedStorage) -> _TrackedStorage:
@@ -164,8 +165,8 @@ class LiveMemory(TorchDispatchMode):
                 self._record_results(part)
 
     def _allocation_category(self) -> Category:
-        """Return the category of an allocation at this point. In backward, enabled gradients indicate a forward that
-        activation checkpointing repeats."""
+        """Return the category of an allocation that happens now. If gradients are enabled during backward, activation
+        checkpointing is repeating a forward, whose allocations are activations."""
         if self._current_category is not None:
             return self._current_category
         is_backward = is_in_backward() and not torch.is_grad_enabled()
@@ -245,7 +246,9 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
             result = recorded(fsdp_params, *args, **kwargs)
             *_, not_yet_all_reduced = result
             memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
-            if not memory.offloads:  # else it is on the device, until its all-reduce
+            # With offload, GRADIENTS do not count in the ledger. This tensor does, because it is on the device until
+            # its all-reduce.
+            if not memory.offloads:
                 memory.hold([not_yet_all_reduced], Category.GRADIENTS)
             return result
 

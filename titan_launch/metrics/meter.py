@@ -75,10 +75,10 @@ class Meter(Observer):
 
     @contextmanager
     def paused(self, part: str) -> Iterator[None]:
-        """Exclude the time of the block from step time and throughput. `part`: one of `PAUSES`, under which it counts.
+        """Exclude the time of the block from step time and throughput, and count it under `part`, one of `PAUSES`.
 
-        The host waits for the device at both ends of the block. So the time of training work that was queued before the
-        block counts, and the time of work queued in the block does not.
+        The host waits for the device at both ends of the block. So step time includes all work that was queued before
+        the block, and no work that was queued in the block.
         """
         self._synchronize()
         start = self._clock()
@@ -90,15 +90,18 @@ class Meter(Observer):
         self._pauses[part] += seconds
 
     def pauses(self) -> dict[str, float]:
-        """Return the time of the pauses that belong to the last report, in seconds per step, by tag: those since the
-        report before it was written, and those after it so far. The dict is empty before the first report."""
+        """Return the time of the pauses that belong to the last report, by tag, in seconds per step.
+
+        These are all pauses up to now that no earlier report contains: those between the two reports, and those after
+        the last report, such as the validation of its step. The dict is empty before the first report.
+        """
         if not self._reported_steps:
             return {}
         self._told_pauses = dict(self._pauses)
         return {f"time/{name}_s": seconds / self._reported_steps for name, seconds in self._pauses.items()}
 
     def late_pauses(self) -> dict[str, float]:
-        """Return those metrics of `pauses` that have changed since its last call."""
+        """Return those metrics of `pauses` that have changed since the last call of `pauses`."""
         before = self._told_pauses
         changed = [f"time/{name}_s" for name, seconds in self._pauses.items() if before and seconds != before[name]]
         told = self.pauses()
@@ -120,8 +123,8 @@ class Meter(Observer):
         maxima. It copies the results to the host in one transfer, which waits for the device. Metrics that are reduced
         over ranks are equal on all ranks. `time/step_s` and throughputs are measured on this rank.
 
-        The loss of the last step is reported only if all steps of the window were skipped. `measured`: further metrics
-        of this rank by tag; all ranks pass the same tags.
+        `train/loss` is the mean of the steps that were not skipped. If all steps of the window were skipped, it is the
+        loss of the last step. `measured`: further metrics of this rank by tag; all ranks pass the same tags.
         """
         if self._last is None:
             raise RuntimeError("report() was called without a step since the last report; call after_step first")
@@ -170,8 +173,8 @@ class Meter(Observer):
 
     @torch.no_grad()
     def _combine(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Reduce every value over the ranks by the rule of its tag, and copy the results to the host. A value without a
-        tag must be equal on all ranks."""
+        """Reduce every value over the ranks as `Tag.combine` says, and return the results on the host. A value whose
+        name has no tag must be equal on all ranks."""
         names: dict[str, list[str]] = {"sum": [], "max": [], "same": []}
         unchanged: dict[str, float] = {}
         for name, value in local.items():
@@ -212,15 +215,15 @@ class Meter(Observer):
 
 
 def _own_mean(loss_sum: Tensor, items_local: Tensor, items_global: Tensor) -> Tensor:
-    """Return this rank's mean loss. Return -inf if it has no item, and inf if the loss is NaN.
+    """Return this rank's mean loss: -inf if the rank has no item, and inf if the loss is NaN.
 
-    A maximum over ranks ignores -inf. Some backends would ignore NaN in a maximum."""
+    A maximum over ranks ignores -inf. NaN is replaced, because some backends ignore NaN in a maximum."""
     mean = (loss_sum.double() * items_global / items_local).nan_to_num(nan=torch.inf, posinf=torch.inf)
     return torch.where(items_local > 0, mean, -torch.inf)
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """Return the memory metrics of this rank, without waiting for the device."""
+    """Return the memory metrics of this rank by tag, without waiting for the device."""
     rss_unit = 1 if sys.platform == "darwin" else 1024
     memory = {"memory/max_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit / GIB}
     if device.type == "cuda":

@@ -10,7 +10,7 @@ STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
 """Parts that add up, together with `other`, to the time of a step."""
 
 PAUSES = ("validation", "checkpoint")
-"""Parts that do not count as time of steps."""
+"""Parts that do not count as step time."""
 
 
 BEST_LOSS, WITHOUT_IMPROVEMENT = "validation/best_loss", "validation/without_improvement"
@@ -551,8 +551,8 @@ TAGS = [
 
 
 def tag_of(name: str) -> Tag | None:
-    """Return the tag of a metric, also if `<source>` or the like stands for the last part of its name. None if there
-    is none."""
+    """Return the tag of a metric: one with the same name, or one whose placeholder, such as `<source>`, stands for the
+    last part of the name. Return None if no tag matches."""
     group, _, rest = name.partition("/")
     kind, separator, _ = rest.partition("/")
     known = (name, *(f"{group}/{kind}/<{part}>" for part in ("source", "layer", "module", "group") if separator))
@@ -562,7 +562,8 @@ def tag_of(name: str) -> Tag | None:
 def dashboard_layout(expected: Collection[str]) -> dict[str, dict[str, list[str]]]:
     """Return the dashboard: a dict from page to a dict from chart title to the names of its tags.
 
-    `expected`: the metrics that the run reports, first or later. Other tags, and charts without a tag, are left out.
+    `expected`: the metrics that the run reports, at first or later. The dashboard has no other tags, and no chart
+    without a tag.
     """
     layout: dict[str, dict[str, list[str]]] = {page: {} for page in PAGES}
     reported = {tag.name for name in expected if (tag := tag_of(name)) is not None}

@@ -1,4 +1,4 @@
-"""The parts of a step's time: which part the device, or on a CPU the host, works on at every moment."""
+"""Times of the parts of a step, such as `forward` and `communication`. On a CPU, the host's clock measures them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from torch.profiler import record_function
 
 OTHER = "other"
-"""The part of the time that belongs to no other part."""
+"""The part for time that belongs to no named part."""
 
 
 class Parts:
-    """Something that counts time by part. This base class counts nothing: the parts of a traced step."""
+    """Interface of a clock that counts time by part. This base class counts nothing; traced steps use it."""
 
     def begin(self, part: str) -> None:
-        """Count the time from now on under a part, until the next call."""
+        """Count time under a part, from now until the next call."""
 
     def group(self, name: str) -> None:
-        """Name the following parts together in a profile, such as those of a microbatch, until the next call. "" names
-        nothing."""
+        """Put the following parts, such as those of a microbatch, under a common name in profiles, until the next call.
+        "" gives no name."""
 
 
 UNCOUNTED = Parts()
@@ -33,9 +33,9 @@ class Timeline(Parts):
     """The time of a rank, divided into parts. A moment belongs to the innermost part that it lies in, so the parts add
     up to the whole time.
 
-    On CUDA an event in the current stream marks each change of parts. A part is then the time that the stream spends
-    on it, with the time in which the stream waits: for data, or for a collective. Nothing waits for the device until
-    `take`. An event costs about a microsecond.
+    On CUDA an event in the current stream marks each change of parts. The time of a part is then the time of the
+    stream, and includes the time in which the stream waits for data or for a collective. The host waits for the device
+    only in `take`. An event costs about a microsecond.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
@@ -43,15 +43,15 @@ class Timeline(Parts):
         self.clock = clock
         self._on_cuda = device.type == "cuda"
         self.part = OTHER
-        """The present part. After an error it is the part that the error has left."""
+        """The part under which time counts now. After an error, it is the part in which the error occurred."""
 
         self.is_profiled = False
-        """True while a profile is made, in which the blocks have names."""
+        """True while a profile is recorded. Only then do parts and groups enter named ranges of the profiler."""
 
         self._group_range: AbstractContextManager[Any] = nullcontext()
         self._part_range: AbstractContextManager[Any] = nullcontext()
         self._is_whole = False
-        """True in a block whose inner parts do not count."""
+        """True in a block of `whole`, where changes of parts do not count."""
 
         self.last_unit = ""
         """The path of the FSDP2 unit that was used last."""
@@ -72,8 +72,8 @@ class Timeline(Parts):
 
     @contextmanager
     def inner(self, part: str) -> Iterator[None]:
-        """Count the time of the block under a part, and then again under the part around it. Backward may call this
-        method in a thread of autograd, while the thread of the step waits."""
+        """Count the time of the block under a part. After the block, time counts under the previous part again.
+        Backward may call this method in a thread of autograd, while the thread of the step waits."""
         before = self.part
         self._enter(part)
         with self._named(part):
@@ -82,7 +82,7 @@ class Timeline(Parts):
 
     @contextmanager
     def whole(self, name: str) -> Iterator[None]:
-        """Count the time of the block under a part, with the time of all parts inside of it."""
+        """Count the whole time of the block under one part, even if the block begins other parts."""
         with self.inner(name):
             self._is_whole = True
             try:
@@ -94,7 +94,7 @@ class Timeline(Parts):
         return record_function(name) if name and self.is_profiled else nullcontext()
 
     def _renamed(self, before: AbstractContextManager[Any], name: str) -> AbstractContextManager[Any]:
-        """End a range of a profile and begin the next one. Return it."""
+        """End the range `before` of a profile, and begin and return a range called `name`."""
         before.__exit__(None, None, None)
         after = self._named(name)
         after.__enter__()
@@ -114,7 +114,7 @@ class Timeline(Parts):
         self._marks.append((event, self.part))
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each part since the last call, and begin anew.
+        """Return the seconds of each part since the last call, and start again from zero.
 
         On CUDA the host waits for the device.
         """

@@ -30,13 +30,13 @@ from titan_launch.plan.communication import Collectives, Traffic
 
 
 class TrafficCount:
-    """Counter of the traffic since the start or the last `take`."""
+    """Counter of traffic. It starts at 0, and again at 0 after each `take`."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
 
     def take(self) -> Traffic:
-        """Return the traffic since the last call, and reset it."""
+        """Return the traffic since the last call, and reset the counter."""
         traffic, self.traffic = self.traffic, Traffic()
         return traffic
 
@@ -46,20 +46,23 @@ class TrafficCount:
 
 
 class WatchedExchange(Protocol):
-    """The exchange between replicas (`optim.replica_shards.ReplicaShards`)."""
+    """Interface of the exchange between replicas, over which an optimizer is sharded
+    (`optim.replica_shards.ReplicaShards`)."""
 
     def watched(self, on_collective: CollectiveCallback) -> AbstractContextManager[None]:
-        """Call `on_collective` before every collective until the end of the block."""
+        """Call `on_collective` before every collective of the exchange until the end of the block."""
 
 
 @contextmanager
 def count_collectives(*models: nn.Module, replicas: WatchedExchange | None = None) -> Iterator[TrafficCount]:
-    """Count the collectives of wrapped models on this rank until the end of the block.
+    """Count the collectives of models that FSDP2 wraps, on this rank, until the end of the block. Yield the counter.
 
     The count includes all-gathers of parameters, reduce-scatters of gradients, and all-reduces between replicas (HSDP),
-    with the bytes that `titan_launch.plan.communication.Traffic` defines. `replicas`: the exchange of an optimizer that
-    is sharded over replicas, which counts too. The count does not include communication along other mesh axes, or that
-    of target counts, clipping, BatchNorm statistics and metrics. The host does not wait for the device.
+    with the bytes that `titan_launch.plan.communication.Traffic` defines. It excludes communication along other mesh
+    axes, and the communication of target counts, clipping, BatchNorm statistics and metrics. Counting does not make the
+    host wait for the device.
+
+    `replicas`: the exchange of an optimizer that is sharded over replicas. Its collectives count too.
     """
     count = TrafficCount()
 
@@ -84,10 +87,13 @@ def count_collectives(*models: nn.Module, replicas: WatchedExchange | None = Non
 
 @contextmanager
 def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None]:
-    """Count the time in which a wrapped model's FSDP2 units communicate, or wait for it, as the part `communication`
-    until the end of the block. On CUDA it is the time for which the computing stream waits, and copies.
+    """Count the time of FSDP2's communication as the part `communication` of `timeline` until the end of the block.
 
-    Also note the unit in the timeline. A unit of a single rank does not communicate.
+    On a CPU, this is the time in which the units of a wrapped model communicate, or wait for a collective. On CUDA, it
+    is the time in which the computing stream waits for a collective, or copies to and from its buffers. A unit that is
+    sharded over a single rank does not communicate.
+
+    Every call of a unit also sets `timeline.last_unit` to the unit's path.
     """
 
     @contextmanager
@@ -134,8 +140,8 @@ class Kernel(NamedTuple):
 
 @contextmanager
 def exposed_time_profiled(device: torch.device, seen: dict[str, float]) -> Iterator[None]:
-    """Profile the kernels of a CUDA device until the end of the block, and then note the exposed communication time in
-    `seen`, by tag. The end of the block waits for the device."""
+    """Profile the kernels of a CUDA device until the end of the block. Then set `seen["comm/exposed_s"]` to the exposed
+    communication time in seconds. The end of the block waits for the device."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         yield
         torch.cuda.synchronize(device)

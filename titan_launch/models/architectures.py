@@ -41,18 +41,21 @@ ARCHITECTURES = {
 
 
 ALL_IN_ARGS = "none"
-"""The flavor without values: `[model.args]` has all arguments of the model. Every model of this package has it."""
+"""Name of a flavor without values, which every model of this package has. `[model.args]` then sets all arguments that
+have no default."""
 
 
 def named_flavor(name: str, flavor: str | None) -> str:
-    """Return the flavor as a part of a model's name; "" for a model without one. (The `config.json` of a run has a
-    flavor for every model.)"""
+    """Return the flavor to show with a model's name; "" for the flavor `none`, and for a model without flavors. (The
+    `config.json` of a run has a flavor for every model.)"""
     return "" if flavor in (None, ALL_IN_ARGS) or name not in ARCHITECTURES else str(flavor)
 
 
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
-    """Return the arguments of a model of this package: the row of its flavor, overridden by `[model.args]`, of which
-    tables override only the keys that they have. A table with another `kind` replaces the table of the flavor.
+    """Return the arguments of a model of this package: the values of its flavor, overridden by `[model.args]`.
+
+    `overrides`: `[model.args]`. A table in `overrides` replaces only the keys that it has. If its `kind` differs from
+    that of the flavor's table, it replaces the whole table.
 
     Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """

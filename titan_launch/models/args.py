@@ -28,7 +28,8 @@ NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 @dataclass(frozen=True)
 class TwinNeeds:
-    """The properties of a layout that the arguments of a small twin must keep (`ModelArgs.twin`)."""
+    """The properties of a job that its twin must keep. A twin is a small model with the same structure, which `prove`
+    trains. (`ModelArgs.twin` returns its arguments.)"""
 
     shards: int
     """Number of ranks over which the job shards rows of parameters, tensor parallelism included."""
@@ -38,7 +39,7 @@ class TwinNeeds:
     """Number of pipeline stages of the twin; 1 without pipeline parallelism."""
 
     keeps_depth: bool
-    """True if globs of the job name layers by number."""
+    """True if globs of the job name layers by number. The twin then has as many layers."""
 
     seq_len: int
     """Tokens per sequence of the job."""
@@ -46,7 +47,8 @@ class TwinNeeds:
     twin_seq_len: int
 
     def rows(self, own: int, small: int) -> int:
-        """Return at most `small` for a number of rows: one that two shards divide unevenly if the job's shards do."""
+        """Return the twin's number of rows for a number `own` of the job: at most `small`. If the job's shards divide
+        `own` unevenly, two shards divide the result unevenly too."""
         uneven = small - (2 if self.is_tensor_parallel else 1)
         return own if own <= small else small if own % self.shards == 0 else uneven
 
@@ -88,8 +90,8 @@ class ModelArgs(Section):
         return None
 
     def beyond_causal_attention(self, seq_len: int) -> str | None:
-        """Return the argument, with its value, by which attention in sequences of `seq_len` tokens is not plain causal
-        attention; None if it is."""
+        """Return the argument, with its value, that makes attention in sequences of `seq_len` tokens differ from plain
+        causal attention; None if there is none."""
         return None
 
     def images_taken(self) -> ImageFormat | None:
@@ -117,8 +119,9 @@ class ModelArgs(Section):
         return None
 
     def twin(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments that a small twin changes: the same structure, with the fewest layers that have every
-        kind of block, and the smallest sizes that `needs` allows. Empty: the model is not shrunk."""
+        """Return the arguments that a small twin changes. The twin has the same structure, the fewest layers that
+        include every kind of block, and the smallest sizes that `needs` allows. If the result is empty, the model is
+        not shrunk."""
         return {}
 
     def batchnorm_over_tokens(self) -> str | None:

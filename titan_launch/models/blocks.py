@@ -1,4 +1,4 @@
-"""The modules of a model that the launcher chooses by path: the blocks, and the pipeline order."""
+"""Search for the blocks of a model, which become one FSDP2 unit each, and for its pipeline order."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Blocks(NamedTuple):
 def choose_blocks(module: nn.Module) -> Blocks:
     """Return the blocks of a model that declares none.
 
-    They are the entries of its outermost `nn.ModuleList`s, except for norms. A model without such entries has repeated
-    modules, which must hold most of its parameters: the entries of `nn.Sequential`s, or else the instances of one
-    class.
+    The blocks are the entries of its outermost `nn.ModuleList`s, except for norms. Without such entries, the blocks are
+    repeated modules that together hold more than half of the parameters: entries of `nn.Sequential`s, or else the
+    instances of one class. Without such modules, there are no blocks.
     """
     entries = tuple(_list_entries(module))
     if entries:
@@ -63,9 +63,9 @@ def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _sequential_entries(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Yield the paths of the composite entries of the outermost Sequentials.
+    """Yield the paths of the composite entries (see `_is_composite`) of the outermost Sequentials.
 
-    An entry that is itself a Sequential with composite entries is replaced by these.
+    If an entry is itself a Sequential with composite entries, its own entries are yielded instead.
     """
     for name, child in module.named_children():
         child_path = full_name(path, name)
@@ -82,14 +82,14 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _repeated(module: nn.Module, paths: Iterator[str]) -> tuple[str, ...]:
-    """Return those of the paths whose class occurs more than once among them."""
+    """Return the paths whose modules have a class that occurs more than once among all of them."""
     classes = {path: type(module.get_submodule(path)) for path in paths}
     counts = Counter(classes.values())
     return tuple(path for path, cls in classes.items() if counts[cls] > 1)
 
 
 def _share(module: nn.Module, paths: Sequence[str]) -> float:
-    """Return the share of the parameters outside of embeddings that modules hold."""
+    """Return the share of a model's parameters, without those of embeddings, that the modules at `paths` hold."""
     embeddings = {p for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters()}
     inside = {p for path in paths for p in module.get_submodule(path).parameters()}
     others = set(module.parameters()) - embeddings
@@ -172,7 +172,7 @@ def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
 
 @contextmanager
 def blocks_removed(model: nn.Module, removed: Collection[str]) -> Iterator[None]:
-    """Remove blocks from their containers until the end of the block. Raises ValueError as `remove_blocks`."""
+    """Remove blocks from their containers while the `with` statement runs. Raises ValueError like `remove_blocks`."""
     containers = [model.get_submodule(path)._modules for path in dict.fromkeys(map(parent, removed))]
     before = [dict(modules) for modules in containers]
     try:
@@ -180,5 +180,5 @@ def blocks_removed(model: nn.Module, removed: Collection[str]) -> Iterator[None]
         yield
     finally:
         for modules, own in zip(containers, before, strict=True):
-            modules.clear()  # which keeps the order of the blocks
+            modules.clear()  # so that the blocks get their original order
             modules.update(own)

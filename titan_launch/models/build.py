@@ -78,7 +78,7 @@ _STACKED = (Experts, StackedLoRA)
 def _class_names(module: nn.Module) -> tuple[str, ...]:
     mro = type(module).__mro__
     names = (f"{cls.__module__}.{cls.__qualname__}" for cls in mro[: max(1, mro.index(nn.Module))])
-    return tuple(dict.fromkeys(names))  # the subclass of a module with scalars has the name of its base
+    return tuple(dict.fromkeys(names))  # the subclasses for scalars and for adapters have the name of their base
 
 
 def _tensors(
@@ -139,7 +139,7 @@ class BuiltModel:
     None to count them."""
 
     embeddings: tuple[str, ...] = ()
-    """Paths of the embeddings. No other module reads their weights. Empty if unknown."""
+    """Paths of the embeddings, as in `ModelSpec`; empty if unknown."""
 
     tensor_parallel: Mapping[str, TensorStyle] | None = None
     """Styles of tensor parallelism by glob of modules; None if the model declares none."""
@@ -159,7 +159,8 @@ class BuiltModel:
 
 
 def _blocks_of(config: ModelConfig, module: nn.Module) -> Blocks:
-    """Return the blocks that the job names, or those that a model of this package declares, or else chosen ones."""
+    """Return the blocks that `model.blocks` names. If it is unset, return those that a model of this package declares;
+    for a user's own model, those that `choose_blocks` finds."""
     if config.blocks is not None:
         return Blocks(find_blocks(module, config.blocks), "by model.blocks")
     if config.is_of_package:
@@ -219,9 +220,9 @@ def _rows_that(exists: Callable[[str], bool], table: Mapping[str, T] | None) -> 
 def recorded_model(config_file: str | Path) -> nn.Module:
     """Build the model of a finished run in plain PyTorch, from the `config.json` in the run's folder.
 
-    The module is not sharded, and is on the default device. Load a checkpoint into it: its values are initial values.
-    If the run froze parameters, which its checkpoints omit, the module has the values of `model.weights`; raises
-    ConfigError if that folder does not hold them. Raises WeightsError if the file is not JSON.
+    The module is not sharded, and is on the default device. It has initial values: load a checkpoint into it. If the
+    run froze parameters that its checkpoints omit, the module has the values of the folder `model.weights`. Raises
+    ConfigError if this folder does not fit the model, and WeightsError if `config_file` is not JSON.
     """
     recorded = read_json(Path(config_file))
     config = ModelConfig.model_validate(recorded["model"])

@@ -37,8 +37,8 @@ def positions_in(documents: Tensor) -> Tensor:
 
 
 def document_arguments(model: nn.Module, documents: Tensor | None) -> dict[str, Tensor]:
-    """Return the keyword argument of a forward that separates the documents of a batch; none if there are no
-    documents."""
+    """Return the keyword argument, as a dict, by which a forward separates the documents of a batch. Return an empty
+    dict if `documents` is None."""
     if documents is None:
         return {}
     if _takes_positions(model):
@@ -51,15 +51,16 @@ def _takes_positions(model: nn.Module) -> bool:
 
 
 def separate_by_positions(model: Any) -> None:
-    """Declare that a model of `transformers` separates documents by `position_ids` of this package.
+    """Declare that a model of `transformers` separates documents by the `position_ids` that this package makes.
 
-    The masks of all models of `transformers` in this process then depend on the dtype of the positions. Otherwise every
-    forward would look for documents in the positions, and wait for the device. In a trace, which has no values, the
-    models would assume documents, and attention would use another kernel than in a run.
+    From then on, for all models of `transformers` in this process, the dtype of the positions decides whether masks
+    separate documents: int32 positions (of this package) do, int64 positions (of `transformers`) do not.
     """
     from transformers import masking_utils
 
     model.separates_by_positions = True
+    # The original function compares the values of the positions, so every forward would wait for the device. In a
+    # trace, which has no values, it would assume documents, and attention would use a different kernel than in a run.
     masking_utils.find_packed_sequence_indices = _documents_at
 
 
@@ -85,7 +86,7 @@ def check_documents(model: nn.Module, seq_len: int, key: KeyPath) -> None:
 
 
 def _obstacle_in_transformers(model: Any, seq_len: int) -> str | None:
-    """Return the reason why a model does not separate documents by `position_ids`, or None.
+    """Return the reason why a model does not separate documents by `position_ids`; None if it does.
 
     A forward on the meta device shows whether all masks and learned positions are made from these positions.
     """

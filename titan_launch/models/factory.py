@@ -30,7 +30,8 @@ from titan_launch.plan.hardware import GIB, free_memory_gib
 
 
 class TooLargeError(ConfigError):
-    """A model with sizes that no host can hold. It is not built again on another device."""
+    """Error: the sizes of a model are larger than those of any real model. The build is not tried again on another
+    device."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
     """Build a factory's module on the host, with seeded random generators.
 
     Return the module with its tensors on the meta device, and the values of these tensors. Raise ConfigError if the
-    factory fails, if the tensors do not fit into free host memory, or if a tensor is on another device.
+    factory fails, if the tensors do not fit into free host memory, if a tensor is not on the host, or if two parameters
+    use the same memory.
     """
     with generators_seeded(host.seed), _memory_limited(host.free_bytes):
         try:
@@ -112,7 +114,7 @@ def build_without_values(
 ) -> tuple[nn.Module, HostValues]:
     """Build a factory's module on the meta device, for a rank that gets the values from another rank.
 
-    `torch.load` returns tensors without values meanwhile. Raise ConfigError if the factory fails.
+    While the factory runs, `torch.load` returns tensors without values. Raise ConfigError if the factory fails.
     """
 
     def load_without_values(*args: Any, **kwargs: Any) -> Any:
@@ -127,9 +129,10 @@ def build_without_values(
 
 
 def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> tuple[nn.Module, HostValues]:
-    """Build a factory's module for weights that are read later. Only its buffers get values, which are returned.
+    """Build a factory's module whose parameters will be read from files. Only its buffers get values.
 
-    Parameters move to the meta device when they are registered, before a layer initialises them.
+    Return the module with its tensors on the meta device, and the values of its buffers. A parameter moves to the meta
+    device when it is registered, before a layer initialises it. Raise ConfigError if the factory fails.
     """
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
@@ -177,8 +180,8 @@ def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> 
 def scalars_as_vectors(module: nn.Module) -> None:
     """Give the scalar parameters of a module the shape (1,), in place, since FSDP2 shards along the first axis.
 
-    The module's code still reads scalars: a module that owns one becomes an instance of a subclass of its class, in
-    which the name of the parameter is a property. Checkpoints have the shape (1,).
+    The module's code still reads scalars: the class of a module that owns a scalar parameter is replaced by a subclass,
+    in which a property with the parameter's name returns the scalar. Checkpoints have the shape (1,).
     """
     vectors: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
@@ -224,7 +227,7 @@ def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
 
 
 def _check_shapes(module: nn.Module) -> None:
-    """Raise ConfigError for parameters without a shape."""
+    """Raise ConfigError for lazy parameters, which have no shape yet."""
     reason = "the parameter {} is lazy and has no shape; give its module the number of features"
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -269,7 +272,8 @@ class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
 def _memory_limited(limit_bytes: int) -> Iterator[None]:
     """Raise _OutOfHostMemory as soon as the modules built in the block hold tensors of more than `limit_bytes`.
 
-    A tensor counts as soon as a module registers it, because `torch.empty` does not touch its memory.
+    A tensor counts as soon as a module registers it. (The free memory of the host would not show it yet, because
+    `torch.empty` does not write to the memory that it allocates.)
     """
     sizes: dict[int, int] = {}
 

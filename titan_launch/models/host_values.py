@@ -1,4 +1,4 @@
-"""The values that a factory gave its module: on one rank of each host, which hands every rank its part."""
+"""The initial values that a factory gave its module. One rank of each host has them, and sends every rank its part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HostValues:
     """The rank that has the values; None: this rank."""
 
     receivers: tuple[int, ...] = ()
-    """The ranks to which this rank hands their parts."""
+    """The ranks to which this rank sends their parts of the values."""
 
     @property
     def num_bytes(self) -> int:
@@ -49,13 +49,15 @@ class HostValues:
         return {name: _digest(tensor) for name, tensor in self.by_name.items()}
 
     def owned_by(self, rank: int) -> HostValues:
-        """Return the same tensors without values. The values are on another rank."""
+        """Return the same tensors without values, for a rank that gets its parts of the values from `rank`."""
         return replace(self, by_name={name: value.to("meta") for name, value in self.by_name.items()}, owner=rank)
 
     def take_parts(self, boxes: Mapping[str, Box]) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's parts of the values with their names. Collective over the ranks that share the values.
+        """Yield (full name, this rank's part) of each tensor in `boxes`. Collective over the ranks that share the
+        values.
 
-        The rank with the values drops each of them as soon as all ranks have their parts.
+        `boxes`: this rank's part of each tensor, by full name. The rank with the values drops each tensor as soon as
+        all ranks have their parts of it.
         """
         if self.owner is not None:
             dist.send_object_list([dict(boxes)], self.owner)
@@ -117,7 +119,8 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def describe_tensors(module: nn.Module) -> dict[str, str]:
-    """Return the shape and the dtype of each tensor of a module, and the tensor that it is tied to, by full name."""
+    """Return a text for each tensor of a module, by full name: its dtype, its shape, whether it is trained, and the
+    tensor that it is tied to, if any."""
     first: dict[Tensor, str] = {}
     described = {}
     for path, owner in module.named_modules():
@@ -131,8 +134,12 @@ def describe_tensors(module: nn.Module) -> dict[str, str]:
 
 
 def attributes_digest(module: nn.Module) -> str:
-    """Return a digest of the classes of a module's submodules, and of their attributes that are not tensors of the
-    module: numbers, texts, plain tensors, and containers or dataclasses of these. Others count by their class."""
+    """Return a digest of a module without its parameters and buffers: of the class and the own attributes of each
+    submodule.
+
+    Numbers, texts, plain tensors, and containers or dataclasses of these count by value. Other attributes count by
+    their class.
+    """
     attributes = [
         (path, type(child).__qualname__, _plain({key: vars(child)[key] for key in vars(child).keys() - _OF_MODULES}))
         for path, child in module.named_modules()
@@ -144,7 +151,8 @@ _OF_MODULES = vars(nn.Module()).keys()
 
 
 def _plain(value: Any, depth: int = 4) -> Any:
-    """Return an object as a text, or as a list of texts."""
+    """Return an object as a text, or as a nested list of texts. Containers that are nested deeper than `depth` count by
+    their class."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} on meta" if value.is_meta else _digest(value.detach())
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):

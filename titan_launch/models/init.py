@@ -48,7 +48,7 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
 def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: int, device: torch.device) -> None:
     """Fill the tensors of an allocated model, sharded or not, in place. Collective if `initializer` is a HostValues.
 
-    Adapters (`models.lora`) have initial values of their own, wherever those of the model come from.
+    Adapters (`models.lora`) are always filled by their own `reset_parameters`, whatever `initializer` is.
 
     Values are computed on `device` even if the parameters are on the host, so offloading does not change them. A shared
     tensor is filled once, by the first module in `named_modules` that owns it. Children are filled before parents.
@@ -79,7 +79,7 @@ def _copy_values(model: nn.Module, values: HostValues) -> None:
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | None = None) -> int:
     """Copy the weights into a model that is allocated, sharded or not, in place. Tensors that `weights` does not have
-    keep their values. Return the bytes that were copied.
+    keep their values. Return the number of bytes that this rank has copied.
 
     `names`: full names of the tensors to copy, by default all. Nothing is communicated: this rank reads its parts of
     the tensors.
@@ -93,16 +93,16 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
 
 @torch.no_grad()
 def differing_weights(model: nn.Module, weights: Weights, names: Collection[str]) -> list[str]:
-    """Return those of `names` of which this rank's part of the model has other values than the weights, converted to
-    the dtype of the model."""
+    """Return the tensors of `names` whose values in the model and in `weights` differ, within this rank's part. The
+    weights are converted to the dtype of the model before the comparison."""
     parts = _own_parts(model, weights, names)
     return [name for name, own, part in parts if not torch.equal(own, part.to(own))]
 
 
 @torch.no_grad()
 def copy_whole(target: Tensor, values: Tensor) -> None:
-    """Copy this rank's part of a whole tensor into a parameter, sharded or not. Rows and columns
-    beyond those of `values` are set to 0."""
+    """Copy this rank's part of a whole tensor, `values`, into a parameter, sharded or not. Rows and columns of the
+    parameter beyond those of `values` are set to 0."""
     if values.shape != target.shape:
         whole = values.new_zeros(target.shape)
         whole[tuple(map(slice, values.shape))] = values
@@ -111,8 +111,8 @@ def copy_whole(target: Tensor, values: Tensor) -> None:
 
 
 def _own_parts(model: nn.Module, weights: Weights, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the full name, this rank's part in the model and this rank's part in the weights, of each tensor in `names`
-    that both have."""
+    """Yield (full name, part in the model, part in the weights) of each tensor in `names` that both have. The parts are
+    those of this rank; empty parts are skipped."""
     for path, module, own_names in _owners(model):
         for name in own_names:
             full = full_name(path, name)
@@ -124,7 +124,7 @@ def _own_parts(model: nn.Module, weights: Weights, names: Collection[str]) -> It
 
 
 def _box(target: Tensor) -> Box:
-    """Return the part of a whole tensor that this rank has."""
+    """Return the offsets and lengths of this rank's part of a whole tensor, by dim."""
     if isinstance(target, DTensor):
         return own_box(target.shape, target.device_mesh, target.placements)
     return (0,) * target.ndim, tuple(target.shape)
@@ -155,7 +155,7 @@ def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     twin.__dict__["_buffers"] = {
         name: None if b is None else _uninitialised(b, device) for name, b in module._buffers.items()
     }
-    if not isinstance(module, nn.MultiheadAttention):  # its reset sets a child's bias to zero, also on a shard
+    if not isinstance(module, nn.MultiheadAttention):  # its reset sets its child's bias to 0, even a shard of it
         twin.__dict__["_modules"] = {}
     return twin
 
@@ -167,7 +167,8 @@ def _original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the same shape: zeros for integers, else NaN in fp32 or wider, so values are rounded once."""
+    """Return a tensor of the same shape: zeros for integers, else NaN. Floating tensors are fp32 or wider, so that
+    values are rounded only once, when they are copied into the model."""
     if not (like.is_floating_point() or like.is_complex()):
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
     dtype = torch.promote_types(like.dtype, torch.float32)

@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of linear layers, embeddings and experts.
 
-A target keeps its path and the names of its parameters, and gets a child, `lora`. Its product with the weight W then
-also adds the result of the child, scale * B A x. The child is a module with a forward of its own, so that it can be an
-FSDP2 unit with its own dtypes.
+A target is a layer that gets an adapter. It keeps its path and the names of its parameters, and gets a child, `lora`.
+To the product with its weight, W x, it adds the result of the child, scale * B A x. The child is a module with a
+forward of its own, so that it can be an FSDP2 unit with its own dtypes.
 
 The sum is formed inside of the target's forward, where `nn.Linear` or `nn.Embedding` computes the product. So a layer
-that changes the product, such as an output layer with a soft cap, changes the sum of both.
+that changes the product, such as an output layer with a soft cap, changes the sum.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class EmbeddingLoRA(LoRA):
         self.padding_idx = embedding.padding_idx
 
     def reset_parameters(self) -> None:
-        """Set `a` to 0 and draw `b`, as `peft` does: a row of `a` without gradients then adds nothing."""
+        """Set `a` to 0 and draw `b`, as `peft` does. An embedding row that never gets a gradient is then not
+        changed."""
         nn.init.zeros_(self.a)
         nn.init.normal_(self.b)
 
@@ -86,8 +87,8 @@ class EmbeddingLoRA(LoRA):
 
 
 class StackedLoRA(LoRA):
-    """The adapter of one stacked weight of experts: `a` is (experts, rank, in), and `b` is (experts, out, rank). Its
-    rows are sorted by expert, and its product is that of the experts."""
+    """The adapter of one stacked weight of experts: `a` is (experts, rank, in), and `b` is (experts, out, rank). The
+    rows of its input are sorted by expert, and its forward gets the `product` of the experts."""
 
 
 def delta(a: Tensor, b: Tensor, scale: float, is_embedding: bool = False) -> Tensor:
@@ -130,10 +131,10 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Let the model, wrapped or not, compute what its base computes, during the block.
+    """During the block, let a model, wrapped or not, compute the same as without adapters.
 
-    The results of adapters are multiplied by 0. They are computed nevertheless, so that the units of the model run as
-    in every other forward.
+    The results of adapters are computed and multiplied by 0, so that the same FSDP2 units run as in every other
+    forward.
     """
     adapters = [(module, module.scale) for module in model.modules() if isinstance(module, LoRA)]
     try:
@@ -167,9 +168,9 @@ def add_adapters(
     `blocks`: paths of the model's blocks. `device`: device of the adapters, by default meta. `plan.freezing` freezes
     all other parameters.
 
-    Raises ConfigError for an entry that names nothing that can have an adapter, a layer whose class replaces the
-    forward of `nn.Linear` or `nn.Embedding`, a weight that two modules share, and a rank above the smaller side of a
-    weight.
+    Raises ConfigError if an entry names no module that can have an adapter, if the class of a target replaces the
+    forward of `nn.Linear` or `nn.Embedding`, if a target shares its weight with a different module, if a rank is above
+    the smaller side of a weight, or if a rule of `lora.rules` applies to no target.
     """
     if not config.targets:
         return
@@ -199,8 +200,10 @@ def add_adapters(
 
 
 def attach(module: nn.Module, adapter: LoRA, product: type[nn.Module]) -> None:
-    """Make an adapter a child of its target, and let the target add the result of the adapter to that of `product`, the
-    class of the target, or a base class, whose forward computes the product."""
+    """Make an adapter a child of its target, and let the target add the adapter's result to its product.
+
+    `product`: the class whose forward computes the product: that of the target, or one of its base classes.
+    """
     cls: Any = type(module)
     of: Any = product
     module.__class__ = _adapted(cls, of)
@@ -214,13 +217,14 @@ def class_without_adapter(module: nn.Module) -> type[nn.Module]:
 
 
 class _Adapted:
-    """A base class of targets, before the class in the method resolution order that computes the product."""
+    """A base class of targets. In the method resolution order, it comes just before the class that computes the
+    product."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product and the result of the adapter, added.
+        """Return the sum of the product and of the adapter's result.
 
-        PyTorch's tensor parallelism multiplies DTensors. The adapter then computes this rank's part of its result from
-        this rank's part of `x`, and both results are divided alike.
+        With PyTorch's tensor parallelism, `x` and the product are DTensors. The adapter then computes with this rank's
+        part of `x`, and its result gets the placements of the product.
         """
         product: Tensor = super().forward(x)  # type: ignore[misc]
         adapter: Callable[[Tensor], Tensor] = self.lora  # type: ignore[attr-defined]
@@ -246,8 +250,8 @@ def _adapted(cls: Any, product: Any) -> type[nn.Module]:
 def _find_targets(
     model: nn.Module, entries: Sequence[str], blocks: Sequence[str]
 ) -> tuple[dict[str, nn.Module], list[Problem]]:
-    """Return the modules that can have an adapter and that an entry names, by their first path, and a problem for each
-    entry that names none of them."""
+    """Return the modules that get an adapter, by their first path, and a problem for each entry of `lora.targets` that
+    is ambiguous or names no such module."""
     everything = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
     first = {module: path for path, module in reversed(everything.items())}
     targets: dict[str, nn.Module] = {}
@@ -274,8 +278,8 @@ def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) 
 
 
 def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the reason why an entry is refused: in `transformers` it names one of the weights of experts, which only
-    get adapters together. None if it does not."""
+    """Return the reason why an entry is ambiguous; None if it is not. An entry is ambiguous if it is the name of a
+    single weight of experts in `transformers`, because all weights of the experts get adapters together."""
     if any(matches(entry, path) for path in modules):
         return None
     stacked = [path for path, module in modules.items() if isinstance(module, Experts)]
@@ -288,7 +292,8 @@ def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
 
 
 def _why_nothing(entry: str, matched: Sequence[str], modules: Mapping[str, nn.Module]) -> str:
-    """Return the reason why an entry names no module that can have an adapter. `matched`: the modules that it names."""
+    """Return the reason why an entry names no module that can have an adapter. `matched`: paths of the modules that the
+    entry names."""
     runnable = [path for path, module in modules.items() if has_forward(module)]
     if entry == ALL_LINEAR:
         return "finds no linear layers in the model's blocks; name the blocks in model.blocks, or write globs"
@@ -345,8 +350,8 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _own_forward(module: nn.Module) -> str | None:
-    """Return the name of the function that computes the product of a target in place of `nn.Linear.forward` or
-    `nn.Embedding.forward`; None if one of these does."""
+    """Return the name of the function that computes the product of a target, if it is neither `nn.Linear.forward` nor
+    `nn.Embedding.forward`; else None."""
     if "forward" in vars(module):
         return "an attribute of the module"
     for cls in type(module).__mro__:

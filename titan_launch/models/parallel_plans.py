@@ -50,16 +50,16 @@ DIVIDED_AXIS = {
     "shared_colwise": 0,
     "shared_rowwise": 1,
 }
-"""The dimension along which a style shards the weight: of experts `w1`, and with `by_head` all
-parameters."""
+"""The dimension along which a style shards the weight of a module. For `experts` it is that of `w1`, and for `by_head`
+that of every parameter."""
 
 
 _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
 
 
 def explain_shapes(error: BaseException, model: ModelConfig, degree: int) -> ConfigError | None:
-    """Return the ConfigError for an error about shapes of a user's model under tensor parallelism; None for a different
-    error."""
+    """Return a ConfigError that explains `error`, if a user's model has raised it and it is about shapes under tensor
+    parallelism; else None."""
     if not isinstance(error, (RuntimeError, ValueError)) or not _ABOUT_SHAPES.search(str(error)):
         return None
     if degree == 1 or model.is_of_package:
@@ -175,8 +175,8 @@ def _what_is_divided(style: TensorStyle) -> str:
 
 
 def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem if modules with parameters have no style. Without a style it is not known how to reduce the
-    gradients of a module."""
+    """Yield a problem if modules with parameters have no style, or a style for modules without parameters of their own
+    (`input`, `mixture`). The reduction of their gradients would be undefined."""
     owners = (
         path
         for path, module in model.named_modules()
@@ -206,8 +206,8 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
 
 
 def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem if sequence parallelism is enabled, but the forward needs all tokens, no module has the style
-    `embedding`, or the model has a BatchNorm. A BatchNorm needs all tokens for its statistics."""
+    """Yield a problem for each reason why a model cannot use sequence parallelism: its forward needs all tokens, no
+    module has the style `embedding`, or it has a BatchNorm, whose statistics need all tokens."""
     if getattr(model, "sequence_parallel", True) is False:
         reason = f"the forward of {type(model).__name__} needs all tokens between its layers; set false"
         yield Problem(_SEQUENCE, reason, True, also=(_NAME,))
@@ -226,7 +226,8 @@ Buffer = tuple[nn.Module, str, int]
 
 
 def buffers_along_sequence(model: nn.Module, axes: Mapping[str, int]) -> dict[str, Buffer]:
-    """Return the buffers that a glob of `axes` matches, by full name. A shared buffer appears once."""
+    """Return the buffers that a glob of `axes` matches, by full name. Those of a shared module appear once, by its
+    first path."""
     found = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():

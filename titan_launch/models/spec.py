@@ -32,25 +32,26 @@ features) between layers. With sequence parallelism each rank has a part of the 
 
     style       part of the module on each rank                     input -> output
     embedding   1/T of the rows of an nn.Embedding                  token ids -> stream
-    positions   all parameters; of its buffers and other inputs, the tokens of the stream    stream -> stream
+    positions   all parameters, and the stream's tokens of its buffers and further inputs    stream -> stream
     sequence    all parameters of a module that works per token     stream -> stream
     input       nothing; makes a module's first input whole         stream -> all tokens and features
     colwise     1/T of the output features of an nn.Linear          all features -> 1/T of the features (of the heads)
     latent      all parameters of a module                          all tokens and features -> whole latents
-    heads       all parameters of a module that works per head; those of 1/T of the heads of an AllHeadsRMSNorm
-                                                                    1/T of the heads -> the same
-    by_head     1/T of the rows of all parameters, as many for each head    1/T of the heads, latents -> 1/T of heads
+    heads       all parameters of a module that works per head      1/T of the heads -> the same
+                (of an AllHeadsRMSNorm, those of 1/T of the heads)
+    by_head     1/T of the rows of all parameters, by whole heads   1/T of the heads, or latents -> 1/T of the heads
     rowwise     1/T of the input features of an nn.Linear           1/T of the features -> stream, summed over ranks
     head        1/T of the output features of an nn.Linear          stream -> 1/T of the classes
-    mixture     nothing; a MixtureOfExperts         stream -> stream, summed over ranks
-    router      all parameters                      all tokens and features -> the same on all ranks
-    experts     1/T of the width of each expert     all tokens and features -> parts of sums over ranks
-    shared_colwise    as colwise, within a mixture  all tokens and features -> 1/T of the features
-    shared_rowwise    as rowwise, within a mixture  1/T of the features -> parts of sums over ranks
+    mixture     nothing (style of a MixtureOfExperts)               stream -> stream, summed over ranks
+    router      all parameters                                      all tokens and features -> the same on all ranks
+    experts     1/T of the width of each expert                     all tokens and features -> parts of sums over ranks
+    shared_colwise    as colwise, within a mixture                  all tokens and features -> 1/T of the features
+    shared_rowwise    as rowwise, within a mixture                  1/T of the features -> parts of sums over ranks
 
-Latents are vectors of which each rank computes its own heads. A rank's gradient of a latent is the part of its heads.
-So the gradients of `latent` and `heads` modules are summed over ranks, and that of a latent is not. A module between
-`latent` and `by_head`, such as the norm of latents, has the style `heads`.
+Latents are vectors that all ranks compute whole, and from which each rank computes its own heads only. So each rank has
+only its own heads' part of a latent's gradient. These parts are not summed. Instead, the gradients of the parameters of
+`latent` and `heads` modules are summed over ranks. A module between `latent` and `by_head`, such as the norm of
+latents, has the style `heads`.
 """
 
 
@@ -74,8 +75,8 @@ class AttentionHeads:
     """Glob of the modules whose output becomes the queries. Attention computes in the dtype of these modules."""
 
     def widths(self, pads_values: bool) -> tuple[int, int]:
-        """Return the features of a head of queries and of values, as attention passes them to a kernel. `pads_values`:
-        pad the narrower ones."""
+        """Return the numbers of features of a head of queries and of values, as attention passes them to a kernel. With
+        `pads_values`, both are padded to the larger number."""
         widest = max(self.width, self.value_width)
         return (widest, widest) if pads_values else (self.width, self.value_width)
 
@@ -85,7 +86,7 @@ class ModelSpec:
     """The construction of a model, its initial values, and how it can be divided.
 
     `args` below are the arguments of the model, an object of `titan_launch.models.architectures`. A glob may match
-    nothing, because a model may lack a module with some arguments.
+    nothing, because some modules exist only with certain arguments.
     """
 
     build: Callable[[Any, int], nn.Module]
@@ -101,8 +102,8 @@ class ModelSpec:
     """Function of args that returns the initializer of parameters and buffers."""
 
     embeddings: tuple[str, ...] = ()
-    """Paths of the embeddings that run first. No other module reads their weights. Their backward needs the token ids,
-    but not the weights."""
+    """Paths of the embeddings that run first. No other module reads their weights, except a tied output layer. Their
+    backward needs the token ids, but not the weights."""
 
     tensor_parallel: Mapping[str, TensorStyle] | None = None
     """Styles of tensor parallelism by glob of modules; the first glob that matches wins. Every module with parameters

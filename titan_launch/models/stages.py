@@ -1,8 +1,8 @@
-"""Division of a model into pipeline stages. Each stage is a copy of the model's module tree. In this copy, pass-through
-modules replace the modules of other stages.
+"""Division of a model into pipeline stages.
 
-So module paths, names in checkpoints and initial values are those of the whole model. Model files need no code for
-stages.
+Each stage is a shallow copy of the model's module tree, in which pass-through modules replace the modules of other
+stages. So module paths, names in checkpoints and initial values are those of the whole model. Model files need no code
+for stages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class PassThrough(nn.Module):
 
 
 def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[str]) -> tuple[nn.Module, ...]:
-    """Return the stages of this rank. Replace the modules `others`, which are on other ranks, in place.
+    """Return one module for each stage of this rank. In `model`, pass-through modules replace the modules of other
+    ranks.
 
-    The stages share their modules with `model`; a single stage is `model` itself. `stages` and `others` are paths of
-    modules, and together contain the whole pipeline order. Modules outside of the pipeline order have no parameters,
-    and are on every stage.
+    `stages`: the paths of the modules of each stage of this rank. `others`: the paths of the modules of other ranks.
+    Together they contain the whole pipeline order. Modules outside of the pipeline order have no parameters, and are on
+    every stage. The results share their modules with `model`; a single stage is `model` itself.
     """
     pipeline_order = {path for stage in stages for path in stage} | set(others)
     views = [_view(model, set(stage), pipeline_order) for stage in stages] if len(stages) > 1 else [model]
@@ -37,16 +38,18 @@ def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[
 
 
 def _view(module: nn.Module, kept: Collection[str], pipeline_order: Collection[str], path: str = "") -> nn.Module:
-    """Return a copy of a module, in which pass-through modules replace modules of the order that are not `kept`.
+    """Return a copy of a module tree, in which pass-through modules replace the modules of `pipeline_order` that are
+    not `kept`.
 
-    If no module is replaced, return `module` itself.
+    `path`: the module's path in the model. A module that is kept, or has no modules of `pipeline_order`, is returned
+    itself.
     """
     if path in pipeline_order:
         return module if path in kept else PassThrough()
     if not any(other.startswith(f"{path}.") or not path for other in pipeline_order):
         return module
     view = copy.copy(module)
-    for name, value in vars(module).items():
+    for name, value in vars(module).items():  # hooks that FSDP2 adds to one stage must not run in the others
         if isinstance(value, dict) and "hook" in name:
             vars(view)[name] = value.copy()
     vars(view)["_modules"] = {

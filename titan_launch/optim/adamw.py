@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) with separate dtypes for moments, parameters and masters."""
+"""AdamW (arXiv:1711.05101) with separate dtypes for moments, parameters and master weights."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ _SMALLEST_SCALE = 2.0**-40
 
 
 def initial_codes(parameter: Tensor, name: str) -> dict[str, Tensor]:
-    """Return a state tensor `name` of zeros and its scales, for a parameter with at least two axes, and sharded like
-    it."""
+    """Return the codes and the scales of a state tensor `name` of zeros, by their names in the state. Both are sharded
+    like the parameter, which must have at least two axes."""
     codes = torch.zeros_like(parameter, dtype=torch.int8, requires_grad=False)
     local = codes.to_local() if isinstance(codes, DTensor) else codes
     scales = torch.zeros(shape_of_scales(local.shape), device=local.device)
@@ -53,7 +53,8 @@ class Codes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Elements of a row if it has no whole blocks, else those of a block."""
+        """Number of elements that `decode` and `encode` treat as one row: a block if blocks divide the rows of the
+        tensor evenly, else a row."""
         columns = self.codes.shape[-1]
         return columns if columns % BLOCK else BLOCK
 
@@ -127,7 +128,8 @@ def _table(name: str, device: torch.device) -> Tensor:
     """Return the values of the codes, in ascending order: 255 values from -1 to 1, or 256 values from 0 to 1 for a
     square root.
 
-    Each power of 10 from 1e-7 to 1 has twice as many values as the one below it, at equal distances.
+    Each interval between two powers of 10, from 1e-7 to 1, has twice as many values as the interval below it, at equal
+    distances.
     """
     is_root, positive = name in _ROOTS, []
     for exponent in range(7):

@@ -70,9 +70,9 @@ class WeightEMA(Observer):
     def in_model(self, parameters_changed: Callable[[], None]) -> Iterator[None]:
         """Give the parameters the values of the average until the end of the block.
 
-        The parameters must be sharded, as they are between steps. `parameters_changed` is called after both changes.
-        The copies of the parameters need less memory than their gradients, which do not exist between steps. Collective
-        over the replicas if the optimizer is sharded over them.
+        The parameters must be sharded, as they are between steps. `parameters_changed` is called after each of the two
+        changes of the parameters. The copies of the parameters need less memory than their gradients, which do not
+        exist between steps. Collective over the replicas if the optimizer is sharded over them.
         """
         own = {parameter: local_tensor(parameter).detach().clone() for parameter in self._averages}
         with torch.no_grad():
@@ -95,13 +95,13 @@ class WeightEMA(Observer):
         return self._averages.values()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages by the full names of the parameters. That of a shared parameter has all its names. The
-        average of a chunk is a `Shard`."""
+        """Return the averages by the full names of the parameters. The average of a shared parameter appears under all
+        its names. The average of a chunk is a `Shard`."""
         return {name: self._placed(parameter) for parameter, names in self._names.items() for name in names}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load averages. An average that is not in `state` begins anew with the value of its parameter."""
+        """Load averages. An average that is not in `state` starts again from the value of its parameter."""
         for parameter, average in self._averages.items():
             loaded = (state[name] for name in self._names[parameter] if name in state)
             value = next(loaded, self._source(parameter))

@@ -30,5 +30,6 @@ def divided(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 @lru_cache(maxsize=4096)
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return whole numbers as an int32 tensor. It is copied to the device once: each copy lets the host wait."""
+    """Return whole numbers as an int32 tensor. The result is cached, because each copy to the device makes the host
+    wait."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)

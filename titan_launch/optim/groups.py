@@ -52,9 +52,9 @@ def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection
 def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> None:
     """Raise ConfigError if `[optimizer]` does not fit the whole model.
 
-    There are four problems. An entry of `[[optimizer.param_groups]]` applies to no parameter. An entry gives an
-    algorithm for matrices (Muon) to a parameter that is not a matrix. `optimizer.name` is such an algorithm, but the
-    model has no matrix for it, or the output layer of the model is unknown.
+    Four problems are possible. An entry of `[[optimizer.param_groups]]` applies to no parameter. An entry gives an
+    algorithm for matrices (Muon) to a parameter that is not a matrix. `optimizer.name` is an algorithm for matrices,
+    but the model has no matrix for it. `optimizer.name` is an algorithm for matrices, but the output layer is unknown.
     """
     paths = trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
@@ -136,9 +136,9 @@ def _stacked(model: nn.Module) -> set[nn.Parameter]:
 def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str], layout: Layout) -> None:
     """Raise ConfigError if an algorithm for matrices (Muon) would update experts whose matrices are divided.
 
-    Tensor parallelism divides them, and so does FSDP2 if its ranks do not divide the experts (see `sharded_dim`), or a
-    sharded optimizer if it has more replicas than FSDP2 leaves experts to a rank (see `chunk_numel`).
-    `model`: the whole model, before it is divided.
+    Three features can divide the matrix of an expert. Tensor parallelism always does. FSDP2 may do so if the number of
+    experts is not a multiple of its shards (see `sharded_dim`). A sharded optimizer may do so if there are more
+    replicas than experts on a rank (see `is_within_matrix`). `model`: the whole model, before it is divided.
     """
     stacked, shards = _stacked(model), layout.parameter_shards // layout.expert
     for group in group_parameters(model, config, head):

@@ -1,4 +1,5 @@
-"""Exchange of matrices between ranks: each rank gathers some full matrices of a batch, and scatters their results."""
+"""Exchange of matrices between ranks: each rank gathers some full matrices of a batch, and scatters the results that it
+computes from them."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from titan_launch.optim.flat import divided, joined
 class MatrixGather:
     """The sharding of matrices over ranks, and the exchange of matrices with this sharding between the ranks.
 
-    A batch is a list of at most `size` stacks, in the same order on all ranks. A stack is some matrices of one shape;
-    its shape is (matrices, rows, columns). Every rank along FSDP2's mesh axis sends its shards of the i-th stack to the
-    i-th rank in one all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism shards the
+    A batch is a list of at most `size` stacks, in the same order on all ranks. A stack has several matrices of one
+    shape: (matrices, rows, columns). Every rank along FSDP2's mesh axis sends its shards of the i-th stack to the i-th
+    rank in one all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism shards the
     matrices too, its ranks all-gather each stack between the two all-to-alls, and all of them compute with the full
     matrices. All replicas repeat the same work, unless the optimizer is sharded over them: then a shard is a replica's
     chunk, and the ranks of all replicas divide the matrices.
@@ -47,7 +48,8 @@ class MatrixGather:
         return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis) * self.replicas
 
     def gather(self, shards: Tensor, shapes: Sequence[torch.Size]) -> Tensor | None:
-        """Return the full stack of a batch that this rank computes with, gathered from the shards of all ranks.
+        """Gather the stack of a batch that is this rank's to compute, from the shards of all ranks. Return the full
+        stack.
 
         `shards`: this rank's shards of all matrices of the batch, one after another: flat, in bfloat16. `shapes`: those
         of the full stacks. The i-th of the ranks that share a matrix gets the i-th stack, on the mesh's device. A rank
@@ -183,7 +185,7 @@ class MatrixGather:
 
 
 def matrix_gather_of(parameter: Tensor) -> MatrixGather:
-    """Return the sharding of a parameter."""
+    """Return the `MatrixGather` for the sharding of a parameter."""
     if isinstance(parameter, DTensor):
         return MatrixGather(parameter.device_mesh, tuple(parameter.placements))
     return MatrixGather(None, ())

@@ -1,9 +1,9 @@
 """Muon (K. Jordan, 2024; arXiv:2502.16982) for sharded matrices. Each matrix is gathered on one rank, which computes
 its update.
 
-A rank computes the updates of equal shapes together: those of several matrices, and those of experts. The stacked
-parameters of experts have three axes: the first counts the experts. Each of their matrices is updated by the rank that
-holds it, without communication.
+A rank computes the updates of several matrices of equal shape together. The stacked parameters of experts have three
+axes: the first counts the experts. The matrix of each expert is updated by the rank that holds it, without
+communication.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _update_experts(experts: Sequence[Matrix], config: MuonConfig, applied: Tens
 
 
 def _update(division: MatrixGather, batch: Sequence[Sequence[Matrix]], config: MuonConfig, applied: Tensor) -> None:
-    """Update the matrices of a batch: for each rank that shares them, the matrices of one shape that it computes."""
+    """Update the matrices of a batch. `batch`: for each rank that shares the matrices, the matrices of one shape that
+    this rank computes."""
     matrices = [matrix for stack in batch for matrix in stack]
     shapes = [torch.Size((len(stack), *stack[0].shard.full.shape)) for stack in batch]
     full = division.gather(_directions(matrices, config, applied), shapes)
@@ -91,7 +92,8 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     is_tall = given.shape[-2] > given.shape[-1]
     x = given.mT if is_tall else given
     x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS))
-    # The results use the same four buffers. All are row-major: otherwise a stack's last bits would not be a matrix's.
+    # All steps use the same four buffers. All are row-major: otherwise the last bits of a stack's results would differ
+    # from those of a single matrix.
     results = x.new_empty(x.shape), given.reshape(x.shape)
     gram = x.new_empty(*x.shape[:-1], x.shape[-2])
     polynomial = torch.empty_like(gram)

@@ -41,8 +41,9 @@ class MixedOptimizer(Optimizer):
         seed: int,
         replicas: ReplicaShards | None = None,
     ):
-        """`seed`: seed of stochastic rounding. `replicas`: the replicas over which the optimizer is sharded. `step`
-        then updates this rank's chunks only: call `replicas.gather_parameters` after it."""
+        """`seed`: seed of stochastic rounding. `replicas`: the replicas over which the optimizer is sharded; None if it
+        is not. With replicas, `step` updates this rank's chunks only: call `replicas.gather_parameters` after
+        `step`."""
         self.replicas = replicas
         self._config = config
         self._is_mixed = is_mixed
@@ -118,9 +119,9 @@ class MixedOptimizer(Optimizer):
     def _shards_by_step(self, group: Mapping[str, Any]) -> list[list[LocalShard]]:
         """Return the shards of a group in lists with equal step counts.
 
-        There is one list if all parameters have gradients in every step. A skipped step does not count, so the step
-        counts are on the device. The host does not read them: two counts are equal if both parameters had gradients in
-        the same steps, because a skipped step is skipped for all parameters.
+        There is one list if all parameters have gradients in every step. The counts are on the device, because skipped
+        steps do not count, and the host does not read them. Instead, two counts are taken as equal if both parameters
+        had gradients in the same steps: a skipped step is skipped for all parameters.
         """
         numbers: dict[tuple[float | None, bool], int] = {}
         for parameter in group["params"]:

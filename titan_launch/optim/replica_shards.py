@@ -88,7 +88,10 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class _ExchangedUnit:
-    """The trained parameters of an FSDP2 unit, which are exchanged together, and the state of their exchange."""
+    """The trained parameters of an FSDP2 unit, which are exchanged together, and the state of their exchange.
+
+    A gradient has left when its reduce-scatter between the replicas has started.
+    """
 
     places: list[_Place]
     width: int
@@ -102,7 +105,8 @@ class _ExchangedUnit:
     """The places whose gradients have left."""
 
     row: Tensor | None = None
-    """The sums over the replicas of the gradients that have arrived, of this replica's chunks, in the storage dtype."""
+    """This replica's chunks of all gradients that have arrived, summed over the replicas, in the storage dtype. None
+    before the first ones arrive."""
 
 
 class _Exchange(NamedTuple):
@@ -117,15 +121,15 @@ class _Exchange(NamedTuple):
 class ReplicaShards:
     """The chunks of this rank, and the exchange of gradients and parameters between the replicas.
 
-    A step calls `begin_microbatch` before each forward (`parallel.accumulation.ExchangedAsReduced`), `reduce_gradients`
-    after its last backward, and `gather_parameters` after the update. The last backward and both functions are
-    collective over the replicas. All replicas must compute gradients of the same parameters, in the same order, as
-    FSDP2 demands of all ranks.
+    A step calls `begin_microbatch` before each forward (`parallel.accumulation.Accumulation`), `reduce_gradients` after
+    its last backward, and `gather_parameters` after the update. The last backward and both functions are collective
+    over the replicas. All replicas must compute gradients of the same parameters, in the same order, as FSDP2 demands
+    of all ranks.
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, mesh: Mesh, leave_early: bool):
-        """`model`: wrapped. `plan`: the plan of the whole model. `mesh` has replicas. `leave_early`: result of
-        `gradients_leave_early`."""
+        """`model`: wrapped by FSDP2. `plan`: the plan of the whole model. `mesh` has replicas. `leave_early`: result of
+        `plan.replica_shards.gradients_leave_early`."""
         assert mesh.replicate is not None, "a sharded optimizer has replicas"
         self.replicas = mesh.replicate.size()
         self.group = mesh.replicate.get_group()
@@ -173,7 +177,8 @@ class ReplicaShards:
         return Shard(chunk, tuple(a + b for a, b in zip(offsets, within, strict=True)), size)
 
     def begin_microbatch(self, is_last: bool) -> None:
-        """Let the gradients leave during the next backward if it is the last one of its parameters in the step."""
+        """Let the gradients leave during the next backward if `is_last`: it is the last backward of its parameters in
+        the step."""
         self._is_last = is_last
 
     @torch.no_grad()
@@ -181,7 +186,7 @@ class ReplicaShards:
         """Start the exchange of a unit when FSDP2 has reduced its last gradient.
 
         FSDP2 calls this hook in the stream of its reduction. Tensors are made, read and freed in the order of that
-        stream, as FSDP2's own gradients are. FSDP2 orders the stream of computation after it.
+        stream, as FSDP2's own gradients are. FSDP2 makes the compute stream wait for that stream.
         """
         if not self._is_last:
             return
@@ -193,7 +198,8 @@ class ReplicaShards:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the replicas that have not left during the last backward, and wait for the others.
+        """Sum all gradients over the replicas: exchange those that have not left during the last backward, and wait for
+        those that have.
 
         Every gradient is then a DTensor with the shape of the parameter, whose local tensor has this replica's chunk
         only.
@@ -216,12 +222,12 @@ class ReplicaShards:
             unit.row = None
 
     def start(self, unit: _ExchangedUnit) -> None:
-        """Start the reduce-scatter of the gradients that a unit has now. Wait for the previous one, so that the buffers
-        of one unit exist."""
+        """Start the reduce-scatter of the gradients that a unit has now. Wait for the previous reduce-scatter first, so
+        that only one unit has buffers at a time."""
         # FSDP2 demands that all ranks have gradients of the same parameters.
         places = [place for place in unit.places if place.parameter.grad is not None]
         unit.seen.clear()
-        if not places:  # `training.unfreeze`, or they have left
+        if not places:  # still frozen (`training.unfreeze`), or all have left
             return
         self._finish()
         sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
@@ -246,7 +252,7 @@ class ReplicaShards:
         unit.row = row if unit.row is None else unit.row.add_(row)
 
     def stored(self, received: Tensor, unit: _ExchangedUnit) -> Tensor:
-        """Return received gradients in the dtype and the memory of the parameters."""
+        """Return received gradients in the dtype and on the device of the parameters."""
         stored = local_tensor(unit.places[0].parameter)
         return received.to(stored.device, stored.dtype)
 

@@ -1,4 +1,4 @@
-"""SGD with separate dtypes for momentum, parameters and masters."""
+"""SGD with separate dtypes for momentum, parameters and master weights."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from titan_launch.optim.replica_shards import ReplicaShards
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a parameter, its gradient and its state: plain tensors, in the memory of the DTensors."""
+    """This rank's shard of a parameter, its gradient and its state: plain tensors that share their memory with the
+    DTensors."""
 
     name: str
     full: Tensor
@@ -153,8 +154,8 @@ def masters(shards: Sequence[LocalShard]) -> list[Tensor]:
 def store(shards: Sequence[LocalShard], name: str, values: Sequence[Tensor]) -> None:
     """Store float32 values in each shard's `parameter` or state tensor `name`. `values` may be overwritten.
 
-    If a parameter has a master weight, its value is that master, which was updated in place. The parameter is then
-    rounded to the nearest.
+    If a parameter has a master weight, `values` contains this master weight, which was updated in place. The parameter
+    is then rounded to the nearest.
     """
     encoded: list[tuple[Codes, Tensor]] = []
     rounded: list[tuple[Draw, Tensor, Tensor]] = []
@@ -187,7 +188,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 _DROPPED_BITS = 16
-"""Number of bits that a float32 has and a bfloat16 has not: the last bits of the mantissa."""
+"""Number of bits that a float32 has more than a bfloat16: the last bits of the mantissa."""
 
 _GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32: its multiples are far apart
 

@@ -23,8 +23,8 @@ class Accumulation:
     backward, as in ZeRO-2. (FSDP2 units then do not reshard after forward; `ModelPlan` sets this for each unit.)"""
 
     def __init__(self, config: GradientAccumulationConfig, replicas: ReplicaShards | None = None):
-        """`replicas`: the exchange of an optimizer that is sharded over the replicas. Gradients leave for it during the
-        step's last backward."""
+        """`replicas`: the exchange of gradients between the replicas, if the optimizer is sharded over them. It begins
+        during the step's last backward."""
         self._mode, self._keeps_parameters = config.row, bool(config.keep_params_unsharded)
         self._replicas = replicas
 

@@ -23,7 +23,8 @@ class ActivationArena:
     """Memory for tensors that live until backward. A tensor's place is free again when the tensor is dropped.
 
     The first forward shows how much memory is needed. Until `fit` is called, tensors that find no place are in ordinary
-    memory, to and from which copies are slower. A place is used again at once: the caller orders the copies.
+    memory, to and from which copies are slower. A free place may be used again at once, so the caller must order the
+    copies.
     """
 
     def __init__(self, device: torch.device):
@@ -41,7 +42,8 @@ class ActivationArena:
         """Largest number of bytes that places took so far."""
 
     def place(self, num_bytes: int) -> Tensor:
-        """Return a new one-dimensional tensor of bytes."""
+        """Return a new one-dimensional tensor of bytes: in the arena if it has a free place, else in ordinary
+        memory."""
         self._take_back()
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         index = next(index for index, (start, end) in enumerate(self._gaps) if end - start >= size)

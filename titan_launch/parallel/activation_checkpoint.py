@@ -59,7 +59,7 @@ SAVED_OPS = _MATRIX_PRODUCTS | {
 """Operations whose results the option `op` saves: costly operations, collectives, and the choice of experts. Exception:
 of the matrix products, only every second one is saved, beginning with the first. In a compiled block, FlexAttention is
 `flex_attention`; elsewhere it is a compiled graph of its own, `inductor_compiled_code`
-(`models.attention._compiled_flex_attention`)."""
+(`models.decoder.attention._compiled_flex_attention`)."""
 
 
 def checkpoint_activations(model: nn.Module, modules: Sequence[str], config: ActivationCheckpointConfig) -> None:
@@ -73,7 +73,7 @@ current_forward: ContextVar[object | None] = ContextVar("current_forward", defau
 outside of checkpointed modules, and in compiled graphs."""
 
 _Counting = _NormBase | MixtureOfExperts
-"""Modules whose buffers count something in each training forward."""
+"""Modules that update buffers in each training forward: running statistics, and the load of experts."""
 
 
 def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
@@ -98,7 +98,7 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
 
 
 class _Forward:
-    """Context of the first or second forward. In the second, modules that count in buffers update copies of them.
+    """Context of the first or second forward. In the second forward, modules update copies of their buffers.
 
     So each microbatch counts only once in running statistics and in the load of experts, although the forward runs
     twice. The buffers cannot be overwritten and restored as in `RunningStatistics`, because autograd may have saved the
@@ -161,8 +161,8 @@ class _SelectiveMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: a compiled graph inside of the block counts as one operation. Only `inductor_compiled_code` runs
-        once, and other graphs run a second time."""
+        """Return True: a compiled graph inside of the block counts as one operation. If the operation is
+        `inductor_compiled_code`, its result is saved. Other graphs run a second time."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,10 +185,12 @@ result of the operation."""
 def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
     """Return a function that returns the result of an operation in the second forward.
 
-    `inputs`: those of a compiled graph. Its result contains what it saves for backward, also inputs, which the second
-    forward has computed again by then.
+    `inputs`: the inputs of a compiled graph; empty for other operations. The result of a graph contains the tensors
+    that it saves for backward. Those of them that are inputs are not saved here: the second forward has computed them
+    by then.
     """
-    if func is _aten.topk.default:  # models may change the values in place, and they follow from the indices
+    if func is _aten.topk.default:
+        # Save only the indices: the values follow from the indices, and models may change the values in place.
         indices = _saved(result[1])
         return lambda args, kwargs: _largest(indices(), *args, **kwargs)
     is_complete = func.namespace != "_c10d_functional"
@@ -214,7 +216,7 @@ def _largest(indices: Tensor, x: Tensor, k: int, dim: int = -1, *options: Any, *
 def _saved(value: Any, is_complete: bool = True) -> Callable[[], Any]:
     """Return a function that returns a result of an operation: a tensor, or a number.
 
-    `is_complete`: False for the result of a collective, which cannot be offloaded before somebody waits for it.
+    `is_complete`: False for the result of a collective that may still run. It cannot be offloaded yet.
     """
     if not isinstance(value, Tensor):
         return lambda: value
@@ -222,7 +224,8 @@ def _saved(value: Any, is_complete: bool = True) -> Callable[[], Any]:
 
 
 class _SavePolicy:
-    """Decision whether an operation's result is saved, for the operations of one forward, in order."""
+    """The decisions, for one forward, whether the result of an operation is saved. `saves` is called for every
+    operation, in order."""
 
     def __init__(self) -> None:
         self._num_products = 0

@@ -60,7 +60,7 @@ class HostCopies:
         return flat.clone()
 
     def mark(self) -> Any:
-        """Return an event that the copies so far precede."""
+        """Return an event that occurs after all copies so far."""
         return None
 
     def wait(self, event: Any) -> None:
@@ -99,7 +99,7 @@ class CudaCopies(HostCopies):
             return target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
-        """Return an event that the copies so far precede."""
+        """Return an event that occurs after all copies so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, event: Any) -> None:
@@ -267,10 +267,11 @@ _hooks: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | Non
 
 
 def saved_for_backward(tensor: Tensor, may_be_offloaded: bool) -> Callable[[], Tensor]:
-    """Return a function that returns `tensor`, which waits on the host if the forward of an offloaded block is running.
+    """Return a function that returns `tensor` in backward. If the forward of an offloaded block is running, the tensor
+    waits in host memory until then.
 
-    It is for tensors that wait for backward without autograd. The function raises RuntimeError if an operation has
-    changed the tensor in place.
+    This function is for tensors that are kept for backward, but not by autograd. The returned function raises
+    RuntimeError if an operation has changed the tensor in place.
     """
     hooks = _hooks.get()
     if hooks is None or not may_be_offloaded:

@@ -44,7 +44,8 @@ def parallelize(
     5. Apply activation checkpointing inside of FSDP2's hooks. The second forward then gets inputs that FSDP2 has cast.
     6. Compile around activation checkpointing, so that one graph contains both forwards. With tensor parallelism a
        graph cannot contain both, so compilation is inside. FSDP2's hooks cannot be in a graph, and stay outside.
-    7. Offload activations around compiled forwards and checkpoints, so that it sees all that backward needs of them.
+    7. Offload activations around compiled forwards and checkpoints, so that offloading sees all tensors that these save
+       for backward.
     8. Apply FSDP2 last, because it shards the parameters that exist at its call.
     """
     activation_checkpoint = config.activation_checkpoint

@@ -19,7 +19,8 @@ from titan_launch.parallel.synchronized_batchnorm import overrides_forward, sync
 _log = logging.getLogger(__name__)
 
 _FEW_VALUES = 32
-"""Number of values per channel. With fewer values, the relative standard error of their variance exceeds 1/4.
+"""Smallest number of values per channel without a warning. With fewer values, the relative standard error of their
+variance exceeds 1/4.
 
 For n normally distributed values the error is `sqrt(2 / (n - 1))`."""
 

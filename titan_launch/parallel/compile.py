@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _GRAPHS_PER_MODULE = 8
 """Limit on graphs per compiled module: training, evaluation, other batch shapes. It equals PyTorch's default limit per
-function. But all compiled modules of a class share one function, so `_prepare` multiplies the limit."""
+function. All compiled modules of a class share one function, so `_prepare` multiplies the limit by their number."""
 
 
 def compile_pieces(
@@ -54,7 +54,7 @@ def compile_pieces(
 
 
 def compile_loss(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
-    """Return a function of the loss, compiled if `[compile]` enables compilation of the loss."""
+    """Return `function`, which computes the loss; compiled if `[compile]` enables compilation of the loss."""
     if not config.enable or "loss" not in config.components:
         return function
     return _compiled(function, config, "the loss")
@@ -88,7 +88,8 @@ def _prepare(num_pieces: int, activation_checkpoint: ActivationCheckpointConfig)
 
 
 def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> Callable[..., Any]:
-    """Return `compute`, compiled. A graph is for fixed shapes: an input of another shape is compiled separately."""
+    """Return `compute`, compiled. A graph is for fixed shapes: an input of a different shape gets a graph of its
+    own."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     graph = torch.compile(compute, fullgraph=True, dynamic=False, backend=config.backend)
@@ -116,7 +117,7 @@ def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> 
 def _materialized(value: Any) -> Any:
     """Return `value` with plain tensors in place of results of pending collectives (`pending_result`).
 
-    Tensor parallelism passes such results to modules. A graph would find tensors of another class in backward.
+    Tensor parallelism passes such results to modules. A graph would then find tensors of a different class in backward.
     """
     if isinstance(value, Tensor):
         local = local_tensor(value)

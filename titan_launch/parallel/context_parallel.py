@@ -137,8 +137,8 @@ def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: tor
 
 
 _ALIGNMENT = 32
-"""CUDA's kernel for fp32, memory-efficient attention, pads its logarithms to a multiple of this number of tokens, and
-PyTorch's ring attention does not expect the padding (torch 2.11 to 2.15)."""
+"""CUDA's kernel for fp32, memory-efficient attention, pads the logsumexp of the scores to a multiple of this number of
+tokens. PyTorch's ring attention does not expect this padding (torch 2.11 to 2.15)."""
 
 
 def _check_num_tokens(seq_len: int, degree: int, num_parts: int) -> None:

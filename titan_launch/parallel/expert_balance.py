@@ -28,17 +28,19 @@ UNUSED = 0.01
 """Fraction of the mean load. An expert with a smaller load counts as unused."""
 
 _MIN_MEAN_LOAD = 20
-"""Mean load from which on an expert can count as unused. An expert that is chosen with the mean probability has a load
-of 0 with probability e^-20."""
+"""Smallest mean load at which an expert can count as unused. At this mean load, an expert that is chosen with the mean
+probability has a load of 0 only with probability e^-20."""
 
 
 def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: DeviceMesh | None, device: str) -> None:
     """Set the scale of the auxiliary losses of all mixtures of experts, in place. Nothing is communicated.
 
-    All ranks and microbatches of a step add up to means over the step's samples. With tensor parallelism, each rank
-    computes the whole losses, and the router's gradients are summed over these ranks. With context parallelism, each
-    rank computes its tokens' part. `context`: the ranks that divide every sequence; None if there is one. `device`:
-    type of the device that will compute.
+    Log a warning for settings that make routing imprecise, or the products of experts slow.
+
+    The losses of all ranks and microbatches of a step add up to means over the step's samples. With tensor parallelism,
+    each rank computes the whole losses, and the router's gradients are summed over these ranks. So the scale is divided
+    by their number. With context parallelism, each rank computes its tokens' part. `context`: the ranks that divide
+    every sequence; None if each rank has whole sequences. `device`: type of the device that will run the model.
     """
     layers = _layers(model)
     for layer in layers.values():
@@ -93,7 +95,7 @@ def _bf16_widths(layers: Mapping[str, MixtureOfExperts], plan: ModelPlan) -> Ite
 
 
 def _logits_dtype(plan: ModelPlan, router: str) -> str:
-    """Return the dtype in which the choice gets the logits of a router. `router`: its path."""
+    """Return the dtype of a router's logits when the experts are chosen. `router`: path of the router."""
     unit = plan.unit_of[router]
     returned = unit.policy.output_dtype if router in unit.modules else None
     return returned or unit.compute_dtype
@@ -103,10 +105,11 @@ class ExpertBalance:
     """The loads of all mixtures of experts of this rank, and the selection biases that balance them.
 
     Each layer counts the choices of its experts in its buffer `load`, in training, over the microbatches of a step. At
-    the end of a step, the loads are added to a window, which is the time between two reports. Then `reset` sets them
-    to 0.
-    If selection biases move, the loads are summed over all ranks with other tokens first, by one all-reduce for all
-    layers. Otherwise the window is summed when it is read.
+    the end of a step, the loads are added to a window, which is the time between two reports. Then `reset` sets the
+    loads to 0.
+
+    Selection biases move if a layer's `selection_bias_rate` is above 0. The loads of each step are then summed over all
+    ranks with other tokens, by one all-reduce for all layers. Otherwise only the window is summed, when it is read.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device):
@@ -120,7 +123,8 @@ class ExpertBalance:
         self._rates = torch.tensor(rates, dtype=torch.float64, device=device)[:, None]
         self._moves = any(rates)
         self._window = torch.zeros(len(args), max(self._sizes, default=0), dtype=torch.float64, device=device)
-        """Sum of the loads: of all ranks if biases move, else of this rank. A row for each layer, filled with 0."""
+        """Sum of the loads: of all ranks if biases move, else of this rank. It has a row for each layer; the rows of
+        layers with fewer experts end in zeros."""
 
         self._losses = torch.zeros(2, dtype=torch.float64, device=device)
         """Sums of the auxiliary losses of this rank's layers."""
@@ -190,7 +194,8 @@ class ExpertBalance:
 
     def newly_collapsed(self, reported: Mapping[str, float]) -> dict[str, tuple[float, float]]:
         """Return (share of unused experts, largest load over mean load) of each layer that has collapsed for the first
-        time: more than half of its experts are unused. `reported`: metrics by tag, over all ranks."""
+        time, by path. A layer has collapsed if more than half of its experts are unused. `reported`: metrics by tag,
+        over all ranks."""
         found = {}
         for tag, unused in reported.items():
             path = tag.removeprefix("experts/unused/")

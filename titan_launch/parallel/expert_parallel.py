@@ -4,7 +4,8 @@
         -> products -> back to the order of arrival -> all-to-all -> results, in the order of the first rows
 
 The parameters of experts become DTensors. On the expert axis of the mesh each rank holds whole experts. On the tensor
-axis each rank holds a part of every expert's width, so its results are parts of sums. FSDP2 shards what is left.
+axis each rank holds a part of every expert's width, so its results are parts of sums. FSDP2 then shards each rank's
+part.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def exchanged_counts(counts: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def split_sizes(counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of rows that this rank sends to each rank and receives from each rank. The host waits.
+    """Return the numbers of rows that this rank sends to each rank and receives from each rank. The host waits for the
+    device.
 
     `counts`: rows that this rank sends to each expert. `there`: result of `exchanged_counts`. `num_rows`: rows that
     this rank sends to all experts.
@@ -106,7 +108,8 @@ def split_sizes(counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int]
 def order_by_expert(there: Tensor, num_rows: int) -> Tensor:
     """Return the order of received rows by expert, then by the rank that sent the row, then by token: int64 (rows).
 
-    `there`: result of `exchanged_counts`. `num_rows`: its sum, so that the host need not wait.
+    `there`: result of `exchanged_counts`. `num_rows`: sum of `there`, as a number, so that the host does not wait for
+    the device.
     """
     experts = torch.arange(there.numel(), device=there.device) % there.shape[1]
     return experts.repeat_interleave(there.flatten(), output_size=num_rows).argsort(stable=True)

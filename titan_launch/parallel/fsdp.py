@@ -66,8 +66,9 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
             _sum_gradients(_fsdp_module(model, unit.modules[0]))
         if not unit.unshard_in_backward:
             _fsdp_module(model, unit.modules[0]).set_unshard_in_backward(False)
-        # FSDP2's own cast of outputs is wrong for a unit of several modules, if one of them does not run. FSDP2 then
-        # casts the outputs of the whole model, or of the unit that activation checkpointing repeats.
+        # `left`: the casts that hooks of this package do in place of FSDP2. FSDP2's own cast of outputs is wrong for a
+        # unit of several modules, if one of them does not run. FSDP2 would then cast the outputs of the whole model, or
+        # of the unit that activation checkpointing repeats.
         left = replace(
             unit.policy,
             cast_forward_inputs=unit.policy.cast_forward_inputs and not policy.cast_forward_inputs,
@@ -86,7 +87,8 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
 
 
 def _own_dtypes(model: nn.Module, plan: ModelPlan) -> dict[nn.Parameter, torch.dtype]:
-    """Return the compute dtype of each parameter under a rule in place."""
+    """Return the compute dtype of each parameter whose precision rule is applied in place: inside of the unit of a
+    different module."""
     return {
         parameter: torch_dtype(plan.unit_of[module.path].compute_dtype)
         for module in plan.inventory.modules
@@ -163,8 +165,8 @@ def _sum_gradients(unit: FSDPModule) -> None:
 class Unfreezing:
     """The parameters of a wrapped model that are trained only after a number of steps (`training.unfreeze`).
 
-    Until the first call of `apply` they count as trained: the optimizer and checkpoints know all parameters that the
-    run will ever train.
+    Until the first call of `apply`, these parameters count as trained: the optimizer and checkpoints know all
+    parameters that the run will ever train.
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan):
@@ -185,7 +187,7 @@ class Unfreezing:
     def apply(self, num_steps: int) -> int:
         """Freeze or unfreeze parameters between two steps, after `num_steps` steps. Return how many were unfrozen.
 
-        A return to an earlier checkpoint freezes parameters again, and drops nothing: their optimizer state is that of
+        After a return to an earlier checkpoint, parameters are frozen again. Their optimizer state stays: it is that of
         the checkpoint.
         """
         changed = [(p, num_steps >= step) for p, step in self._parameters if p.requires_grad != (num_steps >= step)]
@@ -202,7 +204,7 @@ def discard_pending(model: nn.Module) -> None:
     Unsharded parameters are freed. All gradients are dropped: sharded gradients, unsharded gradients that wait for the
     last microbatch, and reduced gradients that wait for the all-reduce between replicas. Gradient communication is
     enabled again. `zero_grad`, and FSDP2's `reset_iter_state` before torch 2.15, would not drop unsharded gradients.
-    The next step would add these to its own.
+    The next step would add them to its own gradients.
 
     The function is not collective and does not wait for other ranks, but every rank must abandon the same step.
     """

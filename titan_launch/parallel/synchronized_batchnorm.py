@@ -102,7 +102,8 @@ def _summary(x: Tensor) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalization by the statistics of all ranks' batches. Its gradient includes the path through them."""
+    """Normalization by the statistics of all ranks' batches. The gradient of the input includes the path through the
+    statistics."""
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd sees only tensors that are arguments themselves

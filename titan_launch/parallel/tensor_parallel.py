@@ -131,7 +131,8 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
 
 
 def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """All-gather the stream for the first input of a module, and add its outputs, of which each rank computes a part.
+    """All-gather the stream for the first input of a module, and sum the module's outputs over the ranks: each rank
+    computes a part of the sum.
 
     Inside of the module all activations are plain tensors. Their gradients are parts of sums, as the outputs are.
     """
@@ -169,8 +170,8 @@ def _compute_latent(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _take_locally(module: nn.Module) -> None:
-    """Let a module take its first input, a DTensor from `_gather_input`, as a plain tensor. This rank's gradient of it
-    is a part of a sum."""
+    """Let a module take its first input, a DTensor from `_gather_input`, as a plain tensor. This rank's gradient of the
+    input is a part of a sum."""
     module.register_forward_pre_hook(lambda _, args: (_local(args[0], [Partial()]), *args[1:]))
 
 
@@ -239,9 +240,10 @@ def _compute_locally(
     """Let a module's forward use plain tensors in place of its own parameters. `gradients`: placements of the gradients
     of these tensors. `zeros`: names of parameters that are multiplied by 0."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # a `partial` would get a graph per module
+    def forward(*args: Any, **kwargs: Any) -> Any:  # not a `partial`: it would get a graph per module
         with _local_parameters(module, gradients, zeros):
-            return type(module).forward(module, *args, **kwargs)  # at each call, because BatchNorm's class changes
+            # Look up the class at each call, because `synchronize` replaces the class of a BatchNorm later.
+            return type(module).forward(module, *args, **kwargs)
 
     module.forward = forward
 

@@ -19,8 +19,8 @@ _HEADERS = "nvidia/cu13/include"
 """Folder of CUDA's headers beside torch, from the package nvidia-cuda-runtime, which torch requires."""
 
 _UNANSWERED = {"cuda": 801, "cu": 801, "cupti": 27, "nccl": 3, "cusolver": 16, "cusparse": 10, "cufft": 16}
-"""Errors of the functions that the phantom does not answer, by the first letters of their names: the status "not
-supported" of each library ("internal error" of NCCL)."""
+"""Status that a function returns if the phantom GPU does not implement it, by the first letters of its name. It is the
+status "not supported" of each library ("internal error" of NCCL)."""
 
 _NAME = rf"(?:__cuda|cublas|{'|'.join(_UNANSWERED)})[A-Z]\w*"
 """Pattern of the names of functions of CUDA's libraries."""
@@ -32,7 +32,7 @@ _ASKED_AT_RUN_TIME = ("cuModuleUnload", "cuTensorMapEncodeIm2col")
 
 
 def build() -> Path:
-    """Return the folder with `libcuda.so.1`, the library to preload; compile it if it is not there yet.
+    """Return the folder with `libcuda.so.1`, the library to preload. Compile the library if it is not there yet.
 
     Raises UserError without torch, for a build of torch that is not for CUDA 13, and without a C compiler.
     """

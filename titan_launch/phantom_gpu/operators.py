@@ -1,9 +1,10 @@
-"""Operators of the phantom GPU: small ones are computed on the host, and what is not computed is zero or one.
+"""Operators of the phantom GPU: those on small tensors are computed on the host. The results of all others are zeros or
+ones.
 
 Memory of the phantom GPU is memory of this process, so a CPU tensor can have the storage of a CUDA tensor. The kernels
 that PyTorch registers for CUDA are replaced by functions that do one of two things:
 
-- Operators on few elements, and on integers and truth values, run on such CPU tensors. Control flow depends on them:
+- Operators on few elements, and on integers and bools, run on such CPU tensors. Control flow depends on them:
   counts of targets and of rows per expert, norms, flags, learning rates.
 - All other operators run PyTorch's own code for CUDA. It allocates what it allocates on a GPU, and launches kernels
   that do nothing. Then large results are set to zero, without taking memory for them, and small ones to one.
@@ -25,14 +26,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 _MOST_NUMBERS = 1 << 16
-"""The largest number of elements of an argument with which an operator on floating-point numbers is computed. (A limit
-of their sum would compute one operator on a tensor and not the next.)"""
+"""Largest number of elements of each argument with which an operator on floating-point numbers is computed. (With such
+a small limit for all arguments together, one operator on a tensor would be computed and the next would not.)"""
 
 _MOST_INTEGERS = 1 << 24
-"""The same limit if all arguments are integers or bools."""
+"""Largest number of elements of each argument if all arguments are integers or bools."""
 
 _MOST_IN_LISTS = 1 << 22
-"""The largest number of elements over all arguments: lists of tensors may be long."""
+"""Largest number of elements of all arguments together, if some are floating-point numbers. Lists of tensors may be
+long."""
 
 _ALLOCATIONS = ("empty.memory_format", "empty_strided")
 
@@ -43,7 +45,8 @@ _UNIFORM = frozenset(
     {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not", "logical_and", "logical_or"}
     | {"bitwise_and", "bitwise_or", "bitwise_not", "any", "all", "mul"}
 )
-"""Operators whose results are truth values. Large tensors are uniform, so the first elements decide."""
+"""Operators whose results can be bools. Large tensors are uniform, so the first elements of the arguments decide all
+elements of the result."""
 
 _BY_SHAPE = frozenset(
     {
@@ -56,8 +59,8 @@ _BY_SHAPE = frozenset(
         "_scaled_dot_product_cudnn_attention_backward",
     }
 )
-"""Operators of cuDNN, which does not run without a GPU. Their results have the shapes that PyTorch computes for
-tensors without values, and cuDNN's workspaces are missing."""
+"""Operators of cuDNN, which does not run without a GPU. Their results have the shapes that PyTorch computes on the meta
+device. The memory of cuDNN's workspaces is not allocated."""
 
 
 _PRODUCTS = frozenset({"mm", "bmm", "baddbmm", "mv", "dot"})
@@ -81,8 +84,8 @@ def replace_operators() -> list[torch.library.Library]:
 
 
 def _replaceable() -> Iterator[str]:
-    """Yield the names of the operators to replace. Operators that return views, or that PyTorch has for the properties
-    of tensors, keep their kernels."""
+    """Yield the names of the operators to replace. Operators that return views, and those in `_KEPT`, keep their
+    kernels."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")} | {*_COMPOSITE}
     for name in sorted(names):
@@ -169,8 +172,8 @@ def _run(operator: Any, kind: _Kind, kernel: Any, keys: Any, *args: Any, **kwarg
 
 
 def _answered(tensor: Tensor) -> None:
-    """Write the result of an operator that is not computed: ones if they are few numbers, such as sums and norms, whose
-    logarithm or reciprocal may follow; otherwise zeros."""
+    """Write the result of an operator that is not computed. Small floating-point results, such as sums and norms, are
+    ones, because their logarithm or reciprocal may follow. Other results are zeros."""
     if tensor.is_floating_point() and 0 < tensor.numel() <= _MOST_NUMBERS and tensor.device.type == "cuda":
         _host_view(tensor).fill_(1)
     else:
@@ -178,8 +181,8 @@ def _answered(tensor: Tensor) -> None:
 
 
 def _numbers_as_tensors(kind: _Kind, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments with tensors in place of numbers, where the schema has a tensor: PyTorch hands a number of
-    Python over as such, and takes it back as a tensor only."""
+    """Return the arguments with tensors in place of Python numbers, where the schema has a tensor. PyTorch passes such
+    numbers to a replaced operator as they are, but its own kernels take tensors only."""
     wrong = [i for i in kind.tensor_positions if i < len(args) and isinstance(args[i], bool | int | float | complex)]
     if not wrong:
         return args
@@ -192,7 +195,8 @@ def _numbers_as_tensors(kind: _Kind, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _is_small(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if the arguments have few elements, or are integers of which there are not too many."""
+    """Return True if an operator on these arguments is to be computed: their elements are few, or all of them are
+    integers within a larger limit."""
     largest, count, are_integers = 0, 0, True
     for value in (*args, *kwargs.values()):
         for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -231,7 +235,8 @@ def _on_device(kind: _Kind, index: int, result: Any, args: tuple[Any, ...], kwar
 
 
 def _result_on_host(value: Any) -> Any:
-    """Return a tensor for a result: an empty one, which the operator resizes, cannot have the memory of the device."""
+    """Return a CPU tensor that receives a result. If `value` is empty, the operator resizes this tensor, so it cannot
+    have the memory of the device."""
     if isinstance(value, Tensor) and not value.numel():
         return torch.empty(0, dtype=value.dtype)
     return tree_map(_host_view, value)
@@ -299,7 +304,7 @@ def _count(args: tuple[Any, ...], kwargs: dict[str, Any], results: Tensor) -> No
 
 
 _ANSWERS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], None]] = {"topk": _rotate, "histc": _count}
-"""Functions that write results which are better than zero."""
+"""Functions that write the results of operators for which zeros or ones would not do, by name of the operator."""
 
 
 def _zeroed(tensor: Tensor) -> Tensor:

@@ -17,17 +17,19 @@ from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 
 Predict = Callable[[JobConfig, Layout], float]
-"""Predicts the memory of a job in bytes, as `Row.reserved_bytes`."""
+"""Predicts the memory that a job takes from a device, in bytes (as `Row.reserved_bytes`)."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change of the job file."""
+    """A change of the job file that saves memory."""
 
     lines: tuple[str, ...]
     """The keys to set, as TOML: `training.local_batch_size = 2`."""
 
     cost: str
+    """What the change costs, in words."""
+
     saved_bytes: float
     fits: bool
     """True if the changed job is predicted to fit."""
@@ -57,10 +59,11 @@ class _Change:
 
 
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, most: int = 3) -> list[Advice]:
-    """Return up to `most` changes that save memory. The first is the cheapest one that fits into `limit_bytes`.
+    """Return up to `most` changes that save memory: first those with which the job fits into `limit_bytes`.
 
-    If no single change fits, the first combines them. `config` has no `auto`. The cost of a change is known by its kind
-    only, so changes are in a fixed order: first those that cost the least time, last the ones that change the results.
+    If no single change suffices, the first entry combines several changes. No mode of `config` may be `auto`. The time
+    that a change costs is not predicted, so the kinds of changes have a fixed order: first the kinds that usually cost
+    the least time, last those that change the results of the training.
     """
     config = with_global_batch_size(config, layout)
     needed = predict(config, layout)
@@ -72,12 +75,15 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
     if found and not any(advice.fits for advice in found):
         combined = _combined(config, layout, limit_bytes, predict, needed)
         found = [combined, *(advice for advice in found if advice.lines != combined.lines)]
-    return sorted(found, key=lambda advice: not advice.fits)[:most]  # stable: the cheapest first
+    return sorted(found, key=lambda advice: not advice.fits)[:most]  # the sort is stable, so the cheapest stays first
 
 
 def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
-    """Return the smallest number of ranks on which the job fits into `limit_bytes`, of 2, 4, 8, ... times its own;
-    None if there is none. The added ranks shard the parameters; the global batch stays, if the job sets one."""
+    """Return the smallest number of ranks on which the job fits into `limit_bytes`; None if none suffices.
+
+    The numbers to try are 2, 4, 8, ... 128 times the job's own number of ranks. The added ranks shard the parameters.
+    The global batch stays the same if the job sets one.
+    """
     sharded = config.parallelism.model_copy(update={"data_parallel_shard_degree": -1})
     config = config.model_copy(update={"parallelism": sharded})
     for doublings in range(1, _MOST_DOUBLINGS + 1):
@@ -92,9 +98,12 @@ _MOST_DOUBLINGS = 7
 
 
 def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, needed: float) -> Advice:
-    """Return the advice that applies the strongest change of one kind after another, the cheapest kind first, until the
-    job fits, and then weaker changes in the place of those that are stronger than needed. A microbatch is not enlarged
-    again."""
+    """Return the advice that combines changes of several kinds.
+
+    First, the strongest change of one kind after another is applied, the cheapest kind first, until the job fits. Then
+    each change is replaced by the weakest change of its kind with which the job still fits. The microbatch is not
+    enlarged again, even if later changes would allow it.
+    """
     kinds: list[tuple[_Change, ...]] = []
     changed, predicted = config, needed
     while predicted > limit_bytes:
@@ -136,8 +145,8 @@ def _predicted(config: JobConfig, world_size: int, predict: Predict) -> float | 
 
 
 def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> Iterator[tuple[_Change, ...]]:
-    """Yield the changes that a job allows, those of one kind together: the cheapest kind first, of each kind the
-    weakest change first."""
+    """Yield the changes that a job allows, a tuple for each kind of change. The cheapest kind comes first. Within a
+    kind, the change that saves the least memory comes first."""
     accumulation, checkpointing = config.gradient_accumulation, config.activation_checkpoint
     if accumulation.keep_params_unsharded:
         yield (_Change({("gradient_accumulation", "keep_params_unsharded"): False}, "more all-gathers"),)
@@ -146,7 +155,7 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
         yield (_Change({mode: "immediate"}, "a reduce-scatter for every microbatch"),)
     if layout.replicate > 1 and not layout.shards_optimizer:
         values: dict[tuple[str, str], bool | str] = {("parallelism", "shard_optimizer_over_replicas"): True}
-        if accumulation.row.needs_all_reduces:  # they do not exist then
+        if accumulation.row.needs_all_reduces:  # a sharded optimizer has no all-reduces
             values[mode] = "immediate"
         yield (_Change(values, "the exchange between replicas does not overlap with backward"),)
     if config.loss.chunks < 16 and config.data.unit == "tokens" and config.model.loss is None:
@@ -168,7 +177,8 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
 
 
 def _smaller_batch(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
-    """Return the largest smaller microbatch that fits, or else the smallest one; None if there is no smaller one."""
+    """Return the largest microbatch size below the present one with which the job fits. If no such size fits, return
+    the smallest one; None if no smaller size is possible."""
     sizes = [size for size in possible_batch_sizes(config, layout.world_size) if size < layout.local_batch_size]
     for size in reversed(sizes):
         predicted = _predicted(with_local_batch_size(config, size), layout.world_size, predict)

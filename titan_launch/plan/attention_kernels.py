@@ -1,36 +1,38 @@
 """PyTorch's kernels of plain causal attention on CUDA: which one a device uses, and which shapes each takes. No torch.
 
-A run asks PyTorch itself (`train.kernel_choice`), which has the device. A plan has only this description of the same
-checks (torch 2.15: `sdp_utils.cpp`). A test compares both on phantom GPUs.
+A run uses `priority`, and asks PyTorch itself which shapes a kernel takes (`train.kernel_choice`). A plan has no device
+to ask, so `takes` repeats PyTorch's checks (torch 2.15: `sdp_utils.cpp`). A test compares both on phantom GPUs.
 """
 
 from __future__ import annotations
 
 _HOPPER = 9
-"""Major number of the compute capability. On later GPUs, cuDNN computes fewer than 8 heads of keys and values wrongly
-(pytorch issue 193893)."""
+"""Major number of the compute capability of Hopper GPUs."""
 
 _REDUCED = ("bfloat16", "float16")
 WIDEST_FLASH = 256
 """Widest head that flash attention takes."""
 
 _WIDEST_CUDNN = 128
+"""Widest head that cuDNN takes on every GPU."""
+
 _WIDE_CUDNN = ((192, 128), (256, 256))
-"""Wider queries and values that cuDNN takes on Hopper and later."""
+"""Pairs (width of queries, width of values) above `_WIDEST_CUDNN` that cuDNN takes on Hopper and later GPUs."""
 
 
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:
     """Return the attention backends in the order of their speed on a GPU of this compute capability, fastest first. The
     names are those of `kernels.attention`."""
+    # On later GPUs, cuDNN computes fewer than 8 heads of keys and values wrongly (pytorch issue 193893).
     if capability[0] == _HOPPER:
         return "cudnn", "flash", "efficient", "math"
     return "flash", "cudnn", "efficient", "math"
 
 
 def takes(name: str, dtype: str, widths: tuple[int, int], capability: tuple[int, int]) -> bool:
-    """Return True if a backend computes attention of this dtype on a GPU of this compute capability.
+    """Return True if the backend `name` can compute attention in this dtype on a GPU of this compute capability.
 
-    `widths`: those of queries and values, in elements. There are as many keys and values as queries, and no mask.
+    `widths`: head widths of queries and values, in elements. There are as many keys and values as queries, and no mask.
     """
     is_reduced, widest = dtype in _REDUCED, max(widths)
     if name == "flash":

@@ -95,7 +95,7 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
         key=lambda row: (
             duration[row.choice.label],
             row.link_traffic.total,
-            row.flops_per_rank or 0,  # communication may hide the FLOPs of activation checkpointing
+            row.flops_per_rank or 0,  # equal times may have different FLOPs, which communication hides
             row.footprint.peak_bytes,
         ),
     )
@@ -113,8 +113,8 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
 
 
 def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
-    """Return (a number for each choice, by its label, and a description of the smallest number). A choice with a
-    smaller number has a shorter step.
+    """Return a number for each choice, by its label, and a description of the smallest number. A choice with a smaller
+    number has a shorter step.
 
     The number is the expected time of the step in seconds. If the time of any choice is unknown, the number is the
     FLOPs of a step. If FLOPs are unknown too, the number is the cost of the activation checkpointing mode in `_COST`.

@@ -1,6 +1,6 @@
-"""The microbatch that `training.local_batch_size = "auto"` resolves to: the largest that is planned to fit. No torch.
+"""The microbatch size that `training.local_batch_size = "auto"` resolves to: the largest one that fits. No torch.
 
-The global batch stays as it is. A larger microbatch means fewer of them, and so the same gradient.
+The global batch stays as it is. With larger microbatches, a step has fewer of them, so its gradient stays the same.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from titan_launch.plan.report.table import format_limit
 KEY: KeyPath = ("training", "local_batch_size")
 
 _LARGEST = 1024
-"""Largest microbatch in samples, if no global batch is known."""
+"""Largest microbatch size to try, in samples, if no global batch is known."""
 
 Predict = Callable[[JobConfig, Layout], Comparison]
 """Predicts the memory of a job with a number as `local_batch_size`, in the modes that the job allows."""
 
 
 def is_auto_batch(config: JobConfig) -> bool:
-    """Return True if the microbatch of a job is to be chosen."""
+    """Return True if the microbatch size of a job is still to be chosen."""
     return config.training.local_batch_size == "auto"
 
 
 def with_local_batch_size(config: JobConfig, size: int | Literal["auto"]) -> JobConfig:
-    """Return the job with a number of samples per microbatch, or with one to be chosen."""
+    """Return the job with `size` samples per microbatch. `"auto"`: the size is still to be chosen."""
     return config.model_copy(update={"training": config.training.model_copy(update={"local_batch_size": size})})
 
 
 def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
-    """Return the microbatches into which the global batch can be divided on `world_size` ranks, smallest first. Without
-    a global batch, which only a plan allows, return all sizes up to `_LARGEST`.
+    """Return the microbatch sizes that divide the global batch evenly on `world_size` ranks, smallest first. If no
+    global batch is set, which only a plan allows, return all sizes up to `_LARGEST`.
 
-    Raises ConfigError as `plan_layout` does, if there is none.
+    Raises the ConfigError of `plan_layout` if not even microbatches of one sample are possible.
     """
     if config.training.global_batch_size is None:
         return list(range(1, _LARGEST + 1))
@@ -55,10 +55,11 @@ def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
 
 
 def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predict: Predict) -> int:
-    """Return the largest microbatch with which at least one choice of modes fits, as `resolve` understands it.
+    """Return the largest microbatch size with which at least one choice of modes that the job allows has the verdict
+    `fits`.
 
-    Memory grows with the microbatch, so about log2 of the possible sizes are predicted. Raises ConfigError if no memory
-    limit is known, or if not even the smallest microbatch fits.
+    Memory grows with the microbatch, so a binary search predicts only about log2 of the possible sizes. Raises
+    ConfigError if no memory limit is known, or if not even the smallest microbatch fits.
     """
     if hardware.memory_gib is None:
         reason = (

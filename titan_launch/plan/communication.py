@@ -1,11 +1,11 @@
 """Collectives of a rank in one step: number, bytes and links. No torch.
 
-The traffic of a step is counted in its replay (`plan.memory`). Only collectives of units, and those of tensor, context,
-pipeline and expert parallelism are counted. BatchNorm statistics, target counts, gradient clipping and metrics have
-small collectives that are not.
+The traffic of a step is counted in its replay (`plan.memory`). It consists of the collectives of FSDP2 units, and those
+of tensor, context, pipeline and expert parallelism. The small collectives of BatchNorm statistics, target counts,
+gradient clipping and metrics are not counted.
 
-The number of a unit's collectives also follows from the unit: `collectives_of_unit`. It is exact if the unit runs in
-every forward, and if its parameters get gradients.
+`collectives_of_unit` derives the number of a unit's collectives without a replay. That number is exact if the unit runs
+in every forward, and if its parameters get gradients.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class Traffic:
     """Part of `all_gather_bytes` of units with `expert_parallel` above 1, whose collectives are among fewer ranks."""
 
     expert_reduce_scatter_bytes: int = 0
-    """Part of `reduce_scatter_bytes` of these units."""
+    """Part of `reduce_scatter_bytes` of units with `expert_parallel` above 1."""
 
     replica_all_gather_bytes: int = 0
-    """Part of `all_gather_bytes` among the replicas (`parallelism.shard_optimizer_over_replicas`): parameters in the
-    storage dtype."""
+    """Part of `all_gather_bytes` that is gathered between replicas, if the optimizer is sharded over them
+    (`parallelism.shard_optimizer_over_replicas`): updated parameters in the storage dtype."""
 
     replica_reduce_scatter_bytes: int = 0
-    """Part of `reduce_scatter_bytes` among the replicas."""
+    """Part of `reduce_scatter_bytes` that is reduced between replicas, if the optimizer is sharded over them."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -136,7 +136,8 @@ def _on_line(a: Any, b: Any, factor: float) -> Any:
 
 
 def traffic_of_microbatches(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
-    """Return the traffic of a whole step from `seen`: that of its first microbatches and of its last one."""
+    """Return the traffic of a whole step. `seen`: the traffic of each of its first microbatches, and of its last one.
+    Each microbatch in between has the traffic `seen[-2]`."""
     total = sum(seen, start=Traffic())
     unseen = num_microbatches - len(seen)
     return on_line(total, total + seen[-2], unseen) if unseen else total
@@ -168,8 +169,8 @@ def collectives_of_microbatch(units: Iterable[Unit], layout: Layout) -> Collecti
 def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
     """Return the collectives of all units in a step of `layout.num_microbatches` microbatches.
 
-    `accumulation`: the mode, which decides how often gradients are reduced and parameters all-gathered. A sharded
-    optimizer has one reduce-scatter and one all-gather more for each trained unit.
+    `accumulation`: the mode, which decides how often gradients are reduced and parameters all-gathered. If the
+    optimizer is sharded over replicas, each trained unit has one more reduce-scatter and one more all-gather per step.
     """
     units = list(units)
     is_exchanged = layout.optimizer_replicas > 1
@@ -205,10 +206,12 @@ def traffic_of_replicas(units: Iterable[ExchangedUnit], replicas: int) -> Traffi
 
 
 def padded_numel(parameter: TensorInfo, shard: int, expert_parallel: int = 1) -> int:
-    """Return the elements of a parameter after FSDP2 has padded its first dim to a multiple of the shard degree.
+    """Return the number of elements of a parameter after FSDP2 has padded its first dim to a multiple of the shard
+    degree.
 
     FSDP2 does not pad some parameters of experts (see `sharded_dim`). `expert_parallel`: number of ranks over which
-    expert parallelism has divided the parameter; the result is for the part of one of them.
+    expert parallelism has divided the parameter. If it is above 1, the result counts only the part of one of these
+    ranks.
     """
     return prod(shard_shape(parameter, shard, expert_parallel)) * shard
 
@@ -261,10 +264,12 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
     has `gpus_per_node` consecutive ranks.
 
     If k of the n hops lead to another node, k/n of the bytes of each rank count as sent to other nodes. The reason is
-    that NCCL builds one ring per rank of a node, and each ring leaves the node at another rank. If the groups of an
+    that NCCL builds one ring per rank of a node, and each ring leaves the node at a different rank. If the groups of an
     axis have different numbers of such hops, the largest number counts. Traffic between pipeline stages is divided into
-    own-node and other-node bytes by the same rule. In the all-to-alls of expert parallelism, each rank sends as much to
-    every other rank; the rank with the most other ranks on other nodes counts.
+    own-node and other-node bytes by the same rule.
+
+    In the all-to-alls of expert parallelism, each rank sends equal parts to all other ranks of its group. The result
+    describes the rank with the largest number of these ranks on other nodes.
     """
     rings = rings_of(layout, gpus_per_node)
     of_experts = traffic.expert_all_gather_bytes + traffic.expert_reduce_scatter_bytes
@@ -309,7 +314,8 @@ class Ring:
 
 
 class Rings(NamedTuple):
-    """The groups of ranks that communicate, as rings. Of the groups of an axis, the one with the most crossings."""
+    """The groups of ranks that communicate along each axis, as rings. If the groups of an axis differ, its ring is the
+    group with the most crossings."""
 
     shards: Ring
     expert_shards: Ring
@@ -321,12 +327,13 @@ class Rings(NamedTuple):
     pipeline: Ring
 
     expert: Ring
-    """Its crossings are the ranks of a rank's group that are on other nodes: it sends as much to each."""
+    """A group for all-to-alls. They use no ring, so `crossings` has another meaning here: the number of ranks of the
+    group that are on other nodes than the sending rank, which sends equal parts to all ranks of the group."""
 
 
 @lru_cache
 def rings_of(layout: Layout, gpus_per_node: int) -> Rings:
-    """Return the groups of ranks of a layout."""
+    """Return the rings of a layout, on nodes of `gpus_per_node` consecutive ranks."""
 
     def ring(stride: int, size: int) -> Ring:
         return Ring(size, _most_crossings(layout.world_size, stride, size, gpus_per_node))
@@ -352,7 +359,7 @@ def _most_crossings(world_size: int, stride: int, size: int, gpus_per_node: int)
 
 
 def _most_on_other_nodes(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:
-    """Return the largest number of ranks of a rank's group that are on other nodes than the rank."""
+    """Return the largest number of ranks on other nodes to which a rank sends in an all-to-all of its group."""
     nodes = (Counter(rank // gpus_per_node for rank in group) for group in _groups(world_size, stride, size))
     return max(size - min(on_node.values()) for on_node in nodes)
 

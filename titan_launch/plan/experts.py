@@ -1,7 +1,7 @@
 """The rows of tokens that experts compute, and their exchange between ranks (expert parallelism). No torch.
 
-The router decides these numbers in a run. A plan assumes that each rank sends as many rows to every other rank, and
-that the planned rank receives `planner.expert_load` times the mean of the ranks.
+In a run, the router decides the numbers of rows. A plan assumes that each rank sends the same number of rows to every
+other rank, and that the planned rank receives `planner.expert_load` times the mean over the ranks.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ MIN_GROUPED_WIDTH = 8
 def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
     """Return True if one kernel, `torch.nn.functional.grouped_mm`, computes the products of all experts of a layer.
 
-    It does so on CUDA in bf16, if a row of every matrix has a multiple of 16 bytes. PyTorch checks these strides in
-    forward and in backward (2.11 to 2.15: `GroupedMMUtils.h`). Otherwise the experts are computed one after another.
-    `device`: type of the device. `widths`: widths of the experts' inputs and hidden states on a rank.
+    The kernel is used on CUDA in bf16, if a row of every matrix has a multiple of 16 bytes. PyTorch checks these
+    strides in forward and in backward (2.11 to 2.15: `GroupedMMUtils.h`). Otherwise the experts are computed one after
+    another. `device`: type of the device. `widths`: widths of the experts' inputs and hidden states on a rank.
     """
     is_aligned = all(width * DTYPE_BYTES[dtype] % 16 == 0 for width in widths)
     return device == "cuda" and dtype == "bfloat16" and is_aligned
 
 
 def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:
-    """Return the rows that the rank with the most rows receives, if each of `ranks` ranks sends `num_rows` rows.
+    """Return the number of rows that the rank with the most rows receives, if each of `ranks` ranks sends `num_rows`
+    rows.
 
-    `expert_load`: its rows over the mean of the ranks. It cannot exceed `ranks`: that rank then computes all rows.
+    `expert_load`: rows that this rank receives, divided by the mean over the ranks. Values above `ranks` count as
+    `ranks`: the rank then receives all rows.
     """
     return round(num_rows * min(expert_load, ranks))
 

@@ -13,7 +13,8 @@ from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 from titan_launch.plan.units.rule_assignment import suggestion
 
 ADAPTER = "lora"
-"""Name of the adapter within its target. For experts, it is a container with an adapter for each of their weights."""
+"""Name of the adapter module within the module that it adapts. For experts, the module of this name is a container with
+an adapter for each weight."""
 
 
 def is_adapter(name: str) -> bool:
@@ -32,7 +33,7 @@ class Freezing:
     def trained_from(self, names: Sequence[str], requires_grad: bool) -> int | None:
         """Return the number of steps during which a parameter is frozen: 0 if it is always trained, None if never.
 
-        `names`: all full names of the parameter. `requires_grad`: True if the model does not freeze it itself.
+        `names`: all full names of the parameter. `requires_grad`: the parameter's own setting in the model.
         """
         training = self._training
         steps = [row.after_step for row in training.unfreeze if _matches_any(row.match, names)]
@@ -83,7 +84,7 @@ class Freezing:
 
 
 def freeze(inventory: Inventory, training: TrainingConfig, has_adapters: bool = False) -> Inventory:
-    """Return a model's table with `requires_grad` and `trained_from` of its parameters as `[training]` sets them.
+    """Return the inventory with `requires_grad` and `trained_from` of its parameters as `[training]` sets them.
 
     Raises ConfigError for globs that match no parameter, and if no parameter is trained in the first step.
     """

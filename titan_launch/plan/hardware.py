@@ -38,14 +38,15 @@ def format_memory(num_bytes: float) -> str:
 
 
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
-"""Defaults on a GPU. The first is a guess. The second covers what PyTorch's allocator needs for the shipped jobs on a
-phantom GPU (`benchmarks/phantom_memory.py`)."""
+"""Defaults of `planner.overhead_gib` and `planner.fragmentation` on a GPU. The overhead is a guess. The fragmentation
+covers what PyTorch's allocator needs for the shipped jobs on a phantom GPU (`benchmarks/phantom_memory.py`)."""
 
 _WORKSPACE_MIB, _SMALL_WORKSPACE_MIB = 32.0, 8.125
-"""Workspace of cuBLAS in a matrix product: from Hopper on, and before (PyTorch's CublasHandlePool.cpp)."""
+"""Workspace of cuBLAS in a matrix product, in MiB: on Hopper and later GPUs, and on earlier GPUs (PyTorch's
+CublasHandlePool.cpp)."""
 
 _PROCESS_GIB = 0.5
-"""Default overhead on a CPU, where ranks share the machine's memory: the interpreter, torch and its threads."""
+"""Default overhead in GiB on a CPU, where ranks share the machine's memory: the interpreter, torch and its threads."""
 
 _MARGIN, _MARGIN_GIB = 0.05, 0.5
 """Default margin below the memory limit: a fraction of the limit, and its minimum on a GPU in GiB."""
@@ -99,7 +100,7 @@ class Hardware:
 
 
 def planned_hardware(config: JobConfig, world_size: int) -> Hardware:
-    """Return the assumptions of a plan for `world_size` ranks. Raises ConfigError as `hardware_of`."""
+    """Return the assumptions of a plan for `world_size` ranks. Raises ConfigError as `hardware_of` does."""
     return hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
 
 
@@ -152,10 +153,11 @@ reach 0.37, and 0.42 compiled."""
 
 
 def _speeds(config: JobConfig, name: str | None, known: Device | None, kernels: Kernels) -> Speeds | None:
-    """Return the speeds of the device; None if they are not known, or if `planner.mfu` is set. `name`: of the device,
-    if there is one; `known`: its row of the table.
+    """Return the speeds of the device; None if they are not known, or if `planner.mfu` is set.
 
-    Raises ConfigError as `read_measured`, and for speeds of another device."""
+    `name`: name of the device, or None. `known`: its row in the device table, or None. Raises ConfigError as
+    `read_measured` does, and for measurements in `planner.speeds` that do not apply to this device or job.
+    """
     planner = config.planner
     measured = None if planner.speeds is None else _measured_here(config, name, known, kernels)
     if planner.mfu is not None:
@@ -187,7 +189,8 @@ def _speeds(config: JobConfig, name: str | None, known: Device | None, kernels: 
 
 
 def _measured_here(config: JobConfig, name: str | None, known: Device | None, kernels: Kernels) -> Measured:
-    """Return the measurements of `planner.speeds`. The arguments are those of `_speeds`."""
+    """Return the measurements in the file `planner.speeds`. The arguments are those of `_speeds`. Raises ConfigError if
+    the measurements do not apply to this device or job."""
     file = config.planner.speeds
     assert file is not None
     measured, reason = read_measured(file), None
@@ -214,17 +217,22 @@ def _links(config: JobConfig, known: Device | None) -> tuple[float | None, float
 
 
 _MEMORY_SHARE = 0.85
-"""Share of the memory's bandwidth that elementwise operations reach. (An addition on an H100 reaches 0.94, JAX's
-scaling book; others less.)"""
+"""Share of the memory's bandwidth that elementwise operations reach. (An addition on an H100 reaches 0.94 according to
+JAX's scaling book; other operations reach less.)"""
 
 _ATTENTION = {(8, 0): (1.13, 0.97), (8, 6): (1.8, 1.2), (8, 9): (1.8, 1.2)}
-"""FLOP/s of causal attention, forward and backward, in proportion to the peak, by compute capability, for heads of
-width 128. Each pair of tokens counts, though half of them are computed. A100: SimuMax's table. Cards: RTX 4090, flash
-attention in tvm's table. Others: cuDNN on H100 (charts of FlashAttention-3), backward without a mask."""
+"""FLOP/s of causal attention in forward and in backward, divided by the device's peak, by compute capability.
+
+The numbers are for heads of width 128. FLOPs count every pair of tokens, though causal attention computes only half of
+the pairs, so a number may exceed 1. Sources: (8, 0) is the A100 in SimuMax's table; (8, 6) and (8, 9) are the RTX 4090
+with flash attention in tvm's table. The default in `_speeds` is cuDNN on H100 (charts of FlashAttention-3; backward is
+that without a mask).
+"""
 
 _IN_A_STEP = 0.8
-"""Speed of products in a step relative to the best shape's. Fitted to the eager rows of the H200 in
-docs/verification/gpu.md; products of ten published shapes reach 0.74 on an MI325X (AMD's TAF and MAF)."""
+"""Speed of matrix products in a step, divided by the speed of the best shape. The number is fitted to the eager rows of
+the H200 in docs/verification/gpu.md. For comparison: products of ten published shapes reach 0.74 on an MI325X (AMD's
+TAF and MAF)."""
 
 
 def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
@@ -237,7 +245,8 @@ def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def _variants(name: str, names: Sequence[str]) -> str:
-    """Return a hint: all devices whose names begin with `name` (three for `h100`), or else the nearest name."""
+    """Return a hint for the unknown device `name`: all devices whose names begin with it (three for `h100`), or else
+    the nearest name."""
     variants = [f'"{known}"' for known in names if known.startswith(f"{name.lower()}-")]
     if len(variants) < 2:
         return did_you_mean(name, names)
@@ -330,7 +339,8 @@ class Device:
     """Name in `planner.device`."""
 
     match: tuple[str, ...]
-    """Lower-case words of the name that the driver reports, without `_NEUTRAL_WORDS`."""
+    """Lower-case words that identify the device in the name that the driver reports. Other words of that name must be
+    in `_NEUTRAL_WORDS`."""
 
     memory_gib: float
     """Total memory that torch reports, rounded down. It is less than on the data sheet."""
@@ -347,14 +357,14 @@ class Device:
 
     intra_node_gb_per_s: float
     """Bandwidth to the other devices of the node in GB/s, in one direction. With a switch or a full mesh, it is the sum
-    of all links. If some pairs have faster links than others, it is the slower link."""
+    over all links. If some pairs of devices have faster links than others, it is that of the slower link."""
 
     inter_node_gb_per_s: float
     """Bandwidth to other nodes in GB/s, in one direction: one device's share of the network adapters of a usual
     server."""
 
     capability: tuple[int, int] | None = None
-    """Compute capability. None: not of NVIDIA."""
+    """Compute capability; None for a device that is not from NVIDIA."""
 
     product_share: float = 0.75
     """Share of its peak that the device reaches in large bfloat16 products."""
@@ -376,8 +386,8 @@ class Device:
 # Fabric links of 64 GB/s each way to the seven other devices. The halves of an MI250X have one link of 50 GB/s to the
 # nearest other MI250X.
 #
-# Shares of large products: the best of many shapes, ml-engineering (compute/accelerator/README.md), for L40S and RTX
-# cards torch-performance-test-data (database.md). The default of 0.75 is an assumption.
+# `product_share` is that of the best of many shapes: from ml-engineering (compute/accelerator/README.md), and for L40S
+# and RTX cards from torch-performance-test-data (database.md). The default of 0.75 is an assumption.
 #
 # Network adapters: DGX A100 has one of 200 Gb/s (25 GB/s) per GPU. DGX H100, H200 and B200 and the usual servers for
 # MI300X and MI325X have one of 400 Gb/s per GPU. Nodes of MI250X, as in Frontier, have four of 200 Gb/s for eight
@@ -429,8 +439,8 @@ def find_device(name: str) -> Device | None:
 
 
 def representative(name: str | None) -> str | None:
-    """Return the first name in the table of the devices that have the compute capability of this one, and so choose the
-    same kernels. None: it is not in the table, or has none."""
+    """Return the name of the first device in the table that has the same compute capability as the device `name`. Both
+    devices choose the same kernels. None: `name` is not in the table, or has no compute capability."""
     known = find_device(name or "")
     capability = None if known is None else known.capability
     return next((device.name for device in DEVICES if capability and device.capability == capability), None)

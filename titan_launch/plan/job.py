@@ -86,7 +86,7 @@ def with_choice(config: JobConfig, choice: Choice) -> JobConfig:
 
 
 def with_values(config: JobConfig, values: Mapping[tuple[str, str], Any]) -> JobConfig:
-    """Return the job with other values of keys, by section and key. The values are not validated."""
+    """Return the job with new `values` of some keys, given by section and key. The values are not validated."""
     for section in dict.fromkeys(section for section, _ in values):
         own = {key: value for (of, key), value in values.items() if of == section}
         config = config.model_copy(update={section: getattr(config, section).model_copy(update=own)})
@@ -102,9 +102,9 @@ def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
     """Return the job with `parallelism.fsdp_reshard_after_forward = "never"` if one rank holds all shards and the job
     does not set the key.
 
-    With one shard, FSDP2 all-gathers nothing: if it resharded after forward, it would only copy the parameters again
-    for backward. Two kinds of jobs stay unchanged. With `auto`, low memory is more important. With CPU offload, all
-    parameters would stay on the GPU.
+    With one shard, FSDP2 all-gathers nothing. If it resharded after forward, it would only copy the parameters again
+    for backward. Two kinds of jobs stay unchanged: jobs with `auto`, for which low memory is more important, and jobs
+    with CPU offload, for which all parameters would stay on the GPU.
     """
     parallelism = config.parallelism
     is_open = parallelism.fsdp_reshard_after_forward == "default" and not is_auto(config)
@@ -246,7 +246,7 @@ def _candidates(layout: Layout) -> Iterator[GradientAccumulationConfig]:
 def _effect(accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[bool, bool, bool]:
     """Return whether a mode defers reduce-scatters, defers all-reduces, and keeps parameters unsharded in this layout.
 
-    With one microbatch, no mode defers. With one shard, no mode keeps parameters unsharded.
+    With one microbatch or one rank, no mode defers. With one shard, no mode keeps parameters unsharded.
     """
     defers = layout.num_microbatches > 1 and layout.world_size > 1
     return (

@@ -56,8 +56,9 @@ class Layout:
     """Number of ranks over which the layers are divided."""
 
     expert: int = 1
-    """Number of ranks over which the experts of every layer are divided. It is no axis of its own: it divides the ranks
-    of the shard and context axes, (shard x context) = (expert shards x expert), the expert ranks innermost."""
+    """Number of ranks over which the experts of every layer are divided. Expert parallelism has no axis of its own. It
+    divides the ranks of the shard and context axes: shard x context = expert shards x expert, the expert ranks
+    innermost."""
 
     shards_optimizer: bool = False
     """True if the optimizer is sharded over the replicas (`parallelism.shard_optimizer_over_replicas`)."""
@@ -65,7 +66,7 @@ class Layout:
     @property
     def fsdp_replicas(self) -> int:
         """Number of replicas between which FSDP2 all-reduces gradients. It is 1 if the optimizer is sharded over the
-        replicas: FSDP2 then knows the ranks of one replica only."""
+        replicas, because FSDP2 then knows only the ranks of one replica."""
         return 1 if self.shards_optimizer else self.replicate
 
     @property
@@ -89,15 +90,16 @@ class Layout:
         return self.shard * self.context
 
     def shards_of(self, unit: Unit) -> int:
-        """Return the number of ranks over which FSDP2 shards the parameters of a unit. Units of experts that expert
-        parallelism has divided have fewer."""
+        """Return the number of ranks over which FSDP2 shards the parameters of a unit. A unit of experts that expert
+        parallelism has divided has fewer shards than other units."""
         return self.parameter_shards // unit.expert_parallel
 
     def is_ignored(self, unit: Unit, offloads: bool) -> bool:
         """Return True if FSDP2 ignores the parameters of a unit, so that modules read the stored parameters themselves.
 
-        These are frozen parameters on one shard that are stored in their compute dtype: FSDP2 would hold an unsharded
-        copy beside them. `offloads`: True with CPU offload, where the copies are on the device.
+        FSDP2 ignores frozen parameters on one shard that are stored in their compute dtype, because it would hold an
+        unsharded copy beside them. `offloads`: True with CPU offload. Then no unit is ignored, because the stored
+        parameters are in host memory, and modules need the copies on the device.
         """
         is_stored_as_computed = unit.storage_dtype == unit.compute_dtype
         return self.parameter_shards == 1 and not unit.is_trained and is_stored_as_computed and not offloads
@@ -137,8 +139,8 @@ class Layout:
 
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:
-    """Return the layout of `world_size` ranks. Before `plan.batch_size` has chosen it, a microbatch of `auto` has one
-    sample.
+    """Return the layout of `world_size` ranks. If `training.local_batch_size` is still `auto`, a microbatch has one
+    sample (`plan.batch_size` chooses the size later).
 
     Raises ConfigError if the degrees do not match `world_size`, or if the global batch cannot be divided evenly.
     """
@@ -176,7 +178,7 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
 
 
 def smallest_world_size(parallelism: ParallelismConfig) -> int:
-    """Return the smallest number of ranks that has the configured degrees."""
+    """Return the smallest number of ranks on which the configured degrees are possible."""
     degrees = {name: max(1, getattr(parallelism, name)) for name in _DEGREES}
     if parallelism.data_parallel_shard_degree == -1:
         context = parallelism.context_parallel_degree

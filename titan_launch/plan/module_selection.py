@@ -127,9 +127,9 @@ def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degre
     """Return True if backward runs compiled graphs again, and False if activation checkpointing is compiled into the
     graphs.
 
-    With tensor parallelism backward runs graphs again, because a graph with a checkpoint inside would have to save a
-    DeviceMesh. `selective_ac_option = "op"` selects operations inside a graph, so activation checkpointing is then
-    always compiled into the graph.
+    With tensor parallelism, backward runs graphs again, because a graph with a checkpoint inside would have to save a
+    DeviceMesh. The exception is `selective_ac_option = "op"`: it selects operations inside a graph, so activation
+    checkpointing is always compiled into the graph.
     """
     return tensor_degree > 1 and selection(checkpointing) != "op"
 
@@ -214,14 +214,15 @@ def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collect
 _FLOAT8_MODULES: KeyPath = ("float8", "modules")
 _LINEAR = "torch.nn.modules.linear.Linear"
 _MULTIPLE = 16
-"""The 8-bit kernels support only matrices whose numbers of rows and columns are multiples of this (16 bytes)."""
+"""The 8-bit kernels support only matrices whose numbers of rows and of columns are multiples of this number (16
+bytes)."""
 
 
 def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     """Return the paths of the linear layers that `[float8]` converts.
 
-    Raises ConfigError for globs that match no linear layer, for matched layers that a precision rule computes in
-    another dtype than bfloat16, and for matrices that the kernels do not support.
+    Raises ConfigError for globs that match no linear layer or name experts, for matched layers that a precision rule
+    computes in a dtype other than bfloat16, and for matrices that the kernels do not support.
     """
     if not config.enable:
         return ()
@@ -238,7 +239,7 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
         raise config_error(_FLOAT8_MODULES, reason, list(config.modules))
     if not is_named:
         mixtures = {m.path for m in plan.inventory.modules if is_mixture_of_experts(m)}
-        layers = [m for m in layers if parent(m.path) not in mixtures]  # the router, as sensitive as the head
+        layers = [m for m in layers if parent(m.path) not in mixtures]  # the router is as sensitive as the head
     reduced = [m for m in layers if plan.unit_of[m.path].compute_dtype == "bfloat16"]
     problems = [*(_in_other_dtypes(layers, plan, config) if is_named else ()), *_misshapen(reduced, config)]
     if problems:
@@ -261,7 +262,7 @@ def describe_float8(config: Float8Config, plan: ModelPlan) -> str:
 def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
     """Raise ConfigError if `float8.all_gather` is set and a converted layer cannot be sharded evenly.
 
-    FSDP2 pads a short shard, but it does not pad torchao's 8-bit copy.
+    FSDP2 pads a parameter that cannot be sharded evenly, but it does not pad torchao's 8-bit copy.
     """
     shards = layout.parameter_shards
     if not config.all_gather:

@@ -28,8 +28,8 @@ def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
     """Return True if a parameter has no weight decay by default: a vector, a bias, or a parameter of a norm or an
     embedding.
 
-    `name`: name of the parameter within the `nn.Module` that owns it (`weight`). `num_axes`: its number of axes, for
-    stacked parameters of experts that of one expert's part. `classes`: names of the class and the
+    `name`: name of the parameter within the `nn.Module` that owns it (`weight`). `num_axes`: its number of axes. For
+    stacked parameters of experts, it is the number of axes of one expert's part. `classes`: names of the class and the
     base classes of that `nn.Module`, without packages (`LayerNorm`).
     """
     is_norm_or_embedding = any("Norm" in cls or cls in _EMBEDDINGS for cls in classes)

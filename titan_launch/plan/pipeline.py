@@ -127,8 +127,8 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
     """Return the indices in the pipeline order at which the second and later stages begin, so that the stages are as
     equal as possible.
 
-    Each stage has at least one layer: a block, or in a model without blocks a module with parameters. A module between
-    layers belongs to the stage of the layer before it; modules before the first layer belong to the first stage.
+    Each stage has at least one layer (see `_layers`). A module between layers belongs to the stage of the layer before
+    it; modules before the first layer belong to the first stage.
     """
     wanted = num_stages(parallelism)
     layers = _layers(inventory)
@@ -150,7 +150,8 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
 
 
 def _layers(inventory: Inventory) -> list[int]:
-    """Return the indices of the layers in the pipeline order. Every stage needs at least one layer."""
+    """Return the indices of the layers in the pipeline order: the blocks, or in a model without blocks the modules with
+    parameters. Every stage needs at least one layer."""
     inside, around = set(inventory.blocks), {path for block in inventory.blocks for path in outward(block)}
     blocks = [i for i, path in enumerate(inventory.pipeline_order) if path in around or enclosing(path, inside)]
     elements = _elements(inventory, min_axes=0)
@@ -231,7 +232,7 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
     """Return the part of a model's plan for one stage: its modules, units and buffers.
 
     A unit with modules of several stages has a part on each of these stages. The root unit of a later stage does not
-    cast its inputs. The inputs are the outputs of the previous stage, which the undivided model does not cast either.
+    cast its inputs, because they are the outputs of the previous stage, which the undivided model does not cast either.
     """
     foreign = {path for other in plan.stages if other.index != stage.index for path in other.modules}
     inventory, first = _without(plan.inventory, foreign)
@@ -262,7 +263,8 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
 
 
 def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
-    """Return the plans of the stages of a pipeline rank, in order; the whole plan without stages."""
+    """Return the plans of the stages that a pipeline rank runs, in order. Without pipeline parallelism, return the
+    whole plan alone."""
     if not plan.stages:
         return (plan,)
     return tuple(stage_part(plan, stage) for stage in plan.stages if stage.rank == rank)
@@ -330,8 +332,11 @@ _HOLDS_ALL = ("GPipe", "LoopedBFS")
 
 
 def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, ...]:
-    """Return the numbers of microbatches of the steps that predict the memory of a pipeline: all of them; or a number
-    after which the peak memory no longer grows by activations, and a larger one, which shows what grows further.
+    """Return the numbers of microbatches of the one or two steps from which the memory of a pipeline is predicted.
+
+    If the schedule holds the activations of all microbatches, or if a step has few microbatches, the result is the
+    number of all microbatches. Otherwise there are two numbers. From the first number on, the peak memory no longer
+    grows by activations. The second number is larger, so that a comparison of both steps shows what else grows.
 
     In 1F1B with p pipeline ranks, the first rank runs p forwards before its first backward. With several stages per
     rank, a rank runs at most 3 p forwards before its first backward.
@@ -341,7 +346,7 @@ def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, 
     enough = layout.pipeline + 1 if has_one_stage else 3 * layout.pipeline
     if schedule in _HOLDS_ALL or enough >= every:
         return (every,)
-    return enough, min(every, enough + (1 if has_one_stage else layout.pipeline))  # interleaved: multiples
+    return enough, min(every, enough + (1 if has_one_stage else layout.pipeline))  # interleaved: whole rounds
 
 
 def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:

@@ -1,7 +1,8 @@
 """The optimizer sharded over the replicas of a model (HSDP): sizes, traffic and memory of the exchange. No torch.
 
-FSDP2 leaves a local shard of each parameter to a rank. R replicas have the same local shard, and each of them updates
-one of R chunks of it. The chunks of all parameters of a unit are exchanged together.
+FSDP2 gives each rank a local shard of every parameter. With R replicas, R ranks have the same local shard. The shard is
+divided into R chunks, and each of these ranks updates one chunk. The chunks of all parameters of a unit are exchanged
+together.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from titan_launch.config.sections.training import TrainingConfig
 
 
 def chunk_numel(shape: Sequence[int], replicas: int) -> int:
-    """Return the number of elements of the first chunk of a local shard, which is the largest. `shape`: of the shard.
+    """Return the number of elements of the first chunk of a local shard, which is the largest. `shape`: shape of the
+    shard.
 
-    As with FSDP2, the chunks are equal numbers of rows (of the first dim), except the last ones, which may be smaller
-    or empty. The stacked matrices of a few experts would leave replicas without a chunk. So if the replicas are a
-    multiple of the experts (of the first of three dims) and divide their rows evenly, each chunk is a part of an
-    expert.
+    As in FSDP2, the chunks have equal numbers of rows (of the first dim), except the last ones, which may be smaller or
+    empty. With the stacked matrices of a few experts, this would leave some replicas without a chunk. So each chunk is
+    a part of one expert's matrix if `is_within_matrix`: there are more replicas than experts, the number of experts
+    (first of three dims) divides the number of replicas, and the rows of each matrix can be divided evenly.
     """
     rows, numel = shape[0], prod(shape)
     if not numel:
@@ -31,7 +33,8 @@ def chunk_numel(shape: Sequence[int], replicas: int) -> int:
 
 
 def is_within_matrix(shape: Sequence[int], replicas: int) -> bool:
-    """Return True if each chunk of a local shard is a part of one matrix of a stack. `shape`: of the shard."""
+    """Return True if each chunk of a local shard is a part of one matrix of a stack (see `chunk_numel`). `shape`: shape
+    of the shard."""
     if len(shape) != 3 or not prod(shape) or replicas <= shape[0] or replicas % shape[0]:
         return False
     return shape[1] % (replicas // shape[0]) == 0
@@ -41,8 +44,8 @@ def gradients_leave_early(training: TrainingConfig) -> bool:
     """Return True if the gradients of a unit are exchanged between the replicas as soon as FSDP2 has reduced them in
     the last backward, False if the exchange begins when backward has ended.
 
-    With CPU offload, FSDP2 copies reduced gradients to the host while backward continues. It would wait for every copy
-    if the parameters had the hook that starts the exchange.
+    The exchange begins at the end with CPU offload. FSDP2 then copies reduced gradients to the host while backward
+    continues, and it would wait for every copy if the parameters had the hook that starts the exchange.
     """
     return not training.enable_cpu_offload
 
@@ -51,34 +54,35 @@ class ExchangedUnit(NamedTuple):
     """The trained parameters of an FSDP2 unit on one rank, whose gradients are exchanged between the replicas."""
 
     numel: int
-    """Elements of their local shards."""
+    """Number of elements of the local shards of these parameters."""
 
     width: int
-    """Elements of one chunk of each of these shards. The buffers of the exchange have this number for each replica."""
+    """Number of elements of one replica's chunks of these shards. The buffers of the exchange have this number for each
+    replica."""
 
     storage_dtype: str
     reduce_dtype: str
 
     @property
     def gradients(self) -> int:
-        """Bytes of the gradients of the local shards."""
+        """Bytes of the gradients of the local shards, in the storage dtype."""
         return self.numel * DTYPE_BYTES[self.storage_dtype]
 
     @property
     def chunks(self) -> int:
-        """Bytes of the chunks, or of their gradients, of one replica."""
+        """Bytes of one replica's chunks in the storage dtype. The gradients of the chunks have the same size."""
         return self.width * DTYPE_BYTES[self.storage_dtype]
 
     @property
     def reduced(self) -> int:
-        """Bytes of the gradients of the chunks of one replica, in the dtype of the reduction."""
+        """Bytes of the gradients of one replica's chunks, in the reduce dtype."""
         return self.width * DTYPE_BYTES[self.reduce_dtype]
 
 
 def exchanged_unit(
     shapes: Iterable[Sequence[int]], replicas: int, storage_dtype: str, reduce_dtype: str
 ) -> ExchangedUnit:
-    """Return the sizes of a unit. `shapes`: shapes of the local shards of its trained parameters."""
+    """Return the sizes of a unit for the exchange. `shapes`: shapes of the local shards of its trained parameters."""
     shapes = list(shapes)
     width = sum(chunk_numel(shape, replicas) for shape in shapes)
     return ExchangedUnit(sum(map(prod, shapes)), width, storage_dtype, reduce_dtype)

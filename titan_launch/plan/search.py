@@ -1,13 +1,15 @@
 """The search for the layouts and modes with the shortest predicted step: `plan --search`. No torch.
 
-A family is what a recording of the model depends on: the degrees of tensor, context, pipeline and expert parallelism,
-and the schedule. Within a family, the search tries activation checkpointing modes, chunks of the loss, microbatches,
-replicas, a sharded optimizer and gradient accumulation modes. It is a branch and bound:
+The jobs to try are grouped into families. Jobs of one family have the same degrees of tensor, context, pipeline and
+expert parallelism, and the same schedule: a recording of the model depends on these. Within a family, the search tries
+activation checkpointing modes, chunks of the loss, microbatch sizes, replicas, a sharded optimizer and gradient
+accumulation modes. It is a branch and bound:
 
-- A family's lower bound is its computation with the pipeline's bubble, and the communication for which computation
-  waits, as measured once without a pipeline. Families are tried in the order of their bounds, until the next bound is
-  above the results. So the results are those of planning every combination of these values.
-- More samples per microbatch take more memory, and so do more replicas: what is above one that does not fit is skipped.
+- Each family has a lower bound of its step time: computation with the pipeline bubble, plus the communication for which
+  computation waits. The communication is predicted once, without a pipeline (`_Probe`). Families are tried in the order
+  of their bounds, until the next bound exceeds the best times. So the results are the same as if every combination of
+  these values were planned.
+- Larger microbatches and more replicas take more memory. So after a value that does not fit, larger values are skipped.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ SEARCHED: tuple[Key, ...] = (
     ("gradient_accumulation", "mode"),
     ("gradient_accumulation", "keep_params_unsharded"),
 )
-"""The keys that a search sets, unless they are held."""
+"""The keys that a search sets. A key that the user holds (`plan --hold`) keeps the value of the job instead."""
 
 _TENSOR, _CONTEXT, _PIPELINE, _SCHEDULE, _EXPERT, _REPLICAS, _SHARDED, _BATCH, _OFFLOAD, _CHUNKS, *_MODES = SEARCHED
 _CHECKPOINTING, _ACCUMULATION, _UNSHARDED = _MODES
@@ -72,25 +74,29 @@ _SHARDS: Key = ("parallelism", "data_parallel_shard_degree")
 _STAGES: Key = ("parallelism", "pipeline_parallel_stages_per_rank")
 _SPLIT: Key = ("parallelism", "pipeline_parallel_split_points")
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""The schedules to try, beside that of the job. The bubble of zero-bubble schedules counts as 0, the best case, so they
-would often come first."""
+"""The schedules to try, besides that of the job. Zero-bubble schedules are omitted: their bubble counts as 0, which is
+the best case, so they would often come first."""
 
 _OF_RECORDED = 0.97
-"""Share of the recorded operations whose number grows with the microbatch, at least. Others are of weights alone."""
+"""Lower bound of the share of recorded computation that grows with the microbatch. The other operations read only
+weights."""
 
 _LEAST_TOKENS = 4096
-"""Tokens of a sequence that context parallelism leaves to a rank."""
+"""Smallest number of tokens of a sequence that the search leaves to a rank of context parallelism."""
 
 SHOWN = 5
+"""Largest number of kinds in the result."""
+
 NEAR = 0.05
-"""Of the kinds that take longer than the best one by more than this share, only some are tried."""
+"""The search does not look for steps that take longer than the best one by more than this share. The result may still
+have such steps, if they were found before the best one."""
 
 _SAME = 1e-3
-"""Steps whose times differ by less than this share count as equal: then the simpler layout is better."""
+"""Steps whose times differ by less than this share count as equal. The simpler layout then ranks first."""
 
 
 class Kind(NamedTuple):
-    """The degrees and the schedule of a layout. Results that are shown beside each other differ in them."""
+    """The degrees and the schedule of a layout. A result shows the best job of each kind."""
 
     tensor: int
     context: int
@@ -101,7 +107,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """A job that fits."""
+    """A job with its prediction. The jobs of a `Result` fit; during the search, a job may also not fit."""
 
     config: JobConfig
     layout: Layout
@@ -109,13 +115,13 @@ class Found:
 
     @property
     def seconds(self) -> float:
-        """Expected time of the step."""
+        """Expected time of the step in seconds."""
         assert self.row.time.expected is not None
         return self.row.time.expected
 
     @property
     def kind(self) -> Kind:
-        """The degrees and the schedule."""
+        """The degrees and the schedule of the job; an empty schedule without a pipeline."""
         layout = self.layout
         schedule = self.config.parallelism.pipeline_parallel_schedule if layout.pipeline > 1 else ""
         return Kind(layout.tensor, layout.context, layout.pipeline, schedule, layout.expert)
@@ -129,11 +135,13 @@ class Result:
     """The best job of each kind, the best kind first; at most `SHOWN`."""
 
     tried: int
-    """Families of which jobs were planned."""
+    """Number of families of which jobs were planned."""
 
     families: int
+    """Number of families without a problem before planning."""
+
     refused: Mapping[str, int]
-    """Reasons for which families are not possible, with their numbers."""
+    """Reasons why families are not possible, each with the number of such families."""
 
 
 _Axes = tuple[int, int, int]
@@ -142,34 +150,35 @@ _Axes = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Probe:
-    """Facts of a job without a pipeline, which bound those of jobs with one."""
+    """Predictions for a planned job without a pipeline. They bound all jobs with the same degrees of tensor, context
+    and expert parallelism, and the same activation checkpointing."""
 
     exposed: float
-    """Seconds of a step for which computation waits for communication, at least."""
+    """Lower bound of the seconds of a step in which computation waits for communication."""
 
     held: float
-    """Bytes of parameters and optimizer on a rank."""
+    """Bytes of parameters, optimizer state and moving average on a rank."""
 
     activations_per_sample: float
-    """Bytes that the blocks save for backward."""
+    """Bytes that the blocks save for backward, per sample of a microbatch."""
 
     size: int
-    """Samples of its microbatch."""
+    """Samples in a microbatch of the planned job."""
 
     compute: tuple[float, float] | None
-    """Seconds of the model's operations for a sample: in this microbatch, and at least in larger ones. None: speeds are
-    not known."""
+    """Seconds of the model's operations per sample: with microbatches of `size` samples, and a lower bound for larger
+    microbatches. None: the speeds of the device are not known."""
 
     @classmethod
     def of(cls, found: Found, inventory: Inventory) -> _Probe:
-        """Return the facts of a planned job."""
+        """Return the `_Probe` of a planned job."""
         blocks, peaks = outermost(inventory.blocks), found.row.footprint.peaks
         at = [StepPoint(0, "forward", block) for block in (blocks[:1] + blocks[-1:])]
         held = sum(found.row.footprint.by_category.get(category, 0) for category in HELD)
         saved = 0.0
         if len(at) == 2 and all(point in peaks for point in at):
             first, last = (peaks[point].by_category[Category.ACTIVATIONS] for point in at)
-            saved = max(0.0, last - first) / found.layout.local_batch_size  # temporaries are in both
+            saved = max(0.0, last - first) / found.layout.local_batch_size  # the difference has no temporaries
         time, samples = found.row.time, found.layout.samples_per_rank
         compute = None
         if time.recorded is not None and time.least_recorded is not None:
@@ -179,7 +188,7 @@ class _Probe:
 
 
 class Search:
-    """A search on a number of ranks, for a job with a global batch."""
+    """A search for the fastest layouts and modes of a job on `world_size` ranks."""
 
     def __init__(
         self,
@@ -190,8 +199,12 @@ class Search:
         subject_of: Callable[[JobConfig, Layout], Subject],
         say: Callable[[str], None] = lambda text: None,
     ):
-        """`held`: searched keys that keep the values of the job. `subject_of` plans a job. Raises ConfigError if memory
-        or speed of the device are unknown."""
+        """`held`: keys of `SEARCHED` that keep the values of the job. `subject_of`: returns the model of a job in a
+        layout, with the engine that predicts its memory. `say`: shows progress.
+
+        Raises ConfigError if the memory or the speed of the device is unknown, or if the held
+        `activation_checkpoint.mode` is `memory_budget`.
+        """
         self._world_size, self._hardware, self._held = world_size, hardware, frozenset(held)
         self._subject_of, self._say = subject_of, say
         if hardware.memory_gib is None or not self._knows_times():
@@ -216,7 +229,8 @@ class Search:
         self._probes: dict[_Axes, dict[ActivationCheckpointConfig, _Probe]] = {}
 
     def run(self) -> Result:
-        """Return the best jobs. CPU offload is used only if nothing fits without it, or if it is held."""
+        """Return the best jobs. CPU offload is searched only if nothing fits without it. If the key of CPU offload is
+        held, the job decides."""
         if not self._is_free(_OFFLOAD):
             return self._run(self._config)
         result = self._run(with_values(self._config, {_OFFLOAD: False}))
@@ -226,7 +240,7 @@ class Search:
         return result
 
     def _knows_times(self) -> bool:
-        """Return True if the times of all layouts are known."""
+        """Return True if the times of all layouts can be predicted."""
         hardware, ranks = self._hardware, self._world_size
         if hardware.speeds is None:
             return None not in (hardware.peak_tflops, hardware.intra_node_gb_per_s, hardware.inter_node_gb_per_s)
@@ -243,7 +257,7 @@ class Search:
                 families.append(family)
             else:
                 refused[problem] = refused.get(problem, 0) + 1
-        self._probes = {}  # CPU offload changes them
+        self._probes = {}  # those of a search without CPU offload are not valid with it
         self._count_flops()
         waiting, found, tried = families, dict[Kind, Found](), 0
         while waiting:
@@ -254,7 +268,7 @@ class Search:
             if new := {_axes(family): family for family in now if _axes(family) not in self._probes}:
                 probes = in_forks(self._probed, [*new.values()], takes_part=False)
                 self._probes |= zip(new, probes, strict=True)
-                continue  # with better bounds
+                continue  # the probes make the bounds tighter
             tasks = [partial(self._of_family, family, limit) for family in now]
             for job, problem in in_forks(call, tasks, takes_part=False):
                 if job is not None:
@@ -270,7 +284,7 @@ class Search:
         return Result(tuple(_ranked(found.values())[:SHOWN]), tried, len(families), refused)
 
     def _limit(self, found: Mapping[Kind, Found]) -> float:
-        """Return the time above which no result is of interest."""
+        """Return the time in seconds above which no result is of interest."""
         seconds = sorted(job.seconds for job in found.values())
         if not seconds:
             return math.inf
@@ -283,11 +297,11 @@ class Search:
         return key not in self._held
 
     def _values(self, key: Key, values: Sequence[Any]) -> Sequence[Any]:
-        """Return the values to try for a key: that of the job if it is held."""
+        """Return the values to try for a key: `values`, or only the value of the job if the key is held."""
         return values if self._is_free(key) else [value_of(self._config, key)]
 
     def _plain(self, config: JobConfig, degrees: Mapping[Key, Any]) -> JobConfig:
-        """Return a job with degrees of parallelism, on the fewest replicas."""
+        """Return a job with these degrees of parallelism, and with the fewest replicas to try."""
         replicas, sharded = self._starts()[-1]
         values = {_SHARDS: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
         if degrees[_PIPELINE] > 1 and self._is_free(_PIPELINE):
@@ -296,7 +310,8 @@ class Search:
         return with_effective_keys(with_values(config, values))
 
     def _starts(self) -> list[tuple[int, bool]]:
-        """Return the replicas to begin with, and whether the optimizer is sharded over them; the least memory last."""
+        """Return the pairs to begin with: number of replicas, and True if the optimizer is sharded over them. The pair
+        that needs the least memory comes last."""
         own, sharded = value_of(self._config, _REPLICAS), value_of(self._config, _SHARDED)
         if not self._is_free(_REPLICAS):
             return [(own, way) for way in self._values(_SHARDED, (False, True)) if own > 1 or not way]
@@ -306,12 +321,12 @@ class Search:
         return [(2 if needs_replicas or is_held else 1, is_held)]
 
     def _sizes(self, family: JobConfig) -> list[int]:
-        """Return the microbatches to try, the smallest first."""
+        """Return the microbatch sizes to try, the smallest first."""
         sizes = possible_batch_sizes(family, self._world_size)
         return [size for size in sizes if self._is_free(_BATCH) or size == value_of(self._config, _BATCH)]
 
     def _families(self, config: JobConfig) -> Iterator[JobConfig]:
-        """Yield every family, the simplest first, whether possible or not."""
+        """Yield one job of every family, the simplest family first. Some families are not possible (`_problem`)."""
         node = self._hardware.gpus_per_node
         is_text = config.data.unit == "tokens"
         blocks = len(outermost(self._inventory.blocks))
@@ -333,7 +348,7 @@ class Search:
                 yield self._plain(config, values)
 
     def _problem(self, family: JobConfig) -> str | None:
-        """Return the first reason for which a family is not possible; None if it is."""
+        """Return the first reason why a family is not possible; None if it is possible."""
         try:
             sizes = self._sizes(family)
             if not sizes:
@@ -349,7 +364,8 @@ class Search:
         return None
 
     def _modes(self, config: JobConfig) -> list[JobConfig]:
-        """Return a job with each combination of modes that it may have, the cheapest activation checkpointing first."""
+        """Return a job for each combination of modes that `config` may have. The cheapest activation checkpointing
+        comes first."""
         layout = self._layout(config)
         held = [key for key in _MODES if not self._is_free(key) and value_of(config, key) not in ("auto", None)]
         choices, _ = possible_choices(config, layout, self._inventory)
@@ -380,8 +396,8 @@ class Search:
         return float(counted.per_sample)
 
     def _probed(self, family: JobConfig) -> dict[ActivationCheckpointConfig, _Probe]:
-        """Plan the smallest microbatch of a family without a pipeline, once with each activation checkpointing mode.
-        Return an empty dict if that is not possible; then nothing is known."""
+        """Plan a family without a pipeline and with the smallest microbatch, once in each activation checkpointing
+        mode. Return the result for each mode. Modes that cannot be planned are missing, so the result may be empty."""
         found: dict[ActivationCheckpointConfig, _Probe] = {}
         axes = dict(zip((_TENSOR, _CONTEXT, _EXPERT), _axes(family), strict=True))
         simple = self._plain(family, {**axes, _PIPELINE: 1})
@@ -401,8 +417,9 @@ class Search:
         return min(self._bound(job, mode) for job in jobs for mode, _ in self._flops)
 
     def _bound(self, job: JobConfig, checkpointing: ActivationCheckpointConfig) -> float:
-        """Return a time that no step of a job is below: that of its computation, and of the communication for which it
-        waits. It is infinite if the memory of its blocks alone exceeds the limit."""
+        """Return a lower bound of the step time of a job in seconds: its computation, plus the communication for which
+        computation waits. The bound is infinite if the parameters, the optimizer state and the saved activations of the
+        blocks alone exceed the memory limit."""
         layout, hardware = self._layout(job), self._hardware
         assert hardware.usable_bytes is not None
         probe = self._probes.get(_axes(job), {}).get(checkpointing)
@@ -410,22 +427,22 @@ class Search:
         if probe is None:
             return compute
         share = self._smallest_share(job)
-        # The first stages hold as many microbatches as there are ranks after them, of as many times fewer blocks.
+        # With p stages, the first rank holds the activations of up to p microbatches, each of 1/p of the blocks.
         in_flight = min(layout.pipeline, layout.num_microbatches) / layout.pipeline
         activations = probe.activations_per_sample * layout.local_batch_size * in_flight * share
         unsharded = 0.0
         if job.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
-            # These hold unsharded parameters and gradients, of at least two bytes an element each.
+            # Zero-bubble schedules hold unsharded parameters and gradients, each with at least two bytes per element.
             elements = self._inventory.num_parameters + self._num_trained
             divided = layout.tensor * layout.pipeline * layout.expert
             unsharded = 2 * elements / divided * (layout.parameter_shards > 1)
         if hardware.reserved_bytes(probe.held + activations + unsharded) > hardware.usable_bytes:
             return math.inf
-        # Embedding and output layer communicate, too, but only on the first and the last ranks of a pipeline.
+        # 0.9: the embedding and the output layer communicate too, but only on the first and the last pipeline rank.
         return compute + probe.exposed * share * (0.9 if layout.pipeline > 1 else 1.0)
 
     def _least_compute(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, probe: _Probe | None) -> float:
-        """Return seconds of computation, with the bubble, that no step of a job is below."""
+        """Return a lower bound of the computation of a step in seconds, with the pipeline bubble."""
         layout, speeds = self._layout(job), self._hardware.speeds
         counted = self._flops.get((checkpointing, job.loss.chunks), 0.0)
         flops = counted * layout.samples_per_rank / layout.model_parallel
@@ -436,14 +453,14 @@ class Search:
             return compute
         seconds = flops / speeds.most_flops_per_s
         if probe is not None and probe.compute is not None:
-            # Probes have the most chunks, whose head runs twice.
+            # A probe has the most chunks of the loss, with which the output layer runs twice.
             share = counted / self._flops.get((checkpointing, self._chunks()[-1]), counted) / layout.pipeline
             per_sample = probe.compute[layout.local_batch_size > probe.size]
             seconds = per_sample * layout.samples_per_rank * share * (_OF_RECORDED if share < 1 else 1.0)
         return seconds * (1 + bubble)
 
     def _smallest_share(self, job: JobConfig) -> float:
-        """Return the blocks of the pipeline rank that has the fewest, over the mean."""
+        """Return the smallest number of blocks of a pipeline rank, divided by the mean over the pipeline ranks."""
         ranks = job.parallelism.pipeline_parallel_degree
         if ranks == 1:
             return 1.0
@@ -466,8 +483,8 @@ class Search:
     # Jobs
 
     def _of_family(self, family: JobConfig, limit: float) -> tuple[Found | None, str | None]:
-        """Return the best job of a family if it takes less than `limit` seconds, and the reason for which the family is
-        not possible."""
+        """Return a pair. First: the best job of a family that takes less than `limit` seconds; None if there is none.
+        Second: the reason why the family is not possible; None if it is possible."""
         best: Found | None = None
         sizes = self._sizes(family)
         too_large = set[tuple[ActivationCheckpointConfig, int, int]]()
@@ -492,8 +509,8 @@ class Search:
                 for found in chain(fitting, self._with_replicas(fitting, limit)):
                     if found.seconds < limit:
                         best, limit = found, found.seconds * (1 - _SAME)
-                if not fitting:  # a larger microbatch takes more memory
-                    helps = planned[0].row.footprint.peak_point.unit in of_loss  # more chunks may help
+                if not fitting:  # so larger microbatches do not fit either
+                    helps = planned[0].row.footprint.peak_point.unit in of_loss  # then more chunks may fit
                     also = [chunks] if helps else self._chunks()
                     too_large |= {(checkpointing, n, other) for n in also for other in sizes if other >= size}
         except ConfigError as error:
@@ -501,8 +518,12 @@ class Search:
         return best, None
 
     def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, limit: float) -> Iterator[Found]:
-        """Yield a job in its gradient accumulation modes, until no other mode can take less time than one that fits, or
-        than `limit`, or until the mode with the least memory does not fit."""
+        """Yield a job, planned in one gradient accumulation mode after another, as long as a further mode may be
+        better.
+
+        No further mode is planned if none can take less time than `limit`, or than a mode that fits. If a mode that
+        does not defer reductions does not fit, the modes after it are skipped, because they take more memory.
+        """
         for replicas, sharded in self._starts():
             for one in self._modes(with_values(job, {_REPLICAS: replicas, _SHARDED: sharded})):
                 if one.activation_checkpoint != checkpointing:
@@ -517,7 +538,8 @@ class Search:
                     return
 
     def _with_replicas(self, without: Sequence[Found], limit: float) -> Iterator[Found]:
-        """Yield jobs with replicas that fit, and that take less time than those `without`, and than `limit`."""
+        """Yield jobs that fit, with more replicas than the jobs `without`. A number of replicas is planned only if its
+        lower bound of the step time is below `limit` and below the times of all jobs that have been found."""
         if not self._is_free(_REPLICAS):
             return
         best = min([limit, *(job.seconds for job in without)])
@@ -526,7 +548,7 @@ class Search:
                 other = with_values(job.config, {_REPLICAS: replicas, _SHARDED: sharded})
                 if other == job.config or not self._is_possible(other):
                     continue
-                # The traffic of one replica lacks that between replicas, so it is a lower bound.
+                # `row.traffic` lacks the traffic between more replicas, so it is a lower bound.
                 layout = self._layout(other)
                 traffic = link_traffic_of_step(job.row.traffic, layout, self._hardware.gpus_per_node)
                 seconds = communication_seconds(traffic, self._hardware)
@@ -548,7 +570,7 @@ class Search:
         return first_problem(job) is None
 
     def _like(self, job: JobConfig, row: Row) -> Iterator[JobConfig]:
-        """Yield a job with replicas in the modes that communicate within a replica as `row` does."""
+        """Yield a job in those modes in which it communicates within a replica as `row` does."""
         own = row.choice.accumulation
         for other in self._modes(job):
             mode = other.gradient_accumulation
@@ -567,22 +589,23 @@ class Search:
 
 
 def _with_known_time(choices: Iterable[Choice]) -> list[Choice]:
-    """Leave out modes whose FLOPs the compiler decides."""
+    """Return the choices without those whose FLOPs the compiler decides (`memory_budget`)."""
     return [choice for choice in choices if choice.activation_checkpoint.mode != "memory_budget"]
 
 
 def _ranked(found: Iterable[Found]) -> list[Found]:
-    """Return jobs, the fastest first; of those that are equally fast, the simplest first."""
+    """Return the jobs, the fastest first. Among jobs that are equally fast, the simplest comes first."""
     return sorted(found, key=lambda job: (_rounded(job.seconds), _complexity(job.config.parallelism)))
 
 
 def _rounded(seconds: float) -> int:
-    """Return a number that is the same for times that count as equal."""
+    """Return a number for comparisons. It is the same for times that count as equal (`_SAME`)."""
     return round(math.log(seconds) / _SAME) if seconds > 0 else 0
 
 
 def _complexity(parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Return a number of kinds of parallelism and their degrees: the simpler layout has the smaller one."""
+    """Return a key to sort layouts by: the number of kinds of parallelism, then their degrees. A simpler layout has a
+    smaller key."""
     degrees = (
         parallelism.pipeline_parallel_degree,
         parallelism.context_parallel_degree,

@@ -1,7 +1,8 @@
 """Speeds of a device: seconds of the operations on a tape, and of collectives. No torch.
 
-Without measurements, an operation takes as long as the slower of its FLOPs and its bytes (a roofline), at the share of
-the data sheet's figures that large operations reach. `titan-launch measure-device` measures the speeds of a machine.
+Without measurements, the time of an operation is the longer of two times (a roofline): that of its FLOPs, and that of
+the bytes that it moves. Both follow from the data sheet, times the share that large operations reach. `titan-launch
+measure-device` measures the speeds of a machine.
 """
 
 from __future__ import annotations
@@ -34,37 +35,43 @@ OF_AXIS: Mapping[str, tuple[CollectiveKind, ...]] = {
     "expert": ("all_to_all",),
     "pipeline": ("send",),
 }
-"""The collectives along an axis, which it calls equally often."""
+"""The kinds of collectives along each axis. An axis calls each of its kinds equally often."""
 
 Points = tuple[tuple[float, float], ...]
-"""Pairs (bytes, seconds), or of attention (tokens, FLOP/s), the smallest first."""
+"""Pairs (bytes, seconds), or for attention (tokens, FLOP/s), in ascending order."""
 
 
 class Work(NamedTuple):
-    """Equal operations that compute."""
+    """`times` equal operations that compute."""
 
     kind: Literal["product", "convolution", "attention", "attention_backward", "memory"]
 
     dtype: str
-    """Of the inputs; empty for `memory`."""
+    """Dtype of the inputs; empty for `memory`."""
 
     sizes: tuple[int, ...]
-    """product: (products, rows, inner size, columns). convolution: (FLOPs,). attention: (FLOPs, keys, width of a head,
-    1 if it is causal, so that half of the pairs which count are computed). memory, which is every other operation:
-    (bytes that it reads and writes,)."""
+    """Sizes of one operation, by kind:
+
+    - `product`: (products, rows, inner size, columns)
+    - `convolution`: (FLOPs,)
+    - `attention` and `attention_backward`: (FLOPs of all pairs of tokens, keys, width of a head, 1 if causal else 0).
+      Causal attention computes only half of the pairs.
+    - `memory`, which is every other operation: (bytes that it reads and writes,)
+    """
 
     times: int = 1
 
 
 @dataclass(frozen=True)
 class MeasuredAttention:
-    """FLOP/s of causal attention by the tokens of a sequence. Every pair of tokens counts."""
+    """FLOP/s of causal attention, by the number of tokens of a sequence. The FLOPs count every pair of tokens, though
+    only half of the pairs are computed."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     dtype: str
     width: int
-    """Of a head."""
+    """Width of a head."""
 
     forward: Points
     backward: Points
@@ -72,7 +79,7 @@ class MeasuredAttention:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """Seconds of a collective of a number of ranks."""
+    """Measured seconds of one kind of collective in a group of `ranks` ranks."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -82,12 +89,12 @@ class MeasuredCollective:
     """Hops of the group's ring that lead to other nodes."""
 
     points: Points
-    """By the bytes that a rank sends, if collectives use rings."""
+    """Pairs (bytes that a rank sends if collectives use rings, seconds)."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of `titan-launch measure-device`. All ranks of the machine work at the same time."""
+    """Measurements of `titan-launch measure-device`. All ranks of the machine were measured at the same time."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -98,10 +105,10 @@ class Measured:
     versions: Mapping[str, str]
     created: str
     sizes: tuple[int, ...]
-    """Rows, inner sizes and columns of the measured products."""
+    """Sizes of the measured products. Rows, inner size and columns take each of these sizes, in all combinations."""
 
     products: Mapping[str, tuple[tuple[tuple[float, ...], ...], ...]]
-    """FLOP/s of products by dtype, rows, inner size and columns."""
+    """FLOP/s of products by dtype, then by the index in `sizes` of the rows, the inner size and the columns."""
 
     attention: tuple[MeasuredAttention, ...]
 
@@ -109,21 +116,23 @@ class Measured:
     """FLOP/s of convolutions by dtype."""
 
     memory: Points
-    """Seconds of an elementwise operation, by the bytes that it reads and writes."""
+    """Pairs (bytes that an elementwise operation reads and writes, its seconds)."""
 
     collectives: tuple[MeasuredCollective, ...]
 
     unit_seconds: float
-    """Seconds that FSDP2's hooks of a unit take in a forward and a backward."""
+    """Seconds that the host takes for the FSDP2 hooks of one unit, in a forward and a backward."""
 
     parameter_seconds: float
-    """Seconds that the host takes for a parameter in clipping and update."""
+    """Seconds that the host takes for one parameter in clipping and update."""
 
     operation_seconds: float
-    """Seconds that the host takes for an operation of a model, beside the operation: modules and autograd."""
+    """Seconds that the host takes for modules and autograd around one operation of a model, without the operation
+    itself."""
 
     exchange_seconds: float
-    """Seconds that the host takes for a collective of tensor parallelism, beside the collective: DTensor."""
+    """Seconds that the host takes for DTensor around one collective of tensor parallelism, without the collective
+    itself."""
 
     @property
     def kernels(self) -> Kernels:
@@ -195,7 +204,7 @@ class Link:
 
     bytes_per_s: float
     base_seconds: float
-    """Seconds before the first byte."""
+    """Seconds until the first byte is sent."""
 
     hop_seconds: float
     """Seconds of each step of a ring."""
@@ -208,8 +217,8 @@ nccl-tests issue 290). Seconds are NCCL's own, for rings with the protocol Simpl
 
 
 def link_of(kind: str, gb_per_s: float | None) -> Link:
-    """Return the link `within` or `across` nodes of a data sheet's bandwidth. None: the bandwidth is not known, and the
-    link is not used."""
+    """Return the link of a `kind`, `within` or `across` nodes, from a bandwidth of a data sheet. If the bandwidth is
+    not known (None), the link has an infinite bandwidth, and `Speeds.knows` returns False for it."""
     share, base, hop = _LINKS[kind]
     return Link(math.inf if gb_per_s is None else 1e9 * gb_per_s * share, base, hop)
 
@@ -219,20 +228,21 @@ class Speeds(ABC):
     """Speeds of a device and of the links between its ranks."""
 
     source: str
-    """In words."""
+    """Source of the speeds, in words."""
 
     within: Link
     across: Link
 
     overlaps: bool = True
-    """False if FSDP2's collectives use the cores that compute."""
+    """False on CPUs, where FSDP2's collectives use the cores that compute. Then they do not overlap with
+    computation."""
 
     _known: dict[Work, float] = field(default_factory=dict, compare=False, repr=False)
 
     # Operations
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of all operations of a tape's event."""
+        """Return the seconds of all `work.times` operations."""
         found = self._known.get(work)
         if found is None:
             found = self._known[work] = work.times * self._of_one(work)
@@ -247,7 +257,8 @@ class Speeds(ABC):
         return self._of_flops(work, float(computed * work.sizes[0]))
 
     def least_seconds(self, work: Work) -> float:
-        """Return a time that these operations do not fall below, if more rows make them more efficient."""
+        """Return a lower bound of the seconds of these operations. It holds even if more rows make the operations more
+        efficient."""
         if work.kind == "product":
             return work.times * 2 * math.prod(work.sizes) / self._best_rate(work.dtype)
         if work.kind == "memory":
@@ -255,8 +266,9 @@ class Speeds(ABC):
         return self._least_of_flops(work)
 
     def of_work(self, work: Mapping[Work, int], microbatches: int) -> tuple[float, float]:
-        """Return the seconds and the least seconds of operations in a number of microbatches, with the host's. `work`:
-        numbers of single operations."""
+        """Return the seconds of the operations in a number of microbatches, and the lower bound of `least_seconds` for
+        them. Only the first number includes the work of the host, on CPUs. `work`: how often each operation occurs in a
+        microbatch."""
         host = 0.0 if self.overlaps else self.host_seconds("operation")
         seconds = sum(times * (self.seconds(one) + host) for one, times in work.items())
         least = sum(times * self.least_seconds(one) for one, times in work.items())
@@ -279,18 +291,18 @@ class Speeds(ABC):
     @property
     @abstractmethod
     def _best_memory(self) -> float:
-        """Bytes per second of the most efficient elementwise operation."""
+        """Bytes per second of the fastest elementwise operation."""
 
     @abstractmethod
     def _best_rate(self, dtype: str) -> float:
-        """Return the largest FLOP/s of a product."""
+        """Return the largest FLOP/s of products in a dtype."""
 
     @abstractmethod
     def _of_product(self, work: Work) -> float: ...
 
     @abstractmethod
     def _of_flops(self, work: Work, flops: float) -> float:
-        """Return the seconds of attention or of a convolution, which computes a number of FLOPs."""
+        """Return the seconds of attention or of a convolution that computes `flops` FLOPs."""
 
     @abstractmethod
     def _least_of_flops(self, work: Work) -> float: ...
@@ -298,7 +310,7 @@ class Speeds(ABC):
     # Collectives
 
     def collective_seconds(self, kind: CollectiveKind, ring: Ring, sent_bytes: float) -> float:
-        """Return the seconds of a collective in which a rank sends `sent_bytes`, if collectives use rings."""
+        """Return the seconds of a collective. `sent_bytes`: bytes that a rank sends in it, if collectives use rings."""
         hops = ring.size - 1 if kind in ("all_gather", "reduce_scatter") else math.log2(max(2, ring.size))
         share = _crossing_share(kind, ring)
         seconds = [
@@ -309,7 +321,8 @@ class Speeds(ABC):
         return base + max(seconds)
 
     def least_collective_seconds(self, kinds: Sequence[CollectiveKind], ring: Ring, sent_bytes: float) -> float:
-        """Return a time that the mean of these collectives does not fall below if more bytes are sent at a time."""
+        """Return a lower bound of the mean seconds of collectives of these `kinds`. It holds even if larger messages
+        make the collectives more efficient. `sent_bytes`: bytes that a rank sends in one of them."""
         return sent_bytes * sum(self._least_per_byte(kind, ring) for kind in kinds) / len(kinds)
 
     def _least_per_byte(self, kind: CollectiveKind, ring: Ring) -> float:
@@ -317,7 +330,7 @@ class Speeds(ABC):
         return max((1 - share) / self.within.bytes_per_s, share / self.across.bytes_per_s)
 
     def knows(self, rings: Iterable[Ring]) -> bool:
-        """Return True if the speed of each link between the ranks of rings is measured, or known from elsewhere."""
+        """Return True if the speed of each link between the ranks of `rings` is known, whether measured or given."""
         return all(self._knows(ring) for ring in rings if ring.size > 1)
 
     def _knows(self, ring: Ring) -> bool:
@@ -327,16 +340,16 @@ class Speeds(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSheetSpeeds(Speeds):
-    """Speeds of the figures of a data sheet, at the shares of them that large operations reach."""
+    """Speeds from the figures of a data sheet, times the share of them that large operations reach."""
 
     flops_per_s: Mapping[str, float]
     """FLOP/s of large products by dtype."""
 
     shares: Mapping[str, float]
-    """FLOP/s of the other kinds of work in proportion to that of large products."""
+    """FLOP/s of each other kind of work, divided by the FLOP/s of large products."""
 
     memory_bytes_per_s: float
-    """Bandwidth of large elementwise operations."""
+    """Bandwidth that large elementwise operations reach, in bytes per second."""
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Return the seconds of an elementwise operation that reads and writes a number of bytes."""
@@ -377,7 +390,7 @@ OPERATION_SECONDS = 4e-6
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeeds(Speeds):
-    """Measured speeds. Links without a measurement have those of a data sheet, or of the job."""
+    """Measured speeds. A link without a measurement has the bandwidth of the data sheet or of the job."""
 
     measured: Measured
 
@@ -409,7 +422,7 @@ class MeasuredSpeeds(Speeds):
 
     def _of_product(self, work: Work) -> float:
         products, rows, inner, columns = work.sizes
-        # Products of a batch run one after another, or fill the device together, as more rows do.
+        # A batch of products counts as one product with more rows.
         at = products * rows, inner, columns
         rate = _on_grid(self.measured.sizes, _of_dtype(self.measured.products, work.dtype), at)
         return 2.0 * math.prod(work.sizes) / rate
@@ -433,9 +446,10 @@ class MeasuredSpeeds(Speeds):
         return work.times * work.sizes[0] / self.most_flops_per_s
 
     def collective_seconds(self, kind: CollectiveKind, ring: Ring, sent_bytes: float) -> float:
-        """Return the seconds of a collective in which a rank sends `sent_bytes`, if collectives use rings."""
+        """Return the seconds of a collective. `sent_bytes`: bytes that a rank sends in it, if collectives use rings."""
         if (nearest := self._nearest(kind, ring)) is None:
             return super().collective_seconds(kind, ring, sent_bytes)
+        # A ring that sends a larger share across nodes than the measured one takes proportionally longer.
         measured_share = nearest.crossings / nearest.ranks
         more = _crossing_share(kind, ring) / measured_share if measured_share else 1.0
         return _on_curve(nearest.points, sent_bytes) * max(1.0, more)
@@ -449,28 +463,31 @@ class MeasuredSpeeds(Speeds):
         return any(self._nearest(kind, ring) for kind in get_args(CollectiveKind)) or super()._knows(ring)
 
     def _nearest(self, kind: CollectiveKind, ring: Ring) -> MeasuredCollective | None:
-        """Return the measured collective that is nearest to that of a ring. A kind that the backend does not have takes
-        as long as another one."""
+        """Return the measured collective of this kind with the nearest number of ranks, on the same kind of links as
+        `ring`. A kind that was not measured, because the backend does not have it, is replaced by any measured kind.
+        None: nothing was measured on such links."""
         alike = [c for c in self.measured.collectives if (c.crossings > 0) == (ring.crossings > 0)]
         alike = [c for c in alike if c.kind == kind] or alike
         return min(alike, key=lambda c: abs(math.log(c.ranks / ring.size)), default=None)
 
 
 def _crossing_share(kind: CollectiveKind, ring: Ring) -> float:
-    """Return the share of the sent bytes that goes to other nodes. In an all-to-all, a rank sends as much to each other
-    rank of its group, and `Ring.crossings` are those on other nodes (`plan.communication.Rings.expert`)."""
+    """Return the share of the sent bytes that goes to other nodes. In an all-to-all, a rank sends equal parts to all
+    other ranks of its group, and `Ring.crossings` is the number of ranks on other nodes
+    (`plan.communication.Rings.expert`)."""
     return ring.crossings / max(1, ring.size - (kind == "all_to_all"))
 
 
 def _of_dtype(table: Mapping[str, T], dtype: str) -> T:
-    """Return the speed of a dtype, or of the one that stands for it."""
+    """Return the entry of a dtype in a table of speeds. If it is missing, the entry of bfloat16 stands for float16, and
+    that of float32 for any dtype."""
     alike = {"float16": "bfloat16"}
     return next(table[name] for name in (dtype, alike.get(dtype, ""), "float32") if name in table)
 
 
 def _on_grid(sizes: Sequence[int], rates: Sequence[Sequence[Sequence[float]]], at: Sequence[int]) -> float:
-    """Return a rate between those of a grid, by linear interpolation of logarithms. Beyond the grid, its border
-    counts."""
+    """Return the rate at the three sizes `at`: an interpolation in a grid of rates, linear in the logarithms. A size
+    beyond the grid counts as the nearest size of the grid."""
     places = [_place(sizes, min(max(size, sizes[0]), sizes[-1])) for size in at]
     total = 0.0
     for corner in range(8):
@@ -484,21 +501,23 @@ def _on_grid(sizes: Sequence[int], rates: Sequence[Sequence[Sequence[float]]], a
 
 
 def _place(sizes: Sequence[int], size: float) -> tuple[int, float]:
-    """Return the interval of a size, and its place there between 0 and 1."""
+    """Return the index of the interval of `sizes` that has `size` in it, and the place of `size` in this interval
+    between 0 and 1, in logarithms."""
     index = min(max(bisect_left(sizes, size) - 1, 0), len(sizes) - 2)
     low, high = sizes[index], sizes[index + 1]
     return index, math.log(size / low) / math.log(high / low)
 
 
 def _on_curve(points: Points, num_bytes: float) -> float:
-    """Return the seconds between those of a curve. Fewer bytes take as long as the fewest; more bytes, proportionally
-    longer than the most."""
+    """Return the seconds for `num_bytes`, interpolated on a curve. Fewer bytes than on the curve take as long as its
+    first point. More bytes take proportionally longer than its last point."""
     last, _ = points[-1]
     return _between(points, num_bytes) * max(1.0, num_bytes / last)
 
 
 def _between(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Return the value between those of a curve, by linear interpolation of logarithms; beyond it, that of its end."""
+    """Return the value at `size`: an interpolation on a curve, linear in the logarithms. Beyond the curve, return the
+    value of its nearest end."""
     if size <= points[0][0]:
         return points[0][1]
     if size >= points[-1][0]:

@@ -36,8 +36,8 @@ class StepTime:
     """See `plan.memory.clock.Seconds`. None: not known."""
 
     recorded: float | None = None
-    """Part of `compute` of the model's own operations, with the bubble: the same in all modes of gradient accumulation
-    and for all replicas. None: not known."""
+    """Part of `compute` that the model's own operations take, with the bubble. It is the same in all gradient
+    accumulation modes and for any number of replicas. None: not known."""
 
     least_recorded: float | None = None
     """See `plan.memory.clock.Seconds`."""
@@ -51,9 +51,12 @@ class StepTime:
 
     @property
     def expected(self) -> float | None:
-        """Time of the step in seconds as FSDP2 orders it. If that is not known: if FSDP2's and the pipeline's
-        communication overlaps with computation, and the rest does not. It lies in the interval, unless computation
-        waits for the host. None if computation or communication is unknown."""
+        """Expected time of the step in seconds: `ordered`, if that is known. Otherwise, communication of FSDP2 and of
+        the pipeline counts as overlapping with computation, and other communication does not. None if computation or
+        communication is unknown.
+
+        The time lies in `interval`, unless computation waits for the host.
+        """
         if self.compute is None or self.communication is None:
             return None
         if self.ordered is not None:
@@ -61,16 +64,18 @@ class StepTime:
         return max(self.compute, self.communication - self.exposed) + self.exposed
 
     def least_with_replicas(self, communication: float, shards: int) -> float | None:
-        """Return a time that the step does not fall below with more replicas of `shards` each, if all communication
-        takes at least `communication` seconds. None if computation is unknown."""
+        """Return a lower bound of the step time with more replicas, in seconds; None if computation is unknown.
+
+        `communication`: lower bound of all communication in seconds. `shards`: number of shards of each replica.
+        """
         if self.compute is not None and self.recorded is not None:
-            # One shard is not copied after its all-gather and before its reduction.
+            # With one shard, FSDP2 makes no copies after an all-gather and before a reduction. `compute` may have them.
             return max((self.compute if shards > 1 else self.recorded) + self.exposed, communication)
         return replace(self, communication=max(communication, self.exposed)).expected
 
     @property
     def least(self) -> float | None:
-        """A time that the step does not fall below in any mode of gradient accumulation, on any number of replicas.
+        """Lower bound of the step time in seconds, in any gradient accumulation mode and with any number of replicas.
         None if computation is unknown."""
         if self.recorded is not None:
             return self.recorded + (self.least_exposed or 0.0)
@@ -152,17 +157,18 @@ class Flops:
     """The FLOPs of forward and backward of one sample (`train.flops`)."""
 
     per_sample: int
+    """All FLOPs, including `of_experts`."""
 
     of_experts: int = 0
-    """The FLOPs of the experts that tokens choose."""
+    """Part of the FLOPs in the experts that tokens choose."""
 
     @property
     def experts_share(self) -> float:
-        """Part of the FLOPs that the experts compute."""
+        """Share of the FLOPs in the experts, between 0 and 1."""
         return self.of_experts / max(1, self.per_sample)
 
     def plus(self, others: Flops, times: int) -> Flops:
-        """Return the sum with `times` the others."""
+        """Return `self + times * others`."""
         return Flops(self.per_sample + times * others.per_sample, self.of_experts + times * others.of_experts)
 
 

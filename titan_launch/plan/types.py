@@ -52,7 +52,7 @@ EXPERTS = "titan_launch.models.decoder.mixture_of_experts.Experts"
 
 
 LORA = "titan_launch.models.lora.LoRA"
-"""Full name of the class of adapters, and base class of those of embeddings and experts."""
+"""Full name of the class of adapters, which is also the base class of the adapters of embeddings and of experts."""
 
 STACKED_LORA = "titan_launch.models.lora.StackedLoRA"
 """Full name of the class of the adapters of experts."""
@@ -214,26 +214,27 @@ class Unit:
     modules: tuple[str, ...]
     policy: Policy
     reshard_after_forward: bool | None
-    """None leaves the choice to FSDP2, which does not reshard the root: backward needs the root's
-    parameters first."""
+    """None leaves the choice to FSDP2, which does not reshard the root, because backward needs the root's parameters
+    first."""
 
     storage_dtype: str
     reason: str
-    """Reason for the unit: `precision.rules.0`, `block`, `experts`, `head`, `embedding`, `root`, or `BatchNorm
-    default`."""
+    """Reason for the unit: `precision.rules.0`, `block`, `experts`, `head`, `embedding`, `root`, `trained`, or
+    `BatchNorm default`."""
 
     key: KeyPath | None = None
     """Key of the precision rule that made the unit; None if no rule of the job made it."""
 
     num_parameters: int = 0
-    """Number of elements of its parameters before sharding."""
+    """Number of elements of the unit's parameters before sharding, including parameters in place."""
 
     is_trained: bool = True
-    """True if any of its parameters takes a gradient, except parameters in place."""
+    """True if any of the unit's parameters takes a gradient. Parameters that are in place in the unit do not count
+    here."""
 
     gradient_dtype: str | None = None
-    """Dtype of its sharded gradients: the storage dtype of those of its parameters that take one, also in place. FSDP2
-    requires one dtype. None: it reduces no gradients."""
+    """Dtype of the unit's sharded gradients: the storage dtype of its parameters that take a gradient, including
+    parameters in place. FSDP2 requires one dtype for all of them. None: the unit reduces no gradients."""
 
     unshard_in_backward: bool = True
     """True if backward all-gathers the parameters again after a reshard. False: backward does not read them."""
@@ -243,7 +244,8 @@ class Unit:
     `Layout.shards_of` ranks. Above 1, the unit is the `Experts` of one layer, or has only adapters of experts."""
 
     own_because: str = ""
-    """Reason why the rule that made the unit is not carried out in place, in words (`precision.placement`)."""
+    """Reason why the rule that made the unit is not carried out in place, in words (`precision.placement`). Empty:
+    there is no such reason."""
 
     @property
     def num_gathers(self) -> int:
@@ -295,9 +297,9 @@ class ModelPlan:
     """Dtypes of all floating buffers by full name: from the model, or from `[precision]`."""
 
     in_place: tuple[Unit, ...] = ()
-    """Precision rules that are carried out inside of the units around their modules, and trained modules inside of
-    frozen units (`precision.placement`). They are no FSDP2 units: the units around them all-gather and reduce their
-    parameters, each in its own compute dtype."""
+    """An entry for each precision rule that is carried out inside of the units around its modules, and for trained
+    modules inside of frozen units (`precision.placement`). These entries are no FSDP2 units: the units around them
+    all-gather and reduce their parameters, each parameter in its own compute dtype."""
 
     checkpointed: tuple[str, ...] = ()
     """Paths of the modules with activation checkpointing."""
@@ -315,7 +317,8 @@ class ModelPlan:
     """Path of the output layer that computes the loss in chunks (`loss.chunks`); None if the model returns logits."""
 
     def returns_loss(self, path: str) -> bool:
-        """Return True if a module returns the sums of the loss in place of logits: the loss head, or one around it.
+        """Return True if a module returns the sums of the loss in place of logits: the module is the loss head, or
+        contains it.
 
         These sums are fp32 in every policy.
         """
@@ -332,35 +335,37 @@ class ModelPlan:
 
     @property
     def logits_dtypes(self) -> tuple[str, ...]:
-        """The dtypes to which policies cast the logits that the loss head does not return, in this order."""
+        """The dtypes to which the policies of the loss head and of the modules around it would cast the logits,
+        innermost first. The loss head returns the loss in place of logits, so it makes these casts itself."""
         casts = {path: policy.output_dtype for path, policy in self.policies.items()}
         around = sorted(filter(self.returns_loss, casts), key=len, reverse=True)
         return tuple(dtype for path in around if (dtype := casts[path]) is not None)
 
     @property
     def boundaries(self) -> tuple[Unit, ...]:
-        """The units, and the rules and trained modules in place: each has a policy, and a storage dtype."""
+        """The units, and the entries of `in_place`. Each has a policy and a storage dtype."""
         return (*self.units, *self.in_place)
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
-        """The unit, or the rule in place, whose policy holds for a module's own parameters, by the path of the
-        module."""
+        """For the path of each module: the unit, or the entry of `in_place`, whose policy holds for the module's own
+        parameters."""
         return _by_module(self.inventory, self.boundaries)
 
     @cached_property
     def sharded_by(self) -> dict[str, Unit]:
-        """The unit that shards a module's own parameters, by the path of the module."""
+        """For the path of each module: the unit that shards the module's own parameters."""
         return _by_module(self.inventory, self.units)
 
     @cached_property
     def policies(self) -> dict[str, Policy]:
-        """The casts at the border of each module of a unit or of a rule in place, by path."""
+        """The policy of each module of a unit or of an entry of `in_place`, by path. It decides the casts of the
+        module's inputs and outputs."""
         return {path: boundary.policy for boundary in self.boundaries for path in boundary.modules}
 
     def casts_inputs(self, unit: Unit) -> bool:
-        """Return True if FSDP2 casts the inputs of a unit. It does not if one of the unit's modules is under a rule in
-        place and takes another dtype: then hooks cast the inputs of each module."""
+        """Return True if FSDP2 casts the inputs of a unit. If one of the unit's modules is itself under a rule in
+        place, FSDP2 casts no inputs, and hooks cast the inputs of each module."""
         return unit.policy.cast_forward_inputs and all(self.unit_of[path] is unit for path in unit.modules)
 
     def modules_by_unit(self) -> list[list[ModuleInfo]]:
@@ -379,7 +384,7 @@ def _by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, Unit]:
 def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int]:
     """Return, by the path of each module, the index of the unit that shards the module's own parameters.
 
-    It is the unit of the module, or else the unit of the nearest enclosing module with a unit.
+    That is the unit that lists the module, or else the unit that lists the nearest enclosing module.
     """
     members = {path: index for index, unit in enumerate(units) for path in unit.modules}
     owners: dict[str, int] = {}
@@ -392,8 +397,8 @@ def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int
 def with_parameters(
     inventory: Inventory, units: Sequence[Unit], in_place: Sequence[Unit]
 ) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-    """Return units, and what is in place in them, with the facts that follow from their parameters. Tied parameters
-    count once."""
+    """Return `units` and `in_place` with the fields that follow from their parameters: `num_parameters`, `is_trained`
+    and `gradient_dtype`. Tied parameters count once."""
     of_all = (*units, *in_place)
     policies, shards = unit_by_module(inventory, of_all), unit_by_module(inventory, units)
     numel: Counter[int] = Counter()

@@ -59,7 +59,7 @@ class Audited:
 
     classes: str
     unit: Unit
-    """The unit that holds the parameters of a module."""
+    """The unit itself, or the unit or rule in place that sets the dtypes of a module's parameters."""
 
     findings: tuple[Finding, ...]
     remark: str
@@ -134,8 +134,8 @@ def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
     Before torch 2.15, autograd converts gradients to the compute dtype. From torch 2.15 on, FSDP2 chooses the dtype
     (`_set_unsharded_grad_dtypes` in its source). If the reduce dtype is not larger than the compute dtype, autograd
     converts gradients to the reduce dtype. Otherwise a gradient keeps the dtype in which its backward operation
-    computed it. There are two exceptions, which may have the reduce dtype: the first gradient of a step with deferred
-    reduction, and the gradient of a parameter that tensor parallelism replicates.
+    computed it. Two kinds of gradients are exceptions, and may have the reduce dtype: the first gradient of a step with
+    deferred reduction, and the gradient of a parameter that tensor parallelism replicates.
     """
     compute, reduce = unit.compute_dtype, unit.reduce_dtype
     if not ACCUMULATES_IN_GRAD:

@@ -26,8 +26,11 @@ _MODEL, _ACCUMULATION_MODE = ("model", "name"), ("gradient_accumulation", "mode"
 def explain_dtypes(
     error: BaseException, model: nn.Module, plan: ModelPlan, precision: PrecisionConfig
 ) -> ConfigError | None:
-    """Return the ConfigError, with a remedy, for a dtype error of a forward or backward, also of the boundaries of
-    FSDP2 units. Return None for a different error. `model`: the whole model or a pipeline stage, with its plan."""
+    """Return a ConfigError with a remedy for a dtype error in a forward or backward, including errors at the boundaries
+    of FSDP2 units. Return None for a different error.
+
+    `model`: the whole model or a pipeline stage. `plan`: the plan of `model`.
+    """
     if not isinstance(error, (RuntimeError, ValueError, AssertionError, AttributeError)):
         return None
     problem = explain(Failure(error, model, plan, precision))
@@ -157,7 +160,7 @@ def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
 
 
 def _beside_buffers(failure: Failure, path: str) -> Problem:
-    """Explain an error of a module whose buffers have another dtype than its parameters."""
+    """Explain an error of a module whose buffers and parameters have different dtypes."""
     buffers = failure.buffers_in_another_dtype(failure.plan.inventory.by_path[path])
     dtype = next(iter(buffers.values()))
     has = f"has {failure.plan.unit_of[path].compute_dtype} parameters beside {dtype} buffers ({', '.join(buffers)})"
@@ -185,8 +188,8 @@ def no_kernel(failure: Failure) -> Problem | None:
 
 
 def _with_casting_rule(failure: Failure, path: str, reason: str, dtypes: Sequence[str]) -> Problem:
-    """Return the problem of an operation in the module at `path`. Add a second remedy to `reason`: a precision rule for
-    this module, or for the nearest module around it that contains parameters."""
+    """Return the problem of an operation in the module at `path`. Add to `reason` a second remedy: a precision rule for
+    this module, or for the nearest module around it that contains parameters. Without such a module, add nothing."""
     while path and not any(module.parameters for module in failure.inside(path)):
         path = parent(path)
     if not path:
@@ -287,7 +290,7 @@ _EXPLANATIONS: Mapping[str, Callable[[Failure], Problem | None]] = {
         'reduce dtype; set "immediate"',
     ),
     "'FSDPParam' object has no attribute '_unsharded_param'": never_gathered,
-    # The launcher sets a divide factor with which FSDP2 only sums.
+    # The launcher sets the divide factor 1 (`parallel.fsdp`), with which FSDP2 only sums.
     "ReduceOp.PREMUL_SUM": partial(
         Failure.problem,
         key=_MODEL,

@@ -78,7 +78,7 @@ def look_at_storage(model: nn.Module, observed: Observations) -> None:
     for path, seen in observed.modules.items():
         module = model.get_submodule(path)
         for parameter in module.parameters(recurse=False):
-            if isinstance(parameter, DTensor) or not parameter.requires_grad:  # FSDP2 may ignore a frozen one
+            if isinstance(parameter, DTensor) or not parameter.requires_grad:  # FSDP2 ignores some frozen ones
                 seen.note(STORED_PARAMETERS, parameter)
                 seen.note(STORED_GRADIENTS, parameter.grad)
         _note_buffers(module, seen)

@@ -22,8 +22,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def mixed_precision_policy(
     policy: Policy, in_place: Mapping[nn.Parameter, torch.dtype] | None = None
 ) -> MixedPrecisionPolicy:
-    """Return a planned policy as FSDP2's `MixedPrecisionPolicy`. `param_dtype=None` is not the same as float32: with
-    None, FSDP2 casts neither parameters nor inputs.
+    """Return a planned policy as FSDP2's `MixedPrecisionPolicy`. If `param_dtype` is None, FSDP2 casts neither
+    parameters nor inputs; with float32 it casts both.
 
     `in_place`: compute dtypes of parameters under rules in place. Only torch 2.15 and newer support them.
     """
@@ -42,9 +42,8 @@ def _optional(name: str | None) -> torch.dtype | None:
 
 
 def cast_storage(model: nn.Module, plan: ModelPlan) -> None:
-    """Cast a model on the meta device to its storage dtypes. Parameters get the storage dtype of their unit, because
-    FSDP2 requires one dtype in a unit. Floating buffers get their planned dtypes.
-    """
+    """Cast a model on the meta device to its storage dtypes. Parameters get the storage dtype of their unit, or of the
+    rule in place that covers them. Floating buffers get their planned dtypes."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:

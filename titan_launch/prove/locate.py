@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ALL = "all parameters"
 _MOST = 0.9
-"""Share of the parameters whose gradients differ if the cause is not in one of them."""
+"""If the gradients of more than this share of the parameters differ, the cause is not in a single parameter."""
 
 
 def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
@@ -52,7 +52,8 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
 
 
 def _compared(proof: Proof, case: Case) -> list[Difference]:
-    """Return the results of a smaller case; none if it does not run, such as a schedule without its microbatches."""
+    """Return the results of a smaller case; an empty list if the case cannot run, such as a schedule with too few
+    microbatches."""
     try:
         return proof.compare(case)
     except RunError:
@@ -60,7 +61,7 @@ def _compared(proof: Proof, case: Case) -> list[Difference]:
 
 
 def _order(result: Difference) -> int:
-    """Return the rank of a kind of result: the causes come first."""
+    """Return the place of a result's kind in the order from cause to effect."""
     kinds = ("gradient", "loss", "gradient norm", "buffer", "update", "average")
     return kinds.index(result.name if result.name in kinds else result.name.split(" ")[0])
 
@@ -68,8 +69,11 @@ def _order(result: Difference) -> int:
 def _module(
     proof: Proof, case: Case, of_step: Sequence[Difference], first: Difference, num_gradients: int
 ) -> tuple[str, str]:
-    """Return the module that departs first, and what departs there. `of_step`: the results of the first step with a
-    difference that exceed their tolerance. `num_gradients`: number of all gradients."""
+    """Return the module that departs first, and what departs there, both in words.
+
+    `of_step`: the results that exceed their tolerance, of the first step that has any. `num_gradients`: number of
+    gradients in a step.
+    """
     kind = first.name.partition(" ")[0]
     if kind in ("gradient", "loss") and first.name != "gradient norm":
         if departed := _departures(proof, case, first.step):
@@ -104,7 +108,8 @@ def owner(name: str) -> str:
 
 
 def _departures(proof: Proof, case: Case, step: int) -> list[Departure]:
-    """Return the tensors of modules that depart in a step, in the order of one process. A compiled model has none."""
+    """Return the tensors of modules that depart in a step, in the order of one process. A compiled model is not traced,
+    so its list is empty."""
     eager = replace(case, config=case.config.model_copy(update={"compile": CompileConfig()}))
     if eager.config != case.config:
         return []

@@ -23,7 +23,8 @@ from titan_launch.prove.locate import explain, owner
 from titan_launch.prove.results import TOLERANCES, Difference, Reference, exceeding, kind_of, largest_by_kind
 
 MUON_TOLERANCES = {"loss": 1e-4, "gradient": 5e-3, "update": 0.2}
-"""`TOLERANCES` of Muon. Its iterations make all singular values of an update equal. That enlarges small differences."""
+"""Tolerances with Muon, in place of those in `TOLERANCES`. Muon's iterations make all singular values of an update
+equal, which enlarges small differences."""
 
 WEIGHTS_TOLERANCE = 1e-3
 """Largest relative difference of logits and gradients from those of `transformers`, whose operations differ."""
@@ -87,7 +88,7 @@ class Proof:
         self._results: dict[str, list[Difference]] = {}
         self._has_batch_norm = False
         self._rounding: dict[str, dict[tuple[int, str], float]] = {}
-        """Rounding errors of twins in fp32, as far as they were measured: by the file of the results, the largest
+        """Rounding errors of twins in fp32 that have been measured: by the file of the reference, the largest
         difference by step and kind of result."""
 
     def write_second_model(self) -> None:
@@ -97,7 +98,7 @@ class Proof:
             self._call("weights:write_folder", 1, model, SEQ_LEN, str(self.folder / SECOND))
 
     def run(self) -> None:
-        """Compare every case with one process. Explain the first that differs."""
+        """Compare every case with one process. Explain the first case that differs."""
         self._check_host(max(case.ranks for case in self.cases))
         self.write_second_model()
         all_cases = [*self.cases]
@@ -120,8 +121,8 @@ class Proof:
                 self.findings.append(explain(self, case, results))
 
     def compare_weights(self, config: JobConfig) -> None:
-        """Compare the model with the values of `model.weights` with the class of `transformers`. The folder may also be
-        one that this package wrote, which no class reads."""
+        """Compare the model, with the values in `model.weights`, with the class of `transformers` that the folder's
+        `config.json` names. Do nothing if the folder has no `config.json`."""
         if config.model.weights is None or not (Path(config.model.weights) / "config.json").is_file():
             return
         begin = time.perf_counter()
@@ -134,14 +135,14 @@ class Proof:
         row = Row(name, 1, "float32", errors, dict.fromkeys(errors, WEIGHTS_TOLERANCE), len(results), seconds)
         self.rows.append(row)
         if wrong := exceeding(results, row.tolerances):
-            first = wrong[-1]  # logits depend on all gradients' modules, so a gradient names the place
+            first = wrong[-1]  # the logits are first and depend on all modules; a gradient names one module
             module, how = owner(first.name.partition(" ")[2]), f"{len(wrong)} results differ from transformers"
             numbers = (first.name, 1, first.error, first.ratio, first.cosine)
             self.findings.append(Finding(name, *numbers, module, how, ("model.weights",)))
 
     def compare(self, case: Case) -> list[Difference]:
-        """Return the results of a case in order, each with the largest difference of all ranks, except those that
-        rounding changes too much. It runs once."""
+        """Return the results of a case in order, each with the largest difference of all ranks. Results that rounding
+        alone changes too much are left out. A case runs only once."""
         key = structure(case.config)
         if key not in self._results:
             self._results[key] = self._compared(case)
@@ -172,7 +173,8 @@ class Proof:
         return list(found.values())
 
     def _measure_rounding(self, case: Case) -> None:
-        """Measure how far one process that begins one rounding apart departs from the twin of a case in fp32."""
+        """Measure the rounding errors of a case in fp32: the difference of one process from the same process whose
+        parameters begin one rounding apart."""
         _, file = self.reference(case)
         if file in self._rounding:
             return
@@ -186,12 +188,12 @@ class Proof:
             self._leave_out(f"the steps from {steps + 1} on in fp32", max(self._large_rounding(file).values()))
 
     def _large_rounding(self, file: str) -> dict[tuple[int, str], float]:
-        """Return the rounding errors that exceed a third of a tolerance."""
+        """Return the rounding errors that exceed a third of the tolerance, by step and kind of result."""
         limits, known = self._exact_tolerances, self._rounding.get(file, {})
         return {(step, kind): error for (step, kind), error in known.items() if not error <= limits[kind] / 3}
 
     def _comparable_steps(self, file: str) -> int:
-        """Return the number of first steps without a large rounding error."""
+        """Return the number of steps before the first step with a large rounding error."""
         return min((step for step, _ in self._large_rounding(file)), default=STEPS + 1) - 1
 
     def _leave_out(self, what: str, error: float) -> None:
@@ -200,7 +202,8 @@ class Proof:
             self.unproven.append(reason)
 
     def reference(self, case: Case) -> tuple[Reference, str]:
-        """Return one process that trains what a case trains, and the file with its results. It runs once."""
+        """Return the `Reference` of a case: one process that trains the same, and the file with its results. A
+        reference runs only once."""
         first = self._measured(case)
         if first[0].has_batch_norm and not self._has_batch_norm:
             self._has_batch_norm = True  # so the microbatches of one process must be those of the case
@@ -220,8 +223,11 @@ class Proof:
         return self._references[key]
 
     def tolerances(self, case: Case) -> dict[str, float]:
-        """Return the largest difference that a case may have, by kind of result: in fp32 a fixed one, else some times
-        the difference of one process from the same process in fp32."""
+        """Return the largest difference that a case may have, by kind of result.
+
+        In fp32, these are fixed numbers. In the precision of the job, they are 3 times the difference of one process
+        from the same process in fp32, but at least 100 times the number in `TOLERANCES`.
+        """
         if case.is_exact:
             return self._exact_tolerances
         rounding = self.reference(case)[0].rounding_errors
@@ -234,7 +240,8 @@ class Proof:
         return TOLERANCES | (MUON_TOLERANCES if has_muon else {})
 
     def launch(self, function: str, world_size: int, config: JobConfig, *args: Any) -> list[Any]:
-        """Run a function of this package, `module:name`, on ranks with a twin. Return the results of all ranks."""
+        """Run a function of `titan_launch.prove`, `module:name`, with a twin on `world_size` ranks. Return the results
+        of all ranks."""
         return self._call(function, world_size, self.job(config), *args)
 
     def _call(self, function: str, world_size: int, *args: Any) -> list[Any]:
@@ -263,7 +270,7 @@ class Proof:
         return sorted({file for reference, _ in self._references.values() for file in reference.files})
 
     def problems(self) -> list[str]:
-        """Return sentences about models of which a comparison says nothing."""
+        """Return sentences about a model for which a comparison proves nothing."""
         found: dict[str, None] = {}
         for reference, file in self._references.values():
             if reference.changed:
@@ -298,7 +305,8 @@ class Proof:
         return Row(case.name, case.ranks, precision, errors, limits, len(results), seconds)
 
     def _is_pooled(self, case: Case, row: Difference, reference: Reference) -> bool:
-        """Return True for running statistics that ranks compute on their own and pool: one process has no such."""
+        """Return True for running statistics that each rank computes from its own samples, and that ranks then pool.
+        One process has no such statistics to compare with."""
         degrees, is_local = case.config.parallelism, case.config.batchnorm.statistics == "local"
         num_data_ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
         is_statistic = row.name.startswith("buffer ") and row.name.endswith(("running_mean", "running_var"))
@@ -314,14 +322,15 @@ class Proof:
 
 
 _BEYOND_ROUNDING = 10
-"""A difference that is so many times larger than what rounding changes is none of rounding."""
+"""A difference that is more than this many times the rounding error is not caused by rounding."""
 
 _NO_COMPILER = 'compile.backend = "inductor": this host has no C++ compiler, so the graphs ran with "aot_eager"'
 
 
 @contextmanager
 def _failure_on_a_cpu_explained() -> Iterator[None]:
-    """Replace the failure of one process by a UserError. A twin that fails alone says nothing about a layout."""
+    """Replace the failure of one process by a UserError. If the twin fails even on one process, that says nothing about
+    the layout."""
     try:
         yield
     except RunError as error:
@@ -332,15 +341,15 @@ def _failure_on_a_cpu_explained() -> Iterator[None]:
 
 
 _OTHER_SAMPLES = 48
-"""Number of the first sample of other data. A run of a twin reads 48."""
+"""Number of the first sample of other data. A run of a twin reads the 48 samples before it."""
 
 _WEIGHTS = ("loss.z_loss", "loss.label_smoothing", "model.args.experts.balance_loss", "model.args.experts.z_loss")
 """Keys of weights of losses. A weight above 0 must change gradients."""
 
 
 def variants(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return changes of a twin that must change its gradients: other data, by `data`, and each weight of a loss at 0,
-    by its key."""
+    """Return variants of a twin whose gradients must differ from the twin's own. One has other data (key: `data`). The
+    others have one weight of a loss at 0 each (key: the key of the weight)."""
     found = {}
     if job["data"]["kind"] == SAMPLES:
         found["data"] = _changed(job, "data.args.offset", _OTHER_SAMPLES)

@@ -1,4 +1,5 @@
-"""Three steps of a twin on this rank by the run's own functions, and their comparison with those of one process."""
+"""The steps of a twin on this rank, trained by the run's own functions, and their comparison with the steps of one
+process."""
 
 from __future__ import annotations
 
@@ -31,18 +32,18 @@ from titan_launch.train.model import build_job_model
 from titan_launch.train.run import Run
 
 Step = dict[str, Tensor]
-"""The results of a step by name: `loss`, `gradient norm`, and of whole tensors `gradient NAME`, `update NAME`,
-`buffer NAME` and `average NAME`."""
+"""The results of a step by name: `loss`, `gradient norm`, and the whole tensors `gradient NAME`, `update NAME`, `buffer
+NAME` and `average NAME`."""
 
 
 def measure_reference(
     job: dict[str, Any], variants: dict[str, dict[str, Any]] | None, file: str, exact_file: str | None
 ) -> Reference:
-    """Train a twin on one process, and write the results of its steps to `file`. `exact_file` has those of the same
-    twin in fp32, if `job` has another precision.
+    """Train a twin on one process, and write the results of its steps to `file`.
 
-    `variants`: the same twin with other data (`data`), and with the weight of a loss at 0, by the key of the weight.
-    None: the model is known to be deterministic and live.
+    `variants`: variants of the twin whose gradients must differ, by key (`prove.main.variants`). None: earlier runs
+    have shown that the model is deterministic, and that its gradients depend on data and weights of losses.
+    `exact_file`: file with the results of the same twin in fp32; None if `job` is in fp32.
     """
     _check_size(JobConfig.model_validate(job))
     steps, run, _ = train_twin(job)
@@ -76,12 +77,13 @@ def measure_reference(
 
 
 SMALLEST = 1e-6
-"""A gradient whose norm is smaller than this part of the norm of all gradients is a rounding error: the gradient of the
-bias of keys is 0, since softmax does not change when all scores rise by the same number."""
+"""A gradient whose norm is smaller than this part of the norm of all gradients is a rounding error. An example is the
+bias of keys: its gradient is 0, since softmax does not change when all scores rise by the same number."""
 
 
 _BYTES = 100
-"""Bytes for each parameter of one process: the parameter, its gradient and state, and the results of two runs."""
+"""Bytes for each parameter on one process: the parameter, its gradient and optimizer state, and the results of two
+runs."""
 
 
 def _check_size(config: JobConfig) -> None:
@@ -125,8 +127,8 @@ def compare(steps: list[Step], reference: list[Step]) -> list[Difference]:
 
 
 def _follows_rounding(name: str, step: Step) -> bool:
-    """Return True for an update or an average of a parameter whose gradient is a rounding error. AdamW makes an update
-    of usual size of it."""
+    """Return True for an update or an average of a parameter whose gradient is a rounding error. Such an update can be
+    large: AdamW makes the updates of small and of large gradients equally large."""
     kind, _, parameter = name.partition(" ")
     gradient = step.get(f"gradient {parameter}")
     if kind not in ("update", "average") or gradient is None:
@@ -135,8 +137,8 @@ def _follows_rounding(name: str, step: Step) -> bool:
 
 
 def _floors(step: Step) -> dict[str, float]:
-    """Return the smallest norm by which a difference is divided, by the kind of result. The gradient of a parameter may
-    be 0 up to rounding errors."""
+    """Return the smallest norm to divide a difference by, for each kind of result. Without it, a gradient that is 0 up
+    to rounding errors would have a large relative difference."""
     floors = {}
     for kind in ("gradient", "update"):
         squares = [float(value.double().square().sum()) for name, value in step.items() if name.startswith(f"{kind} ")]
@@ -145,11 +147,15 @@ def _floors(step: Step) -> dict[str, float]:
 
 
 FLOOR = 1e-4
+"""Smallest norm to divide a difference by, as a share of the norm of all results of its kind."""
 
 
 def difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor: float) -> Difference:
-    """Return a result beside that of one process, which may have none: `wanted` is then None. `floor`: the smallest
-    norm by which the difference is divided."""
+    """Return the difference of a result from that of one process.
+
+    `wanted`: the result of one process. None: one process has no such result, which counts as zeros. `floor`: the
+    smallest norm to divide the difference by.
+    """
     own = value.double().flatten()
     other = torch.zeros_like(own) if wanted is None else wanted.double().flatten()
     own_norm, norm, apart = (float(tensor.norm()) for tensor in (own, other, own - other))
@@ -217,7 +223,7 @@ def train_twin(
 
 
 class _Gradients(Observer):
-    """The whole gradients of a step before clipping, which `step` gets by name. Collective."""
+    """Observer that writes the whole gradients of a step, before clipping, into `step`. Collective."""
 
     def __init__(self, run: Run, step: Step):
         self._step = step
@@ -261,8 +267,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_gradient(parameter: Tensor, replicas: ReplicaShards | None) -> Tensor:
-    """Return a parameter's gradient, gathered from its shards, and from the chunks of the replicas if the optimizer is
-    sharded over them. Collective."""
+    """Return a parameter's whole gradient, gathered from its shards. If the optimizer is sharded over the replicas, it
+    is also gathered from their chunks. Collective."""
     gradient = parameter.grad
     assert gradient is not None
     if replicas is None or not isinstance(parameter, DTensor):

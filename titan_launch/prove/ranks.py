@@ -1,4 +1,4 @@
-"""Gloo ranks on this host, forked from a process that has imported torch: each begins in 0.1 s instead of 4 s."""
+"""Gloo ranks on this host, forked from a process that has imported torch: so a rank begins in 0.1 s, not in 4 s."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def in_processes(
     received: Callable[[Connection, Any, int], R],
     timeout: float,
 ) -> list[R]:
-    """Run `main(pipe, rank, world_size, store)` in a forked process for each rank, and return what `received(pipe,
-    process, rank)` reads from the pipe of each rank, in the order of ranks.
+    """Run `main(pipe, rank, world_size, store)` in a forked process for each rank. Return what `received(pipe, process,
+    rank)` reads from the pipe of each rank, in the order of ranks.
 
-    `store`: a file for the rendezvous. Ends all processes, and raises TimeoutError if a rank takes longer than
-    `timeout` seconds, and UserError if the host does not start so many processes.
+    `store`: a file for the rendezvous. In the end, all processes are killed. Raises TimeoutError if a rank takes longer
+    than `timeout` seconds, and UserError if the host does not start so many processes.
     """
     pipes, processes = list[Connection](), list[Any]()
     with tempfile.TemporaryDirectory(prefix="titan-launch-ranks-") as folder:
@@ -76,13 +76,13 @@ def in_processes(
 def _started(
     main: Callable[[Connection, int, int, str], None], rank: int, world_size: int, store: str
 ) -> tuple[Connection, Any]:
-    """Return the pipe and the process of a rank. The ranks before it have been started."""
+    """Start the process of a rank. Return its pipe and the process. The ranks before it have been started already."""
     try:
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         with theirs:
             process = _CONTEXT.Process(target=main, args=(theirs, rank, world_size, store))
             process.start()
-    except (OSError, EOFError) as error:  # EOFError: the process that forks has ended
+    except (OSError, EOFError) as error:  # EOFError: the fork server has ended
         reason = f"this host has started {rank} of {world_size} processes: {error}"
         limits = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
         advice = "; raise its limits (ulimit -u, ulimit -n)" if getattr(error, "errno", 0) in limits else ""
@@ -138,10 +138,10 @@ def _main(function: str, args: Any, pipe: Connection, rank: int, world_size: int
     import torch
     import torch.distributed as dist
 
-    with open(os.devnull, "w") as nothing:  # warnings of PyTorch, and prints of a user's model, on every rank
+    with open(os.devnull, "w") as nothing:  # else every rank shows warnings and prints of the model
         for stream in (sys.stdout, sys.stderr):
             os.dup2(nothing.fileno(), stream.fileno())
-    gc.freeze()  # a garbage collection would copy the pages of the process that this one was forked from
+    gc.freeze()  # else a garbage collection would copy the memory pages that are shared with the parent process
     torch.set_num_threads(1)
     status = 0
     try:
@@ -154,5 +154,5 @@ def _main(function: str, args: Any, pipe: Connection, rank: int, world_size: int
         is_of_user = isinstance(error, UserError)
         trace = user_traceback(error) if raised_in_user_forward(error) else traceback.format_exc()
         message, status = _Failure(str(error) if is_of_user else trace.rstrip(), is_of_user, problems), 1
-    pipe.send_bytes(pickle.dumps(message))  # torch's own reducers send tensors as memory that dies with this process
+    pipe.send_bytes(pickle.dumps(message))  # torch's reducers send tensors in memory that ends with this process
     os._exit(status)  # gloo's threads can abort an interpreter that shuts down in the ordinary way

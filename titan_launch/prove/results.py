@@ -25,7 +25,7 @@ TOLERANCES = {"loss": 1e-5, "gradient": 1e-4, "update": 1e-3, "buffer": 1e-4, "a
 
 
 def kind_of(result: Difference) -> str:
-    """Return the kind of a result, by which it has a tolerance."""
+    """Return the kind of a result: a key of `TOLERANCES`."""
     return result.name.split(" ")[0]
 
 
@@ -49,10 +49,10 @@ class Reference:
     has_batch_norm: bool
     num_parameters: int
     names: frozenset[str]
-    """The gradients of a step, which some rank of every layout must have."""
+    """Names of the gradients in the results of a step. In every layout, at least one rank must have each of them."""
 
     changed: tuple[Difference, ...]
-    """The results that differ in a second run: the model is not deterministic."""
+    """The results that differ when the twin is trained a second time. Empty for a deterministic model."""
 
     dead: tuple[str, ...]
     """Trained parameters whose gradient is exactly 0 in every step."""
@@ -64,10 +64,11 @@ class Reference:
     """Trained parameters whose gradient does not depend on the data."""
 
     without_effect: tuple[str, ...]
-    """Weights of losses in the job that change no gradient when they are 0."""
+    """Keys of loss weights in the job that change no gradient when they are set to 0."""
 
     rounding_errors: dict[str, float]
-    """In the precision of the job: the largest difference from the same steps in fp32, by kind of result."""
+    """The largest difference, by kind of result, between the steps in the precision of the job and the same steps in
+    fp32. Empty if the steps are in fp32."""
 
     files: tuple[str, ...]
     """Files of the user's own modules."""
@@ -78,7 +79,7 @@ OUTPUT, INPUT_GRADIENT, LOSS = "output", "input gradient", "gradient of the logi
 
 
 class Event(NamedTuple):
-    """A kind of tensor of a module."""
+    """A tensor to trace: its kind, and the path of its module."""
 
     kind: str
     path: str
@@ -88,5 +89,7 @@ class Departure(NamedTuple):
     """An event whose tensor differs from that of one process."""
 
     order: int
+    """Number of the call among all calls of the step on one process."""
+
     event: Event
     error: float

@@ -12,15 +12,16 @@ from titan_launch.data.sources.interface import SourceContext
 
 _NUM_SAMPLES = 96
 _KINDS = 5
-"""Sample i ignores i % 5 eighths of its targets. Of images, every fifth is ignored."""
+"""Number of kinds of samples. Of tokens, sample i ignores i % 5 eighths of its targets. Of images, every fifth has an
+ignored target."""
 
 
 class Samples:
     """Random tokens or images by index, the same on every rank.
 
-    Tokens: sequences whose ignored targets are at random places. With `documents`, a sequence has up to four; with
-    `pairs`, exactly four, which are two pairs of answers. With `shape`: images of noise, each with a
-    class. `offset`: number of the first sample.
+    By default, a sample is a sequence of tokens, whose ignored targets are at random places. With `documents`, a
+    sequence consists of up to four documents. With `pairs`, it consists of exactly four: two pairs of answers. With
+    `shape`, a sample is an image of noise with a class. `offset`: number of the first sample.
     """
 
     def __init__(

@@ -34,13 +34,14 @@ _PARTS_OF_SUMS: Mapping[str, frozenset[TensorStyle]] = {
         {"colwise", "latent", "by_head", "heads", "experts", "router", "shared_colwise", "shared_rowwise"}
     ),
 }
-"""Tensor-parallel styles of modules whose outputs, or the gradients of whose inputs, may be parts of sums over ranks,
-which are not compared."""
+"""Tensor-parallel styles, by kind of tensor. In modules of these styles, such a tensor may be a partial sum on each
+rank, so it is not compared."""
 
 
 @dataclass
 class Trace:
-    """The tensors of a step by event: for each call its number among all calls of the step, and the tensor."""
+    """The tensors of a step by event. Each call has an entry: its number among all calls of the step, and the
+    tensor."""
 
     num_microbatches: int
     tensors: dict[Event, list[tuple[int, Tensor]]] = field(default_factory=dict)
@@ -76,8 +77,8 @@ def _is_traced(tensor: Any) -> bool:
 
 
 def _before(trace: Trace, path: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Watch the gradient of a module's first input. A view has the gradient of this module alone, not of all that read
-    the same input."""
+    """Watch the gradient of a module's first input. The module gets a view of the input, because the gradient of the
+    view comes from this module alone. The gradient of the input itself is a sum over all modules that read it."""
     if not args or not _is_traced(args[0]) or not args[0].requires_grad:
         return None
     first = args[0].view_as(args[0])
@@ -102,7 +103,7 @@ def departures(run: Run, trace: Trace, reference: Trace, tolerance: float) -> li
         own = trace.tensors.get(event)
         if own is None or place.skips(event):
             continue
-        uses = len(own) // trace.num_microbatches  # in one forward
+        uses = len(own) // trace.num_microbatches  # calls in one forward
         if len(own) % trace.num_microbatches or len(calls) != uses * reference.num_microbatches:
             continue
         for index, (_, tensor) in enumerate(own):
@@ -114,7 +115,7 @@ def departures(run: Run, trace: Trace, reference: Trace, tolerance: float) -> li
 
 
 def _error(own: Tensor, place: _Place, of_one_process: list[Tensor], microbatch: int) -> float | None:
-    """Return the relative difference of a tensor; None if it cannot be compared."""
+    """Return the relative difference of a tensor from that of one process; None if it cannot be compared."""
     if not own.dim():
         return None
     wanted = place.part(torch.cat(of_one_process), own, microbatch)
@@ -130,7 +131,7 @@ _NOTHING = 1e-9
 
 
 class _Place:
-    """The samples, tokens and matrices of this rank."""
+    """The parts of samples, tokens and matrices that this rank has."""
 
     def __init__(self, run: Run):
         layout, config = run.job.layout, run.config
@@ -147,14 +148,14 @@ class _Place:
         self._styles = style_by_module(run.model, styles) if styles and layout.tensor > 1 else {}
 
     def skips(self, event: Event) -> bool:
-        """Return True for tensors that may be parts of sums over ranks."""
+        """Return True for a tensor that is not compared, because it may be a partial sum, or is of divided experts."""
         if event.path in self._experts:
             return True
         return self._styles.get(event.path) in _PARTS_OF_SUMS.get(event.kind, ())
 
     def part(self, whole: Tensor, own: Tensor, microbatch: int) -> Tensor | None:
-        """Return the part of a tensor of all samples that this rank has in a microbatch; None if the shape of `own`
-        fits no part."""
+        """Return the part of `whole`, a tensor of all samples, that this rank has in a microbatch. None: `own` is a
+        partial sum, or its shape fits no part."""
         if isinstance(own, DTensor) and any(place.is_partial() for place in own.placements):
             return None
         local = own.to_local() if isinstance(own, DTensor) else own
@@ -172,7 +173,8 @@ class _Place:
         return found if found.shape == local.shape else None
 
     def _tokens(self, rows: Tensor, local: Tensor) -> Tensor:
-        """Return this rank's tokens of samples: of the first axis that has as many elements as a sequence."""
+        """Return this rank's part of the token axis: the first axis with as many elements as a sequence has tokens.
+        Return `rows` unchanged if there is no such axis, or if sequences are not divided."""
         if self._part is None:
             return rows
         axis = next((dim for dim in range(1, rows.dim()) if rows.shape[dim] == self._seq_len), None)

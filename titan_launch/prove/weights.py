@@ -35,8 +35,8 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
     """Compare logits and gradients of a job's model with those of the folder's class in `transformers`, in fp32, on a
     few sequences. Return a sentence if they cannot be compared.
 
-    The gradients of the class are written as a folder of weights, which is then read as that of the job is. So a
-    mistake in the places of tensors changes both values and gradients.
+    The gradients of the class are written as a weights folder. That folder is then read in the same way as the job's
+    folder. So if the reading puts a tensor into a wrong place, both the values and the gradients differ.
     """
     config = JobConfig.model_validate(job)
     if find_spec("transformers") is None:
@@ -92,7 +92,8 @@ def _places(module: nn.Module) -> Any:
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the logits of sequences, whose cross-entropy has left its gradient in the parameters."""
+    """Return the logits of sequences. Also run the backward of their cross-entropy, which leaves gradients in the
+    parameters."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     logits = find_logits(model(inputs), targets)
     assert logits is not None
@@ -101,8 +102,8 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def write_folder(model: dict[str, Any], seq_len: int, folder: str) -> None:
-    """Write a folder of weights with random values, as `export --format plain` does. `model`: a table `[model]` of this
-    package."""
+    """Write a weights folder with random values, in the format of `export --format plain`. `model`: the table `[model]`
+    of a model of this package."""
     config = ModelConfig.model_validate(model)
     built = build_model(config, seq_len)
     allocate(built.module, torch.device("cpu"))

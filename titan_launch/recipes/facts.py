@@ -39,12 +39,12 @@ _FEW_RECORDS = 200
 """Number of documents below which no validation split is made: it could be empty."""
 
 _SHORT_SIDE = 224
-"""Size of images to which the published image classifiers are made."""
+"""Image size in pixels for which the published image classifiers are made."""
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder with the `config.json` of Hugging Face, or one that `import` wrote."""
+    """A folder with the `config.json` of Hugging Face, or a folder that `titan-launch import` wrote."""
 
     path: str
     name: str
@@ -92,7 +92,7 @@ class DataFolder:
     """The `kind` in `[data]`."""
 
     description: str
-    """Words for the kind of data, such as `text in JSON lines`."""
+    """Description of the data for a comment or message, such as `text in JSON lines`."""
 
     rows: tuple[Row, ...] = ()
     """Keys of `[data]` and of `[validation.data]` besides `kind`, `path` and `split`."""
@@ -104,10 +104,10 @@ class DataFolder:
     """Path of the validation data; None if a split of the same path is used."""
 
     is_split: bool = True
-    """Hold out a split of `path` for validation."""
+    """True if a split of `path` is held out for validation."""
 
     facts: Mapping[str, int] = field(default_factory=dict)
-    """Of images: `channels`, `size` and `classes`."""
+    """For images: `channels`, `size` in pixels, and `classes`. An unknown fact is missing."""
 
     reason: str = ""
     """Reason for `kind`, such as `the first lines have "messages"`; "" if `description` says it."""
@@ -120,14 +120,15 @@ class DataFolder:
 
 
 class UnknownDataError(Exception):
-    """A path without data, or with data whose kind is not clear. The message is a clause after the path."""
+    """Error for a path without data, or with data whose kind is not clear. The message continues a line that begins
+    with the path."""
 
 
 def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
     """Return the facts about the data at a path, by its content.
 
-    `kinds`: kinds to choose from if the first lines suit several, the best one first; without them, such lines are an
-    error. Raises UnknownDataError."""
+    `kinds`: the preferred kinds, the best one first, if the first lines suit several kinds. Raises UnknownDataError if
+    the kind of the data is not clear, also if the first lines suit several kinds and none of them is in `kinds`."""
     try:
         return _facts_about(path, kinds)
     except LinkError as error:
@@ -172,7 +173,7 @@ def _tokens(folder: Path) -> DataFolder | None:
 
 
 def _dataset(folder: Path) -> DataFolder | None:
-    """Return a data set that `save_to_disk` wrote."""
+    """Return the facts about a data set that `save_to_disk` of `datasets` wrote; None for any other folder."""
     named: Any = []
     with suppress(WeightsError):
         named = read_json(folder / "dataset_dict.json").get("splits")
@@ -192,7 +193,8 @@ def _dataset(folder: Path) -> DataFolder | None:
 
 
 def _images(folder: Path) -> DataFolder | None:
-    """Return a folder of class folders, if most of its first files are images, or of WebDataset shards."""
+    """Return the facts about a folder of WebDataset shards, or of class folders whose first files are mostly images.
+    None for any other folder."""
     if next(folder.glob("*.tar"), None):
         return _shards(str(folder / "*.tar"))
     classes = class_folders(str(folder))
@@ -213,7 +215,7 @@ def _shards(path: str) -> DataFolder:
 
 
 def _npz(file: Path) -> DataFolder | None:
-    """Return an `.npz` file with arrays of images."""
+    """Return the facts about an `.npz` file with arrays of images; None for any other file."""
     if file.suffix != ".npz":
         return None
     from titan_launch.data.images.arrays import open_npz
@@ -235,7 +237,7 @@ def _facts(size: int, classes: list[str] | None = None) -> dict[str, int]:
 
 
 def _size_of(image: Path) -> int:
-    """Return the shorter side of an image in pixels; the usual size if Pillow is not installed or refuses the file."""
+    """Return the shorter side of an image in pixels; 224 if Pillow is not installed or refuses the file."""
     from titan_launch.data.images.pillow import MOST_BYTES, PixelFormatError, opened_image
 
     try:
@@ -246,7 +248,7 @@ def _size_of(image: Path) -> int:
 
 
 def _transforms(size: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Return the keys of all images, and those of training images only."""
+    """Return the keys of `[data]` that apply to all images, and those that apply to training images only."""
     side = min(size, _SHORT_SIDE)
     resize = 256 if side == _SHORT_SIDE else side
     imagenet = (Row("mean", [0.485, 0.456, 0.406], "of ImageNet"), Row("std", [0.229, 0.224, 0.225]))
@@ -261,12 +263,15 @@ _ENDS = {
     "images": (".tar",),
     "text": (".txt",),
 }
-"""Ends of the names of the files of each kind. Files with other names are text, too."""
+"""Ends of the file names of each kind of data. Files whose names have another end count as text, too."""
 
 
 def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder:
-    """Return the facts about files: of the kind that has the most bytes. Files of another kind beside them must not
-    look like data: text beside records does if it ends in `.txt`."""
+    """Return the facts about files. Their kind is the one that has the most bytes.
+
+    Raises UnknownDataError if JSON lines or Parquet files are mixed with files that have an end of another kind, such
+    as `.txt`. Files with other ends may lie beside them.
+    """
     sizes: Counter[str] = Counter()
     data: set[str] = set()
     for file in files:
@@ -359,8 +364,8 @@ def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
 
 
 def _kinds_of_line(record: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the kinds of data that a line suits, each with the keys that show it. A line without them is text in
-    another field."""
+    """Return the kinds of data that a line suits, each with the keys of the line that show this kind. The dict is empty
+    if the line suits none of them: its text is then in another field."""
     from titan_launch.data.corpora.chat import ANSWERS, chat_keys
 
     found = {
@@ -376,7 +381,8 @@ def _quoted(keys: Sequence[str]) -> str:
 
 
 def _records(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects of JSON lines. Raises UnknownDataError if there is none, and for a line that is none."""
+    """Yield the JSON object of each line. Raises UnknownDataError if there are no lines, or if a line is not an
+    object."""
     from titan_launch.data.corpora.interface import Part
     from titan_launch.data.corpora.jsonl import JsonlCorpus, parse_line
     from titan_launch.data.corpora.records import RecordError
@@ -408,7 +414,8 @@ def _column(texts: list[str], names: list[str]) -> Row:
 
 
 def _text_of(texts: list[str], what: str, names: list[str]) -> str:
-    """Return the name of the text: `text`, or else the first of `texts`. Raises UnknownDataError if there is none."""
+    """Return the name of the key or column with the text: `text` if `texts` contains it, else the first of `texts`.
+    Raises UnknownDataError if `texts` is empty."""
     if not texts:
         found = one_line(listed(names, most=8))
         nested = '; a key of an inner object needs data.field, such as "meta.text"' if what == "key" else ""

@@ -27,7 +27,7 @@ class Samples:
 def count_samples(data: DataFolder, keys: Mapping[str, Any], seq_len: int, has_tokenizer: bool) -> Samples | None:
     """Return the number of training samples; None if it is unknown before the data is read.
 
-    `keys`: those of `[data]`. `has_tokenizer`: False if bytes are the tokens."""
+    `keys`: the keys of `[data]`. `has_tokenizer`: False if each byte is a token."""
     known = known_samples(DATA_KINDS[data.kind].model_validate(keys), seq_len)
     if known is not None:
         return Samples(known, is_exact=True)
@@ -55,7 +55,8 @@ class Length:
 def length_of(epochs: int, steps: int, prefers_steps: bool, samples: Samples | None, batch: int) -> Length:
     """Return the length of a run with `batch` samples in a step.
 
-    `steps`: usual number of steps. `prefers_steps`: write the steps, unless they are more than `epochs` epochs."""
+    `steps`: usual number of steps of the recipe. `prefers_steps`: True to write `steps` instead of `epochs`, unless
+    they are more than `epochs` epochs."""
     name, value = ("steps", steps) if prefers_steps else ("epochs", epochs)
     if samples is None:
         other = "epochs" if prefers_steps else "steps"

@@ -1,4 +1,4 @@
-"""The recipes of `titan-launch init`: for each, the tables of a job file with comments."""
+"""The recipes of `titan-launch init`. For each recipe, `tables_of` returns the tables of a job file, with comments."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ class Recipe:
     """Lines at the head of the job file."""
 
     kinds: tuple[str, ...]
-    """Kinds of data that suit it."""
+    """Kinds of data (`data.kind`) that suit the recipe. The first is the kind of the default data."""
 
     default_data: str
-    """Data of a job for which none is given: one that every machine has, or a placeholder."""
+    """Data of the job if the user names none: data that every machine has, or a placeholder."""
 
     needs_model: bool
-    """A folder with weights is required."""
+    """True if the user must name a folder with weights."""
 
     longest: int
-    """Largest `training.seq_len`, if the model takes longer sequences."""
+    """`training.seq_len`, unless the model takes only shorter sequences."""
 
     tokens_per_step: int
-    """Approximate tokens of a step of a real model; of images: samples of a step."""
+    """Approximate number of tokens per step of a model that is not small (`_is_small`). For images: number of samples
+    per step."""
 
     steps: int
-    """Usual number of steps. With `prefers_steps` the job has it; else intervals follow from it if the samples of the
-    data are unknown."""
+    """Usual number of steps. With `prefers_steps`, the job has this number. Otherwise it only determines warm-up and
+    intervals, if the number of samples is unknown."""
 
     lr: float
     lr_comment: str
@@ -58,14 +59,15 @@ class Recipe:
     """`training.local_batch_size` if no GPU is known."""
 
     prefers_steps: bool = False
-    """Write `steps` instead of `epochs`, unless they are more than `epochs` epochs."""
+    """True to write `steps` instead of `epochs`, unless they are more than `epochs` epochs."""
 
     epochs: int = 3
     epochs_from_random: int = 3
-    """Epochs of a model with random values."""
+    """Epochs of a model that starts from random values."""
 
     least_steps: int = 0
-    """Number of steps for which a small data set gets a smaller batch."""
+    """Least number of steps. A small data set gets a smaller global batch, so that the run has this number. 0 sets no
+    limit."""
 
     lora_rank: int = 0
     """Rank of the adapters; 0 trains all parameters."""
@@ -182,15 +184,15 @@ class Inputs:
     data: DataFolder | None
     ranks: int
     device: str | None
-    """Device to plan for, by its name in the device table; None: that of the machine."""
+    """Name in the device table of the device to plan for. None: the device of this machine."""
 
     sizes: Sizes
 
 
 def find_data(name: str, path: str | None) -> DataFolder | None:
-    """Return the data of a job: at `path`, or the recipe's default, or None if that is a placeholder.
+    """Return the data at `path`. If `path` is None, return the recipe's default data, or None if it is a placeholder.
 
-    Raises UserError for data of another kind than the recipe needs.
+    Raises UserError if there is no data at the path, or if the recipe does not take data of this kind.
     """
     recipe = RECIPES[name]
     if path is None and recipe.default_data in (CHATS, PAIRS):
@@ -257,8 +259,11 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
 
 
 def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, Length]:
-    """Return samples per step, and the length of the run. The samples are a power of two for each rank, close to the
-    recipe's number of tokens, but few enough for the recipe's least number of steps."""
+    """Return the number of samples per step, and the length of the run.
+
+    Each rank has the largest power of two of samples with which a step has at most the recipe's number of tokens, and
+    the run at least the recipe's `least_steps`. A rank always has at least one sample.
+    """
     model, data, seq_len = inputs.model, inputs.data, seq_len_of(recipe, inputs.model)
     tokens = min(recipe.tokens_per_step, 2**13) if _is_small(recipe, model) else recipe.tokens_per_step
     per_step = recipe.tokens_per_step if "images" in recipe.kinds else max(1, tokens // seq_len)
@@ -332,7 +337,8 @@ _TARGETS = ("layers.*.attention.*", "layers.*.feed_forward.*")
 
 
 def _lora(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
-    """The linear layers of attention and of dense feed-forward layers, by their names in this package."""
+    """Yield the keys of `[lora]`. The targets of a model of this package are the linear layers of attention and of
+    dense feed-forward layers."""
     targets, comment = list(_TARGETS), "modules that match: linear layers, embeddings, experts"
     if model is not None and model.name == HUGGINGFACE:
         targets, comment = ["**.*_proj"], "the usual names in `transformers`"
@@ -376,7 +382,7 @@ def _training(recipe: Recipe, inputs: Inputs, batch: int) -> Iterator[Row]:
 
 
 def seq_len_of(recipe: Recipe, model: ModelFolder | None) -> int:
-    """Return `training.seq_len`: at most the longest sequence that the model takes."""
+    """Return `training.seq_len`: at most the longest sequence that the model takes; 256 for the flavor `debug`."""
     if model is None:
         return recipe.longest if recipe.needs_model else 256
     return min(recipe.longest, model.longest or recipe.longest)
@@ -414,7 +420,7 @@ def _vocabulary(model: ModelFolder | None) -> int:
 
 
 def _is_small(recipe: Recipe, model: ModelFolder | None) -> bool:
-    """Return True for the flavor `debug`, and for folders of that order of size."""
+    """Return True for the flavor `debug`, and for a model folder whose hidden size is at most 256."""
     if model is None:
         return not recipe.needs_model
     width = model.config.get("hidden_size", model.config.get("n_embd"))

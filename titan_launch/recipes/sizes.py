@@ -46,14 +46,17 @@ class Sizes:
 
 
 RecordingsOf = Callable[[JobConfig, Layout, Kernels], Recordings]
-"""Returns the recordings of a job (`commands.parser.recordings_of`)."""
+"""Function that returns the recordings of a job (`commands.parser.recordings_of`)."""
 
 
 def planned_sizes(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Sizes:
     """Return the microbatch and the activation checkpointing with the shortest predicted step among those that fit.
 
-    `config`: the job with a global batch size, which does not change. Of equal steps, the one with the larger
-    microbatch is taken, because it has fewer collectives. Raises what `recordings_of` does.
+    Step times that agree to two digits are equal. Of equal steps, the mode that adds less time is taken, and then the
+    larger microbatch, because it has fewer collectives. If nothing fits, return a microbatch of one sample and mode
+    `full`.
+
+    `config`: the job, whose global batch size does not change. Raises the errors of `recordings_of`.
     """
     where = f"{machine.ranks} {machine.device}"
     found = [(_order(candidate), candidate) for candidate in _candidates(config, machine, recordings_of)]
@@ -72,7 +75,8 @@ class _Candidate:
     local_batch_size: int
     mode: str
     seconds: float | None
-    """Shortest predicted time of a step. None: the links or the peak of the device are unknown."""
+    """Lower end of the predicted interval of the step time. None if the links or the peak FLOP/s of the device are
+    unknown."""
 
     reserved_gib: float
     limit_gib: float
@@ -83,7 +87,7 @@ class _Candidate:
 
 
 _COST = ("none", "selective", "full")
-"""Modes of activation checkpointing, by the time that they add."""
+"""Modes of activation checkpointing, ordered by the time that they add to a step."""
 
 
 def _order(candidate: _Candidate) -> tuple[float, int, int]:
@@ -92,7 +96,8 @@ def _order(candidate: _Candidate) -> tuple[float, int, int]:
 
 
 def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Iterator[_Candidate]:
-    """Yield the best choice of each microbatch that fits: powers of two that divide the global batch."""
+    """Yield the best choice of modes for each microbatch size that fits. The sizes are the powers of two that divide
+    the number of samples per rank and step."""
     hardware = hardware_of(config, machine.ranks, "cuda", machine.device, machine.memory_gib)
     hardware = replace(hardware, gpus_per_node=max(1, min(machine.ranks, hardware.gpus_per_node)))
     auto = config.activation_checkpoint.model_copy(update={"mode": "auto"})
@@ -114,8 +119,11 @@ def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf
 
 
 class _BySize:
-    """Predicts a job from recordings of microbatches of two and four samples: memory at a point of the step, and
-    traffic, are on a line with the size. So a few recordings serve all sizes."""
+    """A predictor of a job's memory, traffic and step time for any microbatch size.
+
+    It usually needs only the recordings of microbatches of two and four samples, because memory at a point of the step,
+    traffic and times are linear functions of the size.
+    """
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, recordings_of: RecordingsOf):
         kernels = hardware.kernels
@@ -128,7 +136,8 @@ class _BySize:
         self._factor = (layout.local_batch_size - 2) / 2
 
     def __call__(self, choice: Choice) -> Footprint:
-        """Return the active memory. A job whose points of memory cannot be paired is recorded in its own size."""
+        """Return the active memory. If the local maxima of memory of the two recordings cannot be paired, record the
+        job with its own microbatch size."""
         return extrapolate(self._two(choice), self._four(choice), self._factor) or self._own()(choice)
 
     def traffic(self, choice: Choice) -> Traffic:
@@ -136,5 +145,5 @@ class _BySize:
         return on_line(self._two.traffic(choice), self._four.traffic(choice), self._factor)
 
     def seconds(self, choice: Choice) -> Seconds | None:
-        """Return the times of a step."""
+        """Return the times of a step; None if they are unknown."""
         return seconds_on_line(self._two.seconds(choice), self._four.seconds(choice), self._factor)

@@ -18,7 +18,7 @@ _COLUMN = 39
 
 @dataclass(frozen=True)
 class Row:
-    """A key of a table."""
+    """A key of a table, with its value and a comment behind it."""
 
     key: str
     value: Any

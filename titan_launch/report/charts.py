@@ -28,10 +28,10 @@ _MAX_POINTS = 600
 the first value that is not finite."""
 
 _MAX_NAMES = 8
-"""Largest number of series with names below a chart, and in the text that a pointer shows."""
+"""Largest number of series that the legend names, and that the text at the mouse pointer names."""
 
 _MAX_COLUMNS = 120
-"""Largest number of places of a chart with a text that a pointer shows."""
+"""Largest number of places of a chart where the mouse pointer shows a text."""
 
 _FAR = 4
 """A limit that exceeds every bar by this factor is not drawn, because the bars would be too short to read."""
@@ -48,12 +48,14 @@ def line_chart(
     is_difference: bool = False,
     has_hover: bool = True,
 ) -> str:
-    """Return a chart of values by step, or by what `x` names. Values that are not finite are gaps. A series without
-    finite values has no line. `title`, which has the unit of the values, and names are plain text.
+    """Return a chart with a line for each series.
 
-    `is_difference`: True for differences from a first series, which is not in `series`. 0 is in the scale, with a line
-    of its own, and the colors begin with the second. `has_hover`: True for texts with the values, which a pointer
-    shows."""
+    Values that are not finite are gaps. A series without finite values has no line. `title` contains the unit of the
+    values. `x` is the name of the horizontal axis. `title` and all names are plain text.
+
+    `is_difference`: True if the series are differences from another series. The chart then has a line at 0, and the
+    first color is not used, because it belongs to that other series. `has_hover`: True to show the values at the mouse
+    pointer."""
     lines = {name: [list(part) for part in _parts(_thinned(points))] for name, points in series.items()}
     finite = [point for parts in lines.values() for part in parts for point in part]
     if not finite:
@@ -85,7 +87,7 @@ def line_chart(
 
 
 def _hover_of_lines(lines: Mapping[str, Sequence[Points]], x: str, to_x: Callable[[float], float]) -> Iterator[str]:
-    """Yield invisible columns with the values of all lines at a place, for a pointer."""
+    """Yield invisible columns, each with a text for the mouse pointer: the values of all lines at a place."""
     shown = {name: dict(point for part in parts for point in part) for name, parts in [*lines.items()][:_MAX_NAMES]}
     places = sorted({place for values in shown.values() for place in values})
     places = places[:: -(-len(places) // _MAX_COLUMNS)] if places else []
@@ -145,7 +147,7 @@ def stacked_chart(title: str, columns: Sequence[Column], unit: str, colors: Mapp
 
 
 def _segments(parts: Mapping[str, float], names: Iterable[str]) -> Iterator[tuple[str, float, float]]:
-    """Yield the name, the start and the end of each part, one behind the other."""
+    """Yield the name, the start and the end of each part. Each part starts where the previous one ends."""
     end = 0.0
     for name in names:
         start, end = end, end + _extent(parts.get(name, 0.0))
@@ -193,7 +195,7 @@ _ROW = 44
 
 def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, int], limit: float | None = None) -> str:
     """Return horizontal bars with one scale, which begins at 0; "" without a bar. `title`: what is measured, with its
-    unit. `limit`: value that is drawn as a line. If it exceeds all bars by far, it is only named."""
+    unit. `limit`: value that is drawn as a line. If it exceeds all bars by far, only the title mentions it."""
     lengths = [sum(map(_extent, bar.parts.values())) for bar in bars]
     if not bars or not max(lengths) > 0:
         return ""
@@ -259,8 +261,8 @@ def text_chart(series: Mapping[str, Points], x: str) -> list[str]:
 
 
 def value_at(points: Points, place: float) -> float:
-    """Return the value of a series at a place, interpolated between its points; NaN before the first point and behind
-    the last."""
+    """Return the value of a series at a place, interpolated between its points. Return NaN before the first point and
+    after the last one."""
     if not points or not points[0][0] <= place <= points[-1][0]:
         return math.nan
     index = bisect_left(points, place, key=itemgetter(0))
@@ -326,7 +328,7 @@ def _whole(value: float) -> str:
 
 
 def _column(left: float, width: float, top: float, bottom: float, lines: Sequence[str] | Iterator[str]) -> str:
-    """Return an invisible column with a text that a pointer shows."""
+    """Return an invisible column with a text for the mouse pointer."""
     text = escape("\n".join(lines))
     frame = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{bottom - top}"'
     return f'<rect class="hover" {frame}><title>{text}</title></rect>'
@@ -373,7 +375,7 @@ def _ticks(low: float, high: float, is_whole: bool = False, intervals: int = 4) 
 
 
 def _number(value: float, ticks: Sequence[float]) -> str:
-    """Return a tick's number with the digits that tell it from the next."""
+    """Return the number of a tick, with as many digits as tell it from the next tick."""
     step = ticks[1] - ticks[0]
     largest = max(abs(ticks[0]), abs(ticks[-1]))
     if largest >= 1e7 or largest < 1e-3:

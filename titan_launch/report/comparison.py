@@ -45,20 +45,20 @@ _MOST_KEYS = 20
 
 @dataclass(frozen=True)
 class Line:
-    """A figure of all runs."""
+    """One figure of the comparison, such as the median speed, for all runs."""
 
     name: str
     values: tuple[float | None, ...]
     """The figure of each run. None for a run without it."""
 
     cells: tuple[str, ...]
-    """The same with its spread, as text."""
+    """The figure of each run as text, with its spread if it is a median."""
 
     is_change_relative: bool = True
     """True if a change is shown in percent, False if it is shown as a difference."""
 
     def changes(self) -> list[str]:
-        """Return the change of each run from the first as text; "" for the first run."""
+        """Return the change of each run's figure from that of the first run, as text; "" for the first run."""
         return ["", *(self._change(value) for value in self.values[1:])]
 
     def _change(self, value: float | None) -> str:
@@ -77,26 +77,26 @@ class Comparison:
         """Names of the runs, all different."""
 
         self.keys = dict(_different_keys(runs))
-        """Keys of the configuration that differ, with the value of each run; None for a key that is unset. Those that
-        change the model or the result are the first."""
+        """Keys of the configuration that differ, with the value of each run; None for a key that is unset. Keys that
+        change the model or the result come first."""
 
         self.axis = loss_axis(runs)
         """The axis over which losses are compared: `step`, `tokens` or `images`."""
 
         self.step = _last_common_step(runs)
-        """The last step that all runs have reported; None if there is none."""
+        """The last step for which all runs have reported a training loss; None if there is no such step."""
 
         self.lines = [line for line in _lines(self) if any(value is not None for value in line.values)]
-        """The figures. Loss and speed are the first."""
+        """The figures. Loss and speed come first."""
 
         common = set.intersection(*(set(run.tags) for run in runs))
         found = {name: sorted({*run.tags} - common) for name, run in zip(self.names, runs, strict=True)}
         self.only_in_some = {name: tags for name, tags in found.items() if tags}
-        """Metrics that not all runs have, by the run that has them."""
+        """Metrics that not all runs have, by the name of a run that has them."""
 
     def loss_differences(self, tag: str) -> dict[str, Points]:
-        """Return a loss of each run, except for the first, minus that of the first, over `axis`. Runs without the loss
-        are left out."""
+        """Return the loss `tag` of each other run minus that of the first run, over `axis`, by the name of the run.
+        Runs without the loss are omitted."""
         reference, *others = (loss_curve(run, tag, self.axis) for run in self.runs)
         found = zip(self.names[1:], others, strict=True)
         return {name: points for name, curve in found if (points := difference_of_curves(curve, reference))}
@@ -213,7 +213,7 @@ class Comparison:
                 yield line_chart(f"difference of the {name}", minus, self.axis, is_difference=True)
 
     def _labels(self) -> list[str]:
-        """Return the names of the runs, with the value of the key that differs if it is a single one."""
+        """Return the names of the runs. If only one key differs, each name contains the run's value of this key."""
         if len(self.keys) != 1:
             return self.names
         ((key, values),) = self.keys.items()
@@ -230,8 +230,8 @@ class Comparison:
         return {label: run.values(tag) for label, run in found if tag in run.tags}
 
     def slower(self, percent: float) -> list[str]:
-        """Return a sentence for each run whose median speed is more than `percent` below that of the first. Raises
-        UserError if a run has no speed, or another kind of speed."""
+        """Return a sentence for each run whose median speed is more than `percent` below that of the first run. Raises
+        UserError if a run reports no speed, or if the runs report different kinds of speed."""
         tags = [speed_tag(run) for run in self.runs]
         if None in tags or len({*tags}) > 1:
             kinds = ", ".join(f"{name}: {tag or 'none'}" for name, tag in zip(self.names, tags, strict=True))
@@ -245,8 +245,8 @@ class Comparison:
         ]
 
     def loss_differs(self, limit: float) -> list[str]:
-        """Return a sentence for each run whose loss at the last common step differs by more than `limit` from that of
-        the first, or is not finite. Raises UserError if the runs have no loss at a common step."""
+        """Return a sentence for each run whose loss at the last common step is not finite, or differs by more than
+        `limit` from that of the first run. Raises UserError if the runs have no loss at a common step."""
         if self.step is None:
             raise UserError("error: --fail-if-loss-differs: the runs have no loss at a common step")
         losses = [dict(run.values(LOSS))[self.step] for run in self.runs]
@@ -264,7 +264,7 @@ def _progress(run: RecordedRun) -> str:
 
 
 def _distinct_names(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return the shortest ends of the folders' paths that are all different."""
+    """Return the shortest ends of the folders' paths that are all different. Raises UserError for equal folders."""
     parts = [run.folder.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = [one_line(str(Path(*path[-length:]))) for path in parts]

@@ -84,8 +84,11 @@ def _part_tags(run: RecordedRun) -> dict[str, str]:
 
 
 def time_parts(run: RecordedRun) -> dict[str, float]:
-    """Return the parts of the time of a step in seconds, each the mean of the reports, and the pauses as the mean of
-    all steps. What no metric measures is UNMEASURED. Empty for a run without reports."""
+    """Return the mean seconds per step of each part of a step and of each pause. Empty for a run without reports.
+
+    The mean of a part is over the reports of `RecordedRun.steady`. The mean of a pause is over all steps. Step time
+    that belongs to no metric is the part UNMEASURED.
+    """
     step = _mean(run.steady(STEP_SECONDS))
     if step is None:
         return {}
@@ -98,9 +101,11 @@ def time_parts(run: RecordedRun) -> dict[str, float]:
 
 
 def step_columns(run: RecordedRun) -> list[Column]:
-    """Return the parts of the time of a step in seconds over the run, without pauses: a column for each report, or in a
-    long run for several consecutive ones, as the mean of their steps. The parts add up to `time/step_s`. Reports with a
-    number that is not finite are left out."""
+    """Return the parts of the step time in seconds over the run, without pauses.
+
+    There is a column for each report. In a long run, a column has the mean of several consecutive reports, weighted by
+    their steps. The parts of a column add up to `time/step_s`. Reports with a number that is not finite are omitted.
+    """
     totals = run.values(STEP_SECONDS)
     tags = {name: dict(run.values(tag)) for name, tag in _part_tags(run).items() if name not in PAUSES}
     columns, before = [], 0
@@ -128,7 +133,8 @@ def _merged(columns: Sequence[Column]) -> Column:
 
 
 def _mean_of_steps(run: RecordedRun, tag: str) -> float:
-    """Return the mean of a metric over all steps. Its value in a report is the mean since the report before it."""
+    """Return the mean of a metric over all steps. In each report, the metric is the mean of the steps since the
+    previous report."""
     values = run.values(tag)
     first = [0, *(step for step, _ in values)]
     total = sum((step - before) * value for (step, value), before in zip(values, first, strict=False))
@@ -141,8 +147,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def loss_axis(runs: Sequence[RecordedRun]) -> str:
-    """Return the axis over which losses of runs are compared: `step`, or `tokens` or `images` if the runs differ in
-    their number per step."""
+    """Return the axis over which losses of runs are compared: `tokens` or `images` if the runs differ in their number
+    per step, else `step`."""
     seen = [dict(run.values(_SAMPLES)) for run in runs]
     images = any("images" in (speed_tag(run) or "") for run in runs)
     sizes = [1 if images else run.seq_len for run in runs]
@@ -157,8 +163,8 @@ def loss_axis(runs: Sequence[RecordedRun]) -> str:
 
 
 def loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
-    """Return a loss over an axis of `loss_axis`. A point whose place is not finite, or not behind the point before it,
-    is left out."""
+    """Return the points of a loss. `axis`: a result of `loss_axis`. A point is omitted if its place on the axis is not
+    finite, or not larger than that of the previous point."""
     if axis == "step":
         return run.values(tag)
     size = 1 if axis == "images" else run.seq_len or 1
@@ -172,8 +178,8 @@ def loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
 
 
 def difference_of_curves(curve: Points, reference: Points) -> Points:
-    """Return the difference from a reference at each place of a curve where the reference has a value, or has values on
-    both sides, between which it is interpolated."""
+    """Return the difference of a curve from a reference, at each point of the curve that lies between the first and the
+    last point of the reference. The reference is interpolated between its points."""
     first, last = (reference[0][0], reference[-1][0]) if reference else (0.0, -1.0)
     return [(place, value - value_at(reference, place)) for place, value in curve if first <= place <= last]
 

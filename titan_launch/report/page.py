@@ -1,4 +1,4 @@
-"""Pages of HTML in one file each: without a script, and without anything from the network."""
+"""HTML pages. Each page is a single file without scripts, and loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def section(title: str, *content: str) -> str:
 
 
 def folded(title: str, content: str) -> str:
-    """Return a part of a page that opens with a click."""
+    """Return a part of a page that opens with a click; "" without content."""
     return f"<details><summary>{escape(title)}</summary>\n{content}</details>" if content else ""
 
 
@@ -112,7 +112,7 @@ def charts(figures: Iterable[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "plain") -> str:
-    """Return a table of plain text; "" without rows. `kind`: its class; `marked` highlights the rows."""
+    """Return a table with cells of plain text; "" without rows. `kind`: CSS class; `marked` highlights the rows."""
     lines = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
     if not lines:
         return ""

@@ -1,6 +1,6 @@
-"""A run as its folder records it, also while the run writes to the folder. Nothing here changes the folder.
+"""The reader of run folders. It can read a folder while the run writes to it, and changes nothing there.
 
-The folder may come from a stranger. Each file has a limit, and the parts of it that are shown are checked.
+The folder may come from a stranger. So each file has a size limit, and the parts of a file that are shown are checked.
 """
 
 from __future__ import annotations
@@ -53,28 +53,30 @@ MOST_REPORTS = 2_000_000
 """Limit of the reports in a file."""
 
 MOST_FOLDERS = 200_000
-"""Limit of the folders in which runs are looked for."""
+"""Largest number of folders that a search for runs visits."""
 
 MOST_METRICS = 20_000
 """Limit of the different metrics of a run."""
 
 LARGEST, SMALLEST = 1e150, 1e-150
-"""Larger numbers count as infinite and smaller ones as 0, so that sums, differences and quotients of two numbers are
-finite."""
+"""Numbers of larger magnitude count as infinite, and numbers of smaller magnitude as 0. So sums, differences and
+quotients of two other numbers are finite."""
 
 _MOST_STEPS = 10**15
 _LONGEST_NAME = 500
 _MOST_STARTS = 200
-"""Limit of the starts that are shown: the last ones."""
+"""Largest number of starts that are shown. They are the last ones."""
 
 _LOG_HEAD, _LOG_TAIL = MIB // 4, MIB // 16
-"""Bytes at the start and at the end of a start's first log that are read. Of the other logs, only the end is read."""
+"""Number of bytes that are read at the beginning and at the end of the log of a start's first rank. Of the logs of
+other ranks, only the end is read."""
 
 _MOST_ERROR_BYTES = 128 * MIB
-"""Limit of the bytes of these other logs. Those of the newest start are read first."""
+"""Largest number of bytes that are read from the logs of other ranks, over all starts. The logs of the newest start are
+read first."""
 
 _MOST_RECORD_BYTES = 64 * MIB
-"""Limit of `units.json` and of `precision_audit.json`, which has 1 kB for each module."""
+"""Largest size of `units.json` and of `precision_audit.json`. The latter has 1 kB for each module."""
 
 _LONGEST_MESSAGE = 1000
 
@@ -160,20 +162,20 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Start:
-    """A start of all ranks."""
+    """A start of all ranks. A run that was resumed has several starts."""
 
     number: int
     step: int
     """Step of the checkpoint from which the ranks started, or 0."""
 
     began: datetime | None
-    """Time of the first log line. None if there is none."""
+    """Time of the first log line. None without a log line."""
 
     ended: datetime | None
-    """Time of the last log line."""
+    """Time of the last log line. None without a log line."""
 
     num_logs: int
-    """Number of ranks with a log file here."""
+    """Number of ranks whose log of this start is in the run folder."""
 
     end: str
     """Last message, or the first line of the error that ended the start."""
@@ -203,12 +205,12 @@ class Reports:
     """The steps with a report, strictly increasing."""
 
     columns: Mapping[str, tuple[Sequence[int], Sequence[float]]]
-    """Steps and values of each metric, in the order of their first report."""
+    """Steps and values of each metric. The metrics are in the order in which they were first reported."""
 
 
 class Series(Sequence[tuple[int, float]]):
-    """The pairs (step, value) of a metric. They are made when they are read, since each takes seven times the memory of
-    its numbers."""
+    """The pairs (step, value) of a metric. A pair is created only when it is read, because it takes seven times the
+    memory of its numbers."""
 
     def __init__(self, steps: Sequence[int], values: Sequence[float]):
         self._steps, self._values = steps, values
@@ -231,11 +233,11 @@ class Series(Sequence[tuple[int, float]]):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The records of a run."""
+    """The content of a run folder. Most files are read only when a property needs them."""
 
     folder: Path
     name: str
-    """Text that tells the run from the others of a comparison."""
+    """`job.name`."""
 
     config: Mapping[str, Any]
     """The content of `config.json`: the resolved job, as nested tables."""
@@ -283,7 +285,7 @@ class RecordedRun:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """The last starts of the run, at most 200, from their logs."""
+        """The last starts of the run, at most 200, from their logs. The oldest is the first."""
         logs = self.folder / "logs"
         reader = _Logs(_MOST_ERROR_BYTES)
         folders = ((number, logs / attempt_name(number)) for number in self._attempts[: -_MOST_STARTS - 1 : -1])
@@ -333,20 +335,20 @@ class RecordedRun:
 
     @cached_property
     def _slow_steps(self) -> set[int | None]:
-        """The step of the first report after each start."""
+        """The step of the first report after each start. None if a start has no report."""
         steps = self.reports.steps
         later = (bisect_right(steps, start.step) for start in self.starts)
         return {steps[index] if index < len(steps) else None for index in later}
 
     def steady(self, tag: str) -> list[float]:
-        """Return the values of a metric without those of the first report after each start, which has the slow first
-        steps. If there are no others, return all."""
+        """Return the values of a metric without those of the first report after each start, because this report
+        contains the slow first steps. If there are no other reports, return all values."""
         found = self.values(tag)
         return [value for step, value in found if step not in self._slow_steps] or [value for _, value in found]
 
     @property
     def num_ranks(self) -> int | None:
-        """Number of ranks of the last report with a throughput, or None."""
+        """Number of ranks: the last reported throughput, divided by the throughput per device. None if unknown."""
         for tag in self.tags:
             if tag.endswith("_per_second") and (of_device := self.values(f"{tag}_per_device")):
                 step, value = self.values(tag)[-1]
@@ -357,7 +359,8 @@ class RecordedRun:
 
 
 def load_run(folder: Path) -> RecordedRun:
-    """Read a run folder. Raises UserError if it is none, or if a file is damaged."""
+    """Read a run folder. Raises UserError if the folder is not a run folder, if the run had a phantom GPU or ended
+    before its first step, or if a file is damaged."""
     if not _is_run(folder):
         raise UserError(_no_run(folder))
     if is_marked(folder):
@@ -411,8 +414,8 @@ def _no_run(folder: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[Report]:
-    """Yield the reports of a file. A last line that is not complete is still being written, or was truncated by a
-    kill, and is dropped. Raises UserError for any other line that is no report."""
+    """Yield the reports of a file; none if the file does not exist. An incomplete last line is dropped: the run is
+    still writing it, or was killed. Raises UserError if any other line is not a report."""
     tags: dict[str, str] = {}
     try:
         for number, line in numbered_lines(path):
@@ -434,7 +437,8 @@ def _lines(path: Path) -> Iterator[Report]:
 
 
 def _report(line: bytes, tags: dict[str, str]) -> Report:
-    """Return a report. Raises ValueError. `tags`: the metrics so far; equal ones are one string, to save memory."""
+    """Return the report of a line. Raises ValueError if the line is not a report. `tags`: the names of metrics in
+    earlier lines. Reports share these strings, to save memory."""
     table = parse_json(line)
     if not isinstance(table, dict):
         raise ValueError("not an object")
@@ -467,10 +471,11 @@ def _number(tag: str, value: Any) -> float:
 
 
 def _merged(lines: Iterator[Report]) -> Reports:
-    """Return one report for each step. A run that starts again at an earlier step replaces the later ones."""
-    steps = array("q")  # of all reports, also of those that are replaced
-    kept: list[int] = []  # indices of the others
-    columns: dict[str, tuple[array[int], array[float]]] = {}  # index of the report, and value
+    """Return one report for each step. If a run starts again at an earlier step, its new reports replace those of later
+    steps. Several lines of a step are one report, with the last value of each metric."""
+    steps = array("q")  # the steps of all reports, including replaced ones
+    kept: list[int] = []  # indices of the reports that are not replaced
+    columns: dict[str, tuple[array[int], array[float]]] = {}  # indices of reports, and values, by tag
     has_repeated = False
     for step, report in lines:
         while kept and steps[kept[-1]] > step:
@@ -498,7 +503,8 @@ def _merged(lines: Iterator[Report]) -> Reports:
 def _without_replaced(
     columns: Mapping[str, tuple[array[int], array[float]]], kept: set[int]
 ) -> dict[str, tuple[array[int], array[float]]]:
-    """Return the last value of each report in `kept`."""
+    """Return the columns with the reports in `kept` only. If a report has several values of a metric, the last one
+    remains."""
     found = {}
     for tag, column in columns.items():
         last = {index: value for index, value in zip(*column, strict=True) if index in kept}
@@ -560,7 +566,7 @@ _RESUMED = re.compile(r"resumed from .*step-(\d{1,15})\b", re.ASCII)
 
 @dataclass
 class _Logs:
-    """A reader of logs with a limit on the bytes of those of other ranks than the first."""
+    """A reader of logs. `bytes_left`: bytes that it may still read from the logs of all ranks except the first."""
 
     bytes_left: int
 
@@ -585,8 +591,8 @@ class _Logs:
         )
 
     def _lines(self, path: Path, head: int) -> list[tuple[str, str, str]]:
-        """Return the time, level and text of the lines at the end of a log, and of those in its first `head` bytes. If
-        `head` is 0, the log is read for its errors."""
+        """Return the time, level and text of the lines in the first `head` bytes and at the end of a log. If `head` is
+        0, the log is read only for its errors, and the bytes count against `bytes_left`."""
         if not head and self.bytes_left <= 0:
             return []
         try:

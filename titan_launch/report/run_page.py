@@ -40,7 +40,7 @@ _LOSSES = (LOSS, "validation/loss", "validation/ema_loss")
 
 
 def run_page(run: RecordedRun) -> str:
-    """Return the page of a run. What the run does not report is not shown."""
+    """Return the page of a run. Sections for which the run has no data are omitted."""
     state = f'<span class="state {run.state}">{run.state}</span>'
     now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
     return page(
@@ -107,7 +107,7 @@ def _memory(run: RecordedRun) -> str:
         against = change(size, peaks[PREDICTED]) if tag == MEASURED and PREDICTED in peaks else ""
         rows.append((tag.partition("/")[2], gib(size), against, known.meaning.replace("`", "") if known else ""))
     shown = {tag: text for tag, text in _BARS.items() if math.isfinite(peaks.get(tag, math.inf))}
-    if RESERVED in shown:  # the bars and the limit are of the GPU
+    if RESERVED in shown:  # then all bars and the limit are GPU memory
         shown.pop(HOST, None)
     bars = [Bar(f"{text}: {gib(peaks[tag])}", {text: peaks[tag]}) for tag, text in shown.items()]
     colors = {text: index for index, text in enumerate(_BARS.values())}

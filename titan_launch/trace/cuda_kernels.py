@@ -4,27 +4,28 @@ Eager PyTorch saves the same tensors on both devices, except for a few operation
 Their outputs have the right shape, dtype and strides, and the tensors that they save have the right size.
 
 - RMSNorm: a CPU runs several operations, which save two fp32 copies of the input. CUDA's `_fused_rms_norm` saves the
-  input and an fp32 factor for each row. It requires weight and input of one dtype. Otherwise CUDA runs the several
-  operations too, and nothing is replaced.
+  input and an fp32 factor for each row. It requires that weight and input have the same dtype. If their dtypes differ,
+  CUDA runs the several operations too, and nothing is replaced.
 - LayerNorm: both devices run the same operation. CUDA saves mean and factor of the rows in fp32 even for a bf16 input.
-- Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. The
-  kernel that stores all scores runs for other shapes than (batch, heads, tokens, head_dim), and for grouped queries in
-  fp32. cuDNN's kernel saves as much as flash attention. It runs here for values of another width than the queries,
-  which `plan.attention_kernels` permits.
+- Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. If the
+  shapes are not (batch, heads, tokens, head_dim), and for grouped queries in fp32, CUDA runs the kernel that stores all
+  scores. cuDNN's kernel saves as many bytes as flash attention. The replacement uses it if values have another width
+  than queries, as `plan.attention_kernels` permits.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
-  inputs, its output, and an fp32 logarithm for each query. Its table of blocks is not counted.
-- Products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). Other dtypes and a CPU run one
-  product for each expert. Both save rows and stacked matrices. A trace has no counts of rows, so it divides the rows of
-  a rank equally among its experts. With expert parallelism, the rank receives `planner.expert_load` times as many rows
-  as the mean rank. Classes of `transformers` call the grouped product in any dtype, which a CPU computes too. PyTorch's
-  function of its shapes rejects fp32 before 2.15, and is replaced.
+  inputs, its output, and an fp32 logarithm for each query. The memory of its block mask is not counted.
+- Matrix products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). With other dtypes, and
+  on a CPU, there is one product for each expert. In both cases, the rows and the stacked matrices are saved. A trace
+  does not know how many rows each expert gets, so it divides the rows of a rank equally among its experts. With expert
+  parallelism, the rank receives `planner.expert_load` times as many rows as the mean rank. Classes of `transformers`
+  call the grouped product in any dtype, and a CPU computes it too. Before 2.15, PyTorch's function that computes the
+  shapes of a grouped product rejects fp32, so it is replaced.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
-This behaviour of CUDA was read in PyTorch's source (2.13: `layer_norm.cpp`, `sdp_utils.cpp`, `derivatives.yaml`).
-Workspaces inside kernels (flash attention's backward, cuDNN's convolutions) are not counted. Calls through
-`torch.nn.functional` and its layers are replaced, and calls of `torch.rms_norm` and `torch.layer_norm`. A function that
-a model's file imports by name is not replaced.
+This behavior of CUDA is known from PyTorch's source (2.13: `layer_norm.cpp`, `sdp_utils.cpp`, `derivatives.yaml`).
+Workspaces inside kernels (flash attention's backward, cuDNN's convolutions) are not counted. The replacements apply to
+functions of `torch.nn.functional`, to the layers of `torch.nn` that call them, and to `torch.rms_norm` and
+`torch.layer_norm`. A function that a model's file imports by name is not replaced.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def kernels_replaced(
     """Let CPU operations save the tensors for backward that they would save on a device of the family `kernels`, until
     the end of the block.
 
-    `backend`: value of `kernels.attention` in the job. `expert_load`: value of `planner.expert_load`. `note`
-    takes the work of kernels in whose place no operation runs.
+    `backend`: value of `kernels.attention` in the job. `expert_load`: value of `planner.expert_load`. `note`: function
+    that is called with the work of a kernel whose replacement runs no operation.
     """
     with ExitStack() as stack:
         stack.enter_context(grouped_products_have_shapes())
@@ -110,7 +111,7 @@ class _FusedNorm(torch.autograd.Function):
         rows = x.numel() // row_size
         statistics = [x.new_empty(rows, dtype=torch.float32) for _ in range(num_statistics)]
         ctx.save_for_backward(x, weight, bias, *statistics)
-        return x.clone(memory_format=torch.contiguous_format)  # reads and writes as many bytes
+        return x.clone(memory_format=torch.contiguous_format)  # reads and writes as many bytes as the kernel
 
     @staticmethod
     @once_differentiable
@@ -165,7 +166,8 @@ def scaled_dot_product_attention(  # noqa: PLR0913 - the signature is PyTorch's
         if query.shape[-1] == value.shape[-1]:
             flash = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
             return _first(flash)
-        if has_equal_heads and max(query.shape[-1], value.shape[-1]) <= WIDEST_FLASH:  # else padded for flash attention
+        # Values have another width only if the model does not pad them (`ScoreOptions.pads_values`).
+        if has_equal_heads and max(query.shape[-1], value.shape[-1]) <= WIDEST_FLASH:
             needs_gradient = torch.is_grad_enabled()
             return _first(
                 _aten._scaled_dot_product_cudnn_attention(
@@ -222,8 +224,8 @@ class _FlexAttention(torch.autograd.Function):
 
 
 def _attention_work(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Work:
-    """Return the work of a forward. A query reads as many keys as its window has; without one, every pair of tokens
-    counts, as in `train.flops`."""
+    """Return the work of a forward of attention. With a window, each query reads as many keys as the window has.
+    Without a window, every pair of tokens counts, as in `train.flops`."""
     every = k.shape[2]
     keys = min(every, window or every)
     flops = 2 * prod(q.shape[:3]) * keys * (q.shape[3] + v.shape[3])

@@ -1,4 +1,4 @@
-"""A dry run: one process builds the part of one rank in a run, without tensor values and without other ranks."""
+"""A dry run: one process builds what one rank of a run would build, without tensor values and without other ranks."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # its entries refer to this group's meshes, and match equal meshes
+        _clear_sharding_prop_cache()  # its entries refer to this group's meshes, and would match equal meshes later
 
 
 _WITHOUT_VOTE = {
@@ -55,11 +55,11 @@ releases the stages open their connections (the last method).
 
 @contextmanager
 def sends_held() -> Iterator[None]:
-    """Keep each sent tensor until its work is dropped, until the end of the block.
+    """Until the end of the block, let the work object of a send keep the sent tensors alive, as with gloo.
 
-    Gloo's works keep what they send. PyTorch's schedules of several stages per rank drop the works of all sends at the
-    end of the step. NCCL's works keep nothing: the allocator frees a sent tensor when the other rank has received it,
-    which a trace takes to be at once.
+    PyTorch's schedules of several stages per rank keep the work objects of all sends until the end of the step. Work
+    objects of NCCL keep no tensors: the allocator frees a sent tensor when the other rank has received it. A trace
+    assumes that this happens at once.
     """
     send = dist.ProcessGroup.send
 

@@ -1,4 +1,4 @@
-"""Observers of a traced step: the current point of the step, and collectives of tensor, context and pipeline
+"""Observers of a traced step: the current point of the step, and collectives of tensor, context, pipeline and expert
 parallelism.
 """
 
@@ -129,7 +129,8 @@ _SENT_SHARE: dict[str, Callable[[int], Fraction]] = {
     "broadcast": lambda n: Fraction(1),
     "send": lambda n: Fraction(1),
 }
-"""Bytes that a rank of n sends, as a share of its input, by functional collective or point-to-point operation."""
+"""Bytes that each of n ranks sends, divided by the bytes of its input, as a function of n. The keys are functional
+collectives and point-to-point operations."""
 
 _IN_PLACE = {
     "allreduce_": ("all_reduce", 0),
@@ -182,7 +183,7 @@ class ExchangesCounted(TorchDispatchMode):
             return
         axis, size = self._axes[group]
         name, index = _IN_PLACE.get(operation, (operation, 0))
-        if axis in ("context", "expert") and operation in _OF_FSDP:  # whose ranks may be the same
+        if axis in ("context", "expert") and operation in _OF_FSDP:  # of FSDP2, whose group may have the same ranks
             return
         sent = _num_bytes(args[index]) * _SENT_SHARE[name](size)
         counted: dict[str, Any] = {axis: Exchange(1, round(sent))}
@@ -195,7 +196,7 @@ def _group_of(args: Sequence[Any]) -> str:
     names = [arg for arg in args if isinstance(arg, str)]
     if names:
         return names[-1]
-    group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # before it: tensors; after it: the sum
+    group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # a later one is the reduce operation
     name: str = dist.ProcessGroup.unbox(group).group_name
     return name
 

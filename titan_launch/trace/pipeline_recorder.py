@@ -36,10 +36,10 @@ from titan_launch.train.pipeline_step import HiddenModule, PipelinedStep, Schedu
 
 
 class Mark(NamedTuple):
-    """The begin or the end of what a stage runs for a microbatch."""
+    """A note that a stage begins or ends a call for a microbatch."""
 
     method: str
-    """The method of PyTorch's stage that runs it."""
+    """The called method of PyTorch's stage, such as `forward_one_chunk`."""
 
     stage: int
     microbatch: int
@@ -52,7 +52,7 @@ class Mark(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """A kind of microbatches: they allocate the same memory on a stage."""
+    """A kind of microbatches on a stage. Microbatches of one kind allocate the same memory there."""
 
     stage: int
     actions: tuple[str, ...]
@@ -71,20 +71,20 @@ Note = StepPoint | Event | Mark
 
 @dataclass
 class PipelineRecorder:
-    """Runs the step of a pipeline on one rank, and notes what the schedule and the stages do."""
+    """A recorder that runs the step of a pipeline on one rank, and notes what the schedule and the stages do."""
 
     pipeline: Pipeline
     config: JobConfig
     notes: list[Note]
     memory: LiveMemory
     take_gradients: Callable[[nn.Module], None]
-    """Notes that the parameters of a stage take their gradients."""
+    """Function that notes that the parameters of a stage take their gradients."""
 
     roots: dict[nn.Module, str]
     """Path of each stage's root on the tape."""
 
     holds_sends: bool
-    """True if the work of a send keeps what it sends (`fake_group.sends_held`)."""
+    """True if the work object of a send keeps the sent tensors (`fake_group.sends_held`)."""
 
     _kinds: dict[tuple[int, int], _Kind] = field(default_factory=dict)
     """The kind of each microbatch on each stage, by (stage, microbatch)."""
@@ -102,7 +102,8 @@ class PipelineRecorder:
     """The microbatch that runs."""
 
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
-        """Run a step from its start. It runs only microbatches of kinds that no earlier step has run."""
+        """Run a step, and replace `notes` by its notes. Stages run only microbatches of kinds that no earlier call of
+        this method has run."""
         parallelism, original = self.config.parallelism, Accumulation(self.config.gradient_accumulation)
         outer = self
 
@@ -115,7 +116,7 @@ class PipelineRecorder:
         for local in self.pipeline.local:
             discard_pending(local.module)
             local.module.zero_grad()
-        gc.collect()  # what is left of an earlier step
+        gc.collect()  # frees what is left of an earlier step
         with ExitStack() as stack:
             self._watch(stack)
             self._kinds = _kinds_of(
@@ -129,15 +130,16 @@ class PipelineRecorder:
             self.notes.clear()
             step(microbatches, loss, lambda: num_items)
         composed = list(self._composed(self.notes))
-        # The schedule frees the output of the last microbatch after its backward. In the composed notes it is then
-        # freed twice, because the first microbatch, whose notes were copied, freed its output in backward.
+        # The schedule frees the output of the last microbatch after its backward. The composed notes free this output
+        # twice, because its backward has the notes of the first microbatch, which freed its output in backward. The
+        # difference is added to the notes.
         left = _left(self.notes)
         left.subtract(_left(composed))
         self.notes[:] = [*composed, Bytes(tuple((category, n) for category, n in left.items() if n))]
 
     def _microbatches_to_run(self) -> set[tuple[int, int]]:
-        """Return the first microbatch of each new kind. With activation offloading, a forward ends the copies of the
-        one before it, so all microbatches run."""
+        """Return the first microbatch of each new kind. With activation offloading, return all microbatches, because a
+        forward ends the copies of the forward before it."""
         if self.config.activation_checkpoint.offload:
             return set(self._kinds)
         known, first = {kind for _, kind in self._known}, dict[_Kind, tuple[int, int]]()
@@ -194,9 +196,10 @@ class PipelineRecorder:
         return call
 
     def _composed(self, notes: Iterable[Note]) -> Iterator[Note]:
-        """Yield the notes of the schedule, with the notes of a stage in place of those of its stand-ins."""
+        """Yield the notes of the schedule. In place of the notes of a stand-in, yield those of the microbatch of the
+        same kind that the stage has run."""
         parts = list(_between_marks(notes))
-        for mark, own in parts:  # LoopedBFS runs the backward of the first microbatch last
+        for mark, own in parts:  # in a loop of its own: LoopedBFS runs the backward of the first microbatch last
             if mark is not None and mark.key in self._runs:
                 self._known.setdefault((mark.method, self._kinds[mark.key]), own)
         for mark, own in parts:
@@ -209,7 +212,7 @@ class PipelineRecorder:
 
 
 def _between_marks(notes: Iterable[Note]) -> Iterator[tuple[Mark | None, list[Note]]]:
-    """Yield the notes outside of marks, with None, and the notes of each call of a stage, with its first mark."""
+    """Yield (mark at the begin, notes) for each call of a stage, and (None, notes) for the notes between calls."""
     begun: Mark | None = None
     own: list[Note] = []
     for note in notes:
@@ -222,7 +225,7 @@ def _between_marks(notes: Iterable[Note]) -> Iterator[tuple[Mark | None, list[No
 
 
 def _left(notes: Iterable[Note]) -> Counter[Category]:
-    """Return the bytes that are still allocated at the end, by category."""
+    """Return the bytes that are still allocated after the notes, by category."""
     left: Counter[Category] = Counter()
     for note in notes:
         if isinstance(note, Bytes):
@@ -254,7 +257,7 @@ def _kinds_of(
 
 
 class _Output(NamedTuple):
-    """The output of a stage: the part of this rank, and for a DTensor its mesh and placements."""
+    """Shape and dtype of this rank's part of a stage's output. For a DTensor, also its mesh and placements."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -263,7 +266,7 @@ class _Output(NamedTuple):
 
     @classmethod
     def of(cls, output: Tensor) -> _Output:
-        """Return what is known of an output."""
+        """Return the description of an output."""
         if not isinstance(output, DTensor):
             return cls(output.shape, output.dtype)
         return cls(local_tensor(output).shape, output.dtype, output.device_mesh, output.placements)

@@ -1,7 +1,8 @@
 """Recording of a tape: one microbatch of one rank, forward and backward, with tensors that have shapes and no values.
 
-The functions of a run build, wrap and train the model. Memory that FSDP2 allocates is left out; the calls of its hooks
-are recorded instead. So the tape does not depend on the mode of gradient accumulation, and not on the number of shards.
+The functions of a run build, wrap and train the model. Memory that FSDP2 allocates is not recorded; the calls of its
+hooks are recorded instead. So the tape depends neither on the mode of gradient accumulation nor on the number of
+shards.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ from titan_launch.train.step import forward_backward
 
 
 class _Recorder(Ledger):
-    """A ledger that notes what happens instead of adding it up."""
+    """A ledger that notes all changes of memory, in order, instead of adding them up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,12 +120,12 @@ class _Recorder(Ledger):
         self.notes.append(Bytes((), in_product=True))
 
     def note_work(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note what an operation computes."""
+        """Note the work of an operation, if it has any."""
         if (work := work_of(operation, args, kwargs, result)) is not None:
             self.notes.append(work)
 
     def segments(self) -> Iterator[Segment]:
-        """Yield what was noted, by the points of the step."""
+        """Yield the notes as segments: one for each point of the step that has events."""
         point, events = StepPoint(0, "forward", ""), list[Event]()
         for note in (*self.notes, point):
             if not isinstance(note, StepPoint):
@@ -137,7 +138,7 @@ class _Recorder(Ledger):
 
 
 class _Exchanges(TrafficCount):
-    """Notes collectives along the axes that are not FSDP2's."""
+    """A counter that notes each collective along the axes of tensor, context, pipeline and expert parallelism."""
 
     def __init__(self, recorder: _Recorder):
         super().__init__()
@@ -154,7 +155,8 @@ class _Exchanges(TrafficCount):
 
 
 class TorchRecorder:
-    """Records jobs with PyTorch (`plan.memory.recordings.Recorder`). The process must have no process group."""
+    """A recorder of jobs that uses PyTorch (`plan.memory.recordings.Recorder`). The process must have no process
+    group."""
 
     def subject(self, job: JobConfig) -> Subject:
         """Build the model of a job on the meta device. Raises ConfigError as a run does."""
@@ -174,11 +176,13 @@ class TorchRecorder:
     def tapes(
         self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int, counts: tuple[int, ...]
     ) -> list[Tape]:
-        """Record a job (see `plan.memory.recordings.Recordings.tapes`): with the blocks that differ, if that shows all,
-        else with all blocks.
+        """Record a job, and return its tapes (see `plan.memory.recordings.Recordings.tapes`).
 
-        Raises ConfigError for most dtype errors, as a run does, and for a model that cannot be traced. UserError on an
-        untested release of PyTorch.
+        Of many blocks that are alike, only some are recorded. If these show that the blocks are not alike, or if the
+        model does not run without the others, all blocks are recorded.
+
+        Raises ConfigError for most dtype errors, as a run does, and for a model that cannot be traced. Raises UserError
+        on an untested release of PyTorch.
         """
         check_release()
         layout, plan = layout_of_recording(job), plan_job(job, subject.inventory)
@@ -194,7 +198,8 @@ class TorchRecorder:
             own = block_signatures(part)
             if job.model.is_of_package:
                 return own
-            # The block before may save its output, which this one then need not save.
+            # If the block before this one saves its output, this block need not save it as its input. So the kind of a
+            # block includes the kind of the block before it.
             return list(zip(own[:1] + own, own, strict=False))
 
         def shortened(rank: int) -> tuple[Blocks, ...]:
@@ -202,7 +207,8 @@ class TorchRecorder:
             return tuple(Blocks.shortened(blocks, of_blocks, variants(blocks)) for blocks, of_blocks in own)
 
         def variants(blocks: Sequence[str]) -> dict[str, Hashable]:
-            """Attributes, such as the window of a layer, decide what a block of this package computes."""
+            """Return a digest of the attributes of each block of this package. Attributes, such as the window of a
+            layer, decide what a block computes."""
             own = blocks if job.model.is_of_package else ()
             return {path: attributes_digest(whole.module.get_submodule(path)) for path in own}
 
@@ -219,7 +225,8 @@ class TorchRecorder:
             return record(build_job_model(job), tuple(Blocks(outermost(part.inventory.blocks)) for part in parts))
 
     def works_in_fork(self) -> bool:
-        """Run a backward. Autograd refuses it in a fork of a process in which it has started threads."""
+        """Return True if a backward runs in this process. Autograd refuses a backward in a fork of a process in which
+        autograd has started threads."""
         try:
             torch.ones((), requires_grad=True).backward()
         except RuntimeError:
@@ -234,19 +241,19 @@ class TorchRecorder:
 def _record(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, kernels: Kernels, pipeline_rank: int, counts: tuple[int, ...]
 ) -> list[Tape]:
-    """Record a microbatch of a pipeline rank; with pipeline parallelism, steps of `counts` microbatches. `built` is on
-    the meta device, and is wrapped in place."""
+    """Return the tape of one microbatch on a pipeline rank. With pipeline parallelism, return a tape of a step for each
+    number of microbatches in `counts`. `built` is on the meta device, and is wrapped in place."""
     layout = layout_of_recording(config)
     rank = pipeline_rank * layout.ranks_per_stage
     recorder = _Recorder()
     path_of: dict[nn.Module, str] = {}
 
     split: list[nn.Module] = []
-    """The stages whose backward is split: PyTorch sets the gradients of weights without hooks."""
+    """The stages whose backward is split. PyTorch sets the gradients of their weights without calling hooks."""
 
     def on_hook(name: str, module: nn.Module) -> None:
         if name in ("post_backward", "finish_backward"):
-            for stage in split:  # before FSDP2 converts them
+            for stage in split:  # before FSDP2 converts the gradients
                 take_gradients(stage)
         again = name in ("post_forward", "complete_forward") and is_in_backward()
         recorder.notes.append(Step(name, path_of[module], int(again)))
@@ -305,7 +312,7 @@ def _record(
             forward_backward(model, microbatch, torch.device("cpu"), lambda: num_items, loss)
             del microbatch
             return [taped()]
-        microbatch = memory.paused(batches.make)()  # on the host
+        microbatch = memory.paused(batches.make)()  # does not count: in a run it is in host memory
         if config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
             split += [local.module for local in pipeline.local]
         schedule = PipelineRecorder(pipeline, config, recorder.notes, memory, take_gradients, path_of, kernels == "cpu")
@@ -317,14 +324,15 @@ def _record(
 
 
 def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[str, int]:
-    """Return the bytes of the buffers of a model by full name. `copied`: bytes of their copies."""
+    """Return the bytes of each buffer of a model and of its copy, by full name. `copied`: bytes of the copies, by name
+    without `prefix`."""
     return {prefix + name: local_tensor(buffer).nbytes + copied.get(name, 0) for name, buffer in model.named_buffers()}
 
 
 @contextmanager
 def _gradients_named(recorder: _Recorder, name_of: Mapping[int, str]) -> Iterator[None]:
-    """Note the name of each parameter that takes its gradient until the end of the block. `name_of`: full names of the
-    model's parameters by their ids."""
+    """Until the end of the block, set `recorder.taking` when a parameter takes its gradient, and `recorder.reducing`
+    while FSDP2 prepares a gradient for its reduction. `name_of`: full names of the model's parameters by their ids."""
     watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
     with ExitStack() as stack:
 
@@ -358,8 +366,8 @@ def _gradients_named(recorder: _Recorder, name_of: Mapping[int, str]) -> Iterato
 
 
 def _divided_shapes(model: nn.Module, plan: ModelPlan, name_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parts of parameters that tensor parallelism leaves to this rank. `name_of`: as in
-    `_gradients_named`."""
+    """Return the shape of this rank's part of each parameter that tensor parallelism divides, by full name. A division
+    by expert parallelism does not count. `name_of`: as in `_gradients_named`."""
     shapes = {}
     for parameter, own in divided_shapes(model):
         name = name_of[id(parameter)]
@@ -371,6 +379,6 @@ def _divided_shapes(model: nn.Module, plan: ModelPlan, name_of: Mapping[int, str
 
 
 def recorded_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> ReplayEngine:
-    """Return the planner's engine for a job. What is not in the cache is recorded. The process must have no process
-    group."""
+    """Return the planner's engine for a job. It records the tapes that are not in the cache. The process must have no
+    process group."""
     return ReplayEngine(config, layout, kernels, Recordings(config, layout, kernels, TorchRecorder))

@@ -104,9 +104,9 @@ def trace_step(
     """Trace a step on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped in place.
 
     The trace has as many microbatches as are needed until peak memory stops growing. A pipeline is traced a second time
-    with more microbatches, and the growth of each phase's peak is extrapolated. Raises ConfigError for most dtype
-    errors, as a run does. (A matrix product of fake tensors accepts two dtypes.) Other errors of the model's forward
-    and backward are raised unchanged.
+    with more microbatches, and the growth of each phase's peak is extrapolated. Raises ConfigError for dtype errors, as
+    a run does, except for a matrix product of two different dtypes, which fake tensors accept. Other errors of the
+    model's forward and backward are raised unchanged.
     """
     with assembled_without_values(config, built, plan, layout, kernels, rank) as (model, batches):
         held_on_host = on_host(config.training, kernels)
@@ -131,12 +131,12 @@ def assembled_without_values(  # noqa: PLR0913 - six describe the rank
     rank: int,
     note: Callable[[Work], None] = lambda work: None,
 ) -> Iterator[tuple[AssembledModel, Batches]]:
-    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Yield it and the
-    microbatches.
+    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Yield the model and the
+    maker of its microbatches.
 
     In the block this process acts as that rank, tensors are fake, and operations save the same tensors for backward as
-    `kernels`. No layer is converted to float8, because the memory that torchao needs is not known. `note`: as
-    `kernels_replaced` takes it.
+    on a device of the family `kernels`. No layer is converted to float8, because the memory that torchao needs is not
+    known. `note`: see `kernels_replaced`.
     """
     with ExitStack() as stack:
         stack.enter_context(silence())
@@ -153,7 +153,7 @@ def assembled_without_values(  # noqa: PLR0913 - six describe the rank
         stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load, note))
         if Category.PARAMETERS in on_host(config.training, kernels):
             stack.enter_context(copies_from_host())
-        # PyTorch has no ring attention for CPUs.
+        # PyTorch has no ring attention for CPUs, so a trace for CUDA names another device.
         attention_device = torch.device("meta" if kernels == "cuda" else "cpu")
         allocate_model(
             model, config, torch.device("cpu"), stack, initial_values=False, attention_device=attention_device
@@ -170,7 +170,7 @@ def _trace_microbatches(
 ) -> TracedStep:
     """Trace forward and backward of `num_microbatches`, and add the memory of the optimizer's update by a formula.
 
-    `assembled`: on the CPU, with real tensors or fake ones, without gradients.
+    `assembled`: the model on the CPU, with real or fake tensors, and without gradients.
     """
     model, frozen, plan, mesh = assembled.module, assembled.frozen, assembled.plan, assembled.mesh
     ledger.enter(StepPoint(0, "forward", ""))
@@ -200,7 +200,8 @@ def _trace_microbatches(
         ledger.enter(StepPoint(num_microbatches - 1, "optimizer", ""))
         if replicas is not None:
             replicas.reduce_gradients()
-        # Clipping and update are not traced, because their operations on many DTensors would take longer than the rest.
+        # Clipping and update are not traced, because tracing their operations on many DTensors would take longer than
+        # the rest of the trace.
         units = _exchanged_units(model, plan, mesh.layout)
         temporaries = temporary_bytes(config.optimizer, groups, mesh.layout.optimizer_shards)
         book_update(ledger, temporaries, units, mesh.layout, leave_early)
@@ -211,8 +212,8 @@ def _trace_microbatches(
 
 @contextmanager
 def watched_memory(model: nn.Module, ledger: Ledger) -> Iterator[LiveMemory]:
-    """Record memory as `metrics.memory.track` does, and offloaded activations as host memory, until the end of the
-    block."""
+    """Record memory in `ledger` until the end of the block, as `metrics.memory.track` does. Offloaded activations count
+    as host memory."""
     with ExitStack() as stack:
         memory = stack.enter_context(track(model, ledger))
         for name, category in (("to_host", Category.OFFLOADED), ("to_device", Category.ACTIVATIONS)):
@@ -223,8 +224,8 @@ def watched_memory(model: nn.Module, ledger: Ledger) -> Iterator[LiveMemory]:
 
 @contextmanager
 def watched_parts(config: JobConfig, model: nn.Module, plan: ModelPlan, points: StepPoints) -> Iterator[None]:
-    """Observe the points of a step in a model, or in the stages of this rank, and explain its errors, until the end of
-    the block."""
+    """Until the end of the block, set the step points of the modules of a model, or of this rank's pipeline stages, and
+    explain errors of the model."""
     with ExitStack() as stack:
         for module, part in parts(model, plan):
             order = modules_in_order(module, part.inventory)
@@ -277,7 +278,7 @@ class _Accumulation:
     def _run_pipeline(self, pipeline: Pipeline, num_items: Tensor) -> Traffic:
         """Run the microbatches through the pipeline's stages, by its schedule."""
         config, layout = self.config, self.layout
-        microbatch = self.memory.paused(self.batches.make)()  # on the host
+        microbatch = self.memory.paused(self.batches.make)()  # does not count: in a run it is in host memory
         strategy = Accumulation(config.gradient_accumulation, self.replicas)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
         step([microbatch] * self.num_microbatches, self.loss, lambda: num_items)
@@ -286,8 +287,8 @@ class _Accumulation:
 
 
 def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan, layout: Layout) -> list[GroupSizes]:
-    """Return the sizes of trainable parameters on this rank, by parameter group; with an optimizer that is sharded over
-    replicas, those of the chunks that it updates."""
+    """Return the sizes of the trainable parameters on this rank, for each parameter group. If the optimizer is sharded
+    over replicas, these are the sizes of the chunks that this rank updates."""
     groups = group_parameters(model, config.optimizer, plan.inventory.head)
     return [GroupSizes(g.settings, [_shard_size(p, layout) for p in g.parameters.values()]) for g in groups]
 
@@ -299,7 +300,8 @@ def _shard_size(parameter: nn.Parameter, layout: Layout) -> ShardSize:
 
 
 def _exchanged_units(model: nn.Module, plan: ModelPlan, layout: Layout) -> list[ExchangedUnit]:
-    """Return the units of a model, or of the stages of a rank, that a sharded optimizer exchanges between replicas."""
+    """Return the units of a model, or of this rank's pipeline stages, whose gradients and parameters replicas exchange.
+    Empty if the optimizer is not sharded over replicas."""
     replicas = layout.optimizer_replicas
     return [
         exchanged_unit([local_tensor(p).shape for p in own], replicas, unit.gradient_dtype, unit.reduce_dtype)

@@ -44,8 +44,8 @@ _ON_THE_LINE = 1e-4
 def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> TracedStep:
     """Trace the step of one rank. `plan`: plan of the model with all stages.
 
-    If one block repeats often, trace two smaller depths and extrapolate. Otherwise trace all blocks. Raises ConfigError
-    as `trace_step` does, and for a model that cannot be traced.
+    If one block repeats often, trace the model at two smaller depths and extrapolate. Otherwise trace all blocks.
+    Raises ConfigError as `trace_step` does, and for a model that cannot be traced.
     """
     shortcut = _find_shortcut(plan, layout.pipeline_rank(rank))
     if shortcut is not None:
@@ -58,7 +58,7 @@ def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kern
 
 def _find_shortcut(plan: ModelPlan, pipeline_rank: int) -> Shortcut | None:
     """Return the blocks that a trace of the rank may omit; None if all blocks are needed. A rank with several pipeline
-    stages needs all blocks, because each stage holds the activations of another number of microbatches."""
+    stages needs all blocks, because each stage holds the activations of a different number of microbatches."""
     parts = parts_on_rank(plan, pipeline_rank)
     if len(parts) > 1:
         return None
@@ -94,8 +94,8 @@ def log_whole_trace(reason: str) -> None:
 
 @contextmanager
 def whole_traced_on_error() -> Iterator[None]:
-    """Suppress the errors of a model without some of its blocks, such as one that counts its blocks. The trace of all
-    blocks raises others."""
+    """Suppress the errors of a trace without some of the model's blocks. A model may fail without them, for example if
+    it counts its blocks. An error that has another cause occurs again in the trace of all blocks, which raises it."""
     try:
         yield
     except ConfigError:  # the trace of all blocks most likely raises the same error
@@ -196,8 +196,8 @@ class TraceEngine:
     def traffic(self, choice: Choice) -> Traffic:
         """Return the counted traffic in one step of the rank with the highest peak memory, as in `__call__`.
 
-        The traffic includes the collectives of FSDP2 units, and communication along the tensor, context and pipeline
-        axes. Raises ConfigError as `__call__` does.
+        The traffic includes the collectives of FSDP2 units, and communication along the tensor, context, pipeline and
+        expert axes. Raises ConfigError as `__call__` does.
         """
         return self._step(choice).traffic
 

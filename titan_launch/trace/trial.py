@@ -44,12 +44,13 @@ from titan_launch.train.step import forward_backward
 from titan_launch.train.trace_subprocess import OUT_OF_MEMORY
 
 _STEPS = 3
-"""The optimizer creates its state at the end of the first step, and the second is the first that meets it. The third
-shows whether the allocator needs more for the same tensors."""
+"""Number of steps. The optimizer creates its state at the end of the first step, so the second step is the first that
+has this state from the beginning. The third step shows whether the allocator needs more memory for the same tensors."""
 
 
 _SHARE = 0.95
-"""Share of this process's limits on the host (`ulimit`) that a trial may use. A run holds a little more."""
+"""Share of this process's memory limits on the host (`ulimit`) that a trial may use. A run needs a little more memory
+than a trial."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,11 @@ class TrialMemory:
     """Peak memory of a trial in bytes, as PyTorch's allocator for CUDA counts it."""
 
     requested: int
-    """Memory that tensors have asked for."""
+    """Memory that tensors requested."""
 
     active: int
-    """Memory that they were given: at most 1 MiB more for each, which the allocator does not split off."""
+    """Memory of the blocks that tensors got. A block may be up to 1 MiB larger than requested, because the allocator
+    does not split off a smaller rest."""
 
     reserved: int
     """Memory that the allocator has taken from the device."""
@@ -69,8 +71,8 @@ class TrialMemory:
 def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device) -> TrialMemory | None:
     """Train three steps as `rank` of `layout.world_size` on `device`, with parameters that are 0.
 
-    Return the memory that they took; None on a CPU. The job's modes must not be `auto`. Raises RunError if the memory
-    does not suffice, and ConfigError as a run does.
+    Return the peak memory of the steps; None on a CPU. The job's modes must not be `auto`. Raises RunError if the
+    memory does not suffice, and ConfigError as a run does.
     """
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA) if device.type == "cpu" else ():
         soft, hard = resource.getrlimit(limit)
@@ -87,14 +89,14 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         plan = plan_precision(config, built)
         use_kernels(config, built, plan, layout, device, stack)
         model = assemble_model(config, built, plan, mesh, batches)
-        if device.type == "cpu":  # its allocator keeps freed memory
+        if device.type == "cpu":  # the speedups change memory: the host's allocator keeps freed memory
             speed_up_on_cpu(config, model, stack)
         allocate_model(model, config, device, stack, initial_values=False)
         modules = [model.module, *([] if model.frozen is None else [model.frozen.module])]
         with torch.no_grad():
             for module in modules:
                 for tensor in (*module.parameters(), *module.buffers()):
-                    local_tensor(tensor).zero_()  # memory that nothing has written to is not yet taken from the host
+                    local_tensor(tensor).zero_()  # the host provides memory only when it is written to
         optimizer = build_model_optimizer(config, model)
         ema = build_ema(config.ema, model.module, optimizer)
         replicas = replicas_of(optimizer)
@@ -129,8 +131,8 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
 
 
 def _equal_counts(load: float, counts: Tensor, ranks: int, group: str) -> Tensor:
-    """Replace `expert_parallel.exchanged_counts`: no other rank says how many rows it sends, so the rows that this rank
-    is planned to receive are divided equally."""
+    """Replace `expert_parallel.exchanged_counts`. No other rank exists that could say how many rows it sends. So the
+    rows that this rank is planned to receive are divided equally."""
     rows = received_rows(int(counts.sum()), ranks, load)
     return torch.tensor(equal_parts(rows, counts.numel()), device=counts.device).view(ranks, -1)
 

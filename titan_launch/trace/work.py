@@ -1,4 +1,4 @@
-"""The work of operations that run on tensors without values: sizes of products, FLOPs, or bytes."""
+"""The work of operations that run on tensors without values: sizes of matrix products, FLOPs, or bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
         return _grouped_product(*args)
     formula = FORMULAS.get(packet)
     if formula is not None and "attention" in packet.__name__:
-        is_backward = "backward" in packet.__name__  # whose first argument is the gradient
+        is_backward = "backward" in packet.__name__  # then the first argument is the gradient
         query, key, value = args[is_backward : is_backward + 3]
         sizes = (
             attention_flops(query, key, value) * (1 + is_backward),
@@ -68,7 +68,8 @@ def _product(a: Tensor, b: Tensor) -> Work:
 
 
 def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None = None, *_: Any) -> Work:
-    """The groups divide the rows, the columns, or what is summed over."""
+    """Return the work of a grouped product. Its groups divide the rows, the columns, or the inner dimension. They are
+    taken to be equal."""
     groups = b.shape[0] if b.dim() == 3 else a.shape[0] if a.dim() == 3 else 1 if ends is None else ends.shape[0]
     rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
     if a.dim() == 2 and b.dim() == 3:
@@ -101,5 +102,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor. An expanded one has fewer than its elements."""
+    """Return the bytes of a tensor in memory. The elements of an expanded tensor share fewer bytes."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

@@ -51,7 +51,8 @@ class RunBase:
         """Copy the values in the folder `lora.adapter` into the adapters; collective. Each rank reads the adapters of
         its pipeline stage, and keeps its shards.
 
-        `adapters`: those of the whole model. Raises ConfigError, on all ranks alike, if the folder has other adapters.
+        `adapters`: the adapters of the whole model. Raises ConfigError, on all ranks alike, if the folder has other
+        adapters.
         """
         assert config.adapter is not None
         path = Path(config.adapter)
@@ -83,8 +84,8 @@ class RunBase:
     def _targets(
         self, adapters: Sequence[Adapter], folder: AdapterFolder
     ) -> tuple[Mapping[str, Piece], Sequence[Target]]:
-        """Return the places of the weights in files, and the targets of `peft`, in the names that the folder has: those
-        of this package, or of `transformers`."""
+        """Return the place of each weight in files, and the targets of `peft`. Both have the names that the adapter
+        folder uses: those of this package, or those of `transformers`."""
         adapted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
         shapes = {
             full_name(module.path, tensor.name): tensor.shape
@@ -103,7 +104,7 @@ class RunBase:
 
     @property
     def record(self) -> Base | None:
-        """The facts about the folder for a manifest; None without a folder."""
+        """The facts about the folder for the manifest of a checkpoint; None without a folder."""
         if self._fingerprint is None:
             return None
         names = {self._first_names[name] for name in self.omitted}
@@ -128,7 +129,7 @@ class RunBase:
         return next(filter(None, on_all_ranks(change)), "")
 
     def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
-        """Return those of `names` that the folder has values of. See `checkpoint.state.BaseWeights`."""
+        """Return the names in `names` for which the folder has values. See `checkpoint.state.BaseWeights`."""
         needed = (
             f"{checkpoint} omits {base.omitted} parameters that are never trained; their values are in {base.folder}, "
             f"with the fingerprint {base.fingerprint.digest}; name this folder, wherever it is now"
@@ -156,7 +157,8 @@ class RunBase:
         self._omit({name for of_rank in differing for name in of_rank})
 
     def _copy(self, names: Collection[str] | None) -> None:
-        """Copy tensors of the folder into the model, by default all. Collective."""
+        """Copy tensors of the folder into the model. `names`: names of parameters; None copies all tensors.
+        Collective."""
         start = time.perf_counter()
         loaded = on_all_ranks(lambda: load_weights(self._model, self._weights, names))[0]
         source = self._weights.folder.config
@@ -167,7 +169,7 @@ class RunBase:
         _log.info(message, self._config.weights, source.model_type or source.name, format_bytes(loaded), seconds)
 
     def _omit(self, differing: Collection[str]) -> None:
-        """Omit the parameters that are never trained from later checkpoints, except for those in `differing`, whose
+        """Let later checkpoints omit the parameters that are never trained, except for those in `differing`, whose
         values are not those in the folder."""
         self._has_begun = True
         self.omitted = frozenset(name for name in self._held if self._first_names[name] not in differing)
@@ -177,7 +179,8 @@ class RunBase:
 
     @cached_property
     def _weights(self) -> Weights:
-        """The folder, compared with the model. Raises ConfigError."""
+        """The tensors in the folder, assigned to those of the model. Raises ConfigError if the folder cannot be read,
+        or does not hold the model's tensors."""
         return find_weights(self._config, self._inventory, getattr(self._model, "places_in_files", None), self._folder)
 
     @cached_property
@@ -192,8 +195,8 @@ class RunBase:
 
     @cached_property
     def _held(self) -> frozenset[str]:
-        """All names of the parameters that are never trained and that the folder has values of. Empty if all
-        parameters are saved."""
+        """All names of the parameters that are never trained and for which the folder has values. Empty if checkpoints
+        save all parameters."""
         frozen = {
             full_name(module.path, tensor.name)
             for module in self._inventory.modules

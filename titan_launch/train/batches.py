@@ -185,10 +185,11 @@ def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> 
 
 
 def with_steps(config: JobConfig, data: RunData, global_batch_size: int, progress: Progress | None = None) -> JobConfig:
-    """Return the job with the number of steps that its epochs are, rounded up. A job without epochs is unchanged.
+    """Return the job with `training.steps` computed from `training.epochs`, rounded up. A job without epochs is
+    unchanged.
 
     `progress`: progress of a resumed run. Its finished steps may have had another batch size than the later ones.
-    Raises ConfigError for a stream, and for keys that the number of steps contradicts.
+    Raises ConfigError for a stream, which has no epochs, and for keys that do not fit the number of steps.
     """
     epochs, progress = config.training.epochs, progress or Progress()
     if epochs is None:
@@ -216,8 +217,8 @@ def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_
 
 
 def _check_pairs(config: JobConfig, data: RunData) -> None:
-    """Raise ConfigError for token files without pairs of answers with `dpo`, and for files with pairs with another
-    loss."""
+    """Raise ConfigError if the loss needs pairs of answers and a source has none, or if a source has pairs and the loss
+    needs single documents."""
     wanted = config.loss.kind.reads_pairs
     for section, source in data.sources.items():
         if getattr(source, "has_pairs", wanted) != wanted:
@@ -300,7 +301,8 @@ def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
 
 
 def known_input_shape(config: JobConfig) -> tuple[int, ...] | None:
-    """Return the shape of one input, as `sample_format` does; None if only the data tells the size of images."""
+    """Return the shape of one input, as `sample_format` does; None if the size of images is known only from the
+    data."""
     if config.data.unit == "tokens":
         return (config.training.seq_len,)
     taken = images_taken(config.model)

@@ -93,14 +93,14 @@ class Surroundings:
     """Returns the file and line of a key."""
 
     stop: StopRequest | None = None
-    """The run looks for a signal here after every step."""
+    """The run reads the signals of this object after every step."""
 
     log_file: LogFile | None = None
     """The log of this rank. Its file is opened in the run folder, as soon as the folder exists."""
 
     watchdog: Watchdog | None = None
     quiet: bool = False
-    """True: no reports and no progress on the console."""
+    """True disables reports and progress on the console."""
 
 
 def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surroundings | None = None) -> Run:
@@ -111,7 +111,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     """
     process = process or Surroundings()
     watchdog = process.watchdog or Watchdog(config.comm, ranks)
-    certificate = on_rank_0(partial(find, config))  # of the job as written: `auto` stands for several modes
+    certificate = on_rank_0(partial(find, config))  # for the job as written, before modes replace `auto`
     job, built = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, process.locate_key)
@@ -124,7 +124,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     data = build_data(config, job.layout, sequence_part(mesh.context, config.parallelism))
     job = resolve_steps(job, data)
     config = job.config
-    flops = flops_of_run(config, built, job.plan, data) if ranks.is_rank_0 else None  # which reports them
+    flops = flops_of_run(config, built, job.plan, data) if ranks.is_rank_0 else None  # reported by rank 0
     model = assemble_model(config, built, job.plan, mesh, data)
     if ranks.device.type == "cpu":
         speed_up_on_cpu(config, model, stack)
@@ -241,8 +241,8 @@ def load_or_begin(
 def build_learned(
     config: JobConfig, plan: ModelPlan, model: nn.Module, ranks: Ranks, stack: ExitStack, replicas: int
 ) -> Learned | None:
-    """Return the measurements of `metrics.modules`; None without them. `replicas`: as for `Learned`. Raises ConfigError
-    for a glob that matches no module."""
+    """Return the measurements of the modules that `metrics.modules` names; None if it names none. `replicas`: see
+    `Learned`. Raises ConfigError for a glob that matches no module."""
     if not config.metrics.modules:
         return None
     paths = matched_modules(plan.inventory, config.metrics.modules, ("metrics", "modules"))
@@ -261,7 +261,8 @@ def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer
 
 
 def build_replica_shards(config: JobConfig, model: AssembledModel) -> ReplicaShards | None:
-    """Return the exchange of an optimizer that is sharded over the replicas; None if it is not. Also used by traces."""
+    """Return the exchange of an optimizer that is sharded over the replicas; None for any other optimizer. Also used by
+    traces."""
     if model.mesh.layout.optimizer_replicas == 1:
         return None
     return ReplicaShards(model.module, model.plan, model.mesh, gradients_leave_early(config.training))

@@ -24,7 +24,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.train.batches import RunData, build_data, with_steps
 
 _DRAWN_SAMPLES = 64
-"""Samples from which the share of ignored targets is computed."""
+"""Number of samples from which the share of ignored targets is computed."""
 
 _CONFIG_KEYS = ("kind", "path", "split", "packing")
 """Keys of a source that the report repeats."""
@@ -136,7 +136,7 @@ def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _ignored_share(source: SampleSource) -> float:
-    """Return the share of the targets that do not count, without padding, in samples at equal distances."""
+    """Return the share of ignored targets among all targets that are not padding, in samples at equal distances."""
     ignored = total = 0
     for index in np.unique(np.linspace(0, len(source) - 1, _DRAWN_SAMPLES, dtype=np.int64)).tolist():
         sample = source[index]

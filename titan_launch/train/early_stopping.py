@@ -39,7 +39,7 @@ class EarlyStopping:
 
     @property
     def has_ended(self) -> bool:
-        """True if the last validation has ended the run, and a larger patience does not continue it."""
+        """True if the last validation has ended the run. False if the run was resumed with a larger patience since."""
         return self._has_ended and self._without_improvement >= self._patience
 
     @property
@@ -83,8 +83,9 @@ class EarlyStopping:
     def load_state_dict(self, state: Values) -> None:
         """Load saved numbers. Collective. Raises ValueError for impossible numbers.
 
-        Two checkpoints have no numbers of this run: one that was saved without `validation.patience`, and one of
-        another run, whose best checkpoint is not here. The best is then that of the checkpoints in this run's folder.
+        A checkpoint has no numbers of this run if it was saved without `validation.patience`, or if it belongs to
+        another run, so that this run's folder has no checkpoints. The lowest loss is then that of the checkpoints in
+        this run's folder, up to the current step.
         """
         saved = on_rank_0(lambda: validation_losses(self._folder))
         if saved and state.keys() == self.state_dict().keys():

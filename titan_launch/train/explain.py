@@ -1,7 +1,8 @@
-"""Explanations of the errors that end a run or a trace, in one place, from facts about it.
+"""Explanations of the errors that end a run or a trace.
 
-Each function below has its own kind of error. It returns the error to raise in place of PyTorch's, which names a key or
-what to do, or None. So nothing stands around a forward to explain what may happen in it.
+Each function explains certain kinds of errors. It returns a new error, which names a key or says what to do, and which
+is raised in place of the original one. For an error of another kind it returns None. All errors are explained here, at
+the end of a run or trace. So the code that calls a model does not catch errors.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ class ModelFacts:
     model: nn.Module
     plan: ModelPlan
     refusals: Sequence[str] = ()
-    """The reasons of PyTorch's warnings for which a backend has refused a call of attention."""
+    """The reasons, from PyTorch's warnings, why a backend has refused calls of attention."""
 
 
 def explain(error: BaseException, config: JobConfig, watchdog: Watchdog, run: Run | None) -> Exception | None:
-    """Return the error to raise in place of an error that ends a run; None for an unknown error, or one that says
-    itself what to do. `run`: None while the run is built.
+    """Return the error to raise in place of an error that ends a run. Return None for an unknown error, and for an
+    error that itself says what to do. `run`: None while the run is built.
 
-    Call this function while the run is open: it reads the memory in use, and asks where the other ranks are.
+    Call this function while the run is open, because it reads the memory in use and the progress of the other ranks.
     """
     if isinstance(error, (UserError, RunError, Stopped)):
         return None
     found: Exception | None = None
-    if run is not None and watchdog.runs_model:  # other code may fail with words that are also in a model's errors
+    if run is not None and watchdog.runs_model:  # errors of other code may contain the same words as a model's
         found = None if run.observers.audit is None else run.observers.audit.explain(error)
         found = found or explain_model(error, ModelFacts(run.config, run.model, run.job.plan, run.refusals))
     if run is not None:
@@ -79,8 +80,8 @@ def explained_in_trace(facts: ModelFacts) -> Iterator[None]:
 
 
 def explain_full_disk(error: BaseException, config: JobConfig) -> RunError | None:
-    """Explain a disk without room for a file of the run folder. (If the disk has no room for a report or a checkpoint,
-    the run logs a warning, and training continues.)"""
+    """Return the RunError for a disk without room for a file of the run folder; None for a different error. (If the
+    disk has no room for a report or a checkpoint, the run logs a warning, and training continues.)"""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     reason = f"{config.job.run_folder} cannot be written to: {os.strerror(error.errno)}"

@@ -1,12 +1,14 @@
-"""The floating-point operations (FLOPs) of a job for one sample: forward and backward run on the meta device, whose
-tensors have shapes and no values, and the operations are counted.
+"""The floating-point operations (FLOPs) of a job for one sample.
 
-Each multiplication and each addition of matrix products, convolutions and attention counts as one FLOP. Other
-operations do not count. So a frozen parameter costs no gradient of its own, and what activation checkpointing computes
-twice counts twice. The conventions are those of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be
-compared: attention counts every pair of tokens, although causal attention needs half of the pairs, and documents within
-a sample fewer. In a layer with a sliding window, a token counts its window. Backward of attention counts twice its
-forward.
+Forward and backward run on the meta device, whose tensors have shapes and no values, and the operations that run are
+counted. So no FLOPs count for the gradient of a frozen parameter, and operations that activation checkpointing runs
+twice count twice. Each multiplication and each addition of matrix products, convolutions and attention counts as one
+FLOP. Other operations do not count.
+
+The conventions are those of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be compared. Attention
+counts every pair of tokens, although causal attention needs only half of the pairs, and separate documents need even
+fewer. In a layer with a sliding window, each token counts as many pairs as the window has tokens. The backward of
+attention counts as two forwards.
 """
 
 from __future__ import annotations
@@ -49,13 +51,16 @@ from titan_launch.train.step import forward_backward
 _log = logging.getLogger(__name__)
 
 _SAMPLES = 2
-"""Samples of the counted microbatch: in training, BatchNorm needs more than one value."""
+"""Number of samples of the counted microbatch. More than one, because BatchNorm needs several values in training."""
 
 
 def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: RunData) -> int | None:
-    """Return the FLOPs of one sample of which a run reports TFLOP/s and MFU: without those that activation
-    checkpointing and a loss in chunks compute twice. A user's own model may declare them; else they are counted. None
-    if they are unknown, which is logged. `built` stays as it is."""
+    """Return the FLOPs of one sample from which a run computes TFLOP/s and MFU. Operations that activation
+    checkpointing or a loss in chunks runs twice count once.
+
+    If a user's own model declares its FLOPs, return these; otherwise count them. If counting fails, log the reason and
+    return None. `built` is not changed.
+    """
     if built.flops_per_sample is not None:
         return built.flops_per_sample
     with unknown_if_it_fails():
@@ -68,7 +73,8 @@ def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: Ru
 
 @contextmanager
 def unknown_if_it_fails() -> Iterator[None]:
-    """Log the error of a model that does not run on the meta device. A run, and a recording for a plan, report it."""
+    """Suppress and log an error in the block: the model does not run on the meta device. If the model does not run at
+    all, the run, or the recording for a plan, raises an error."""
     try:
         yield
     except Exception as error:
@@ -90,11 +96,12 @@ def flops_of_job(config: JobConfig) -> Flops:
 def count_flops(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, input_shape: tuple[int, ...], num_classes: int
 ) -> Flops:
-    """Return the FLOPs of one sample, on all ranks that share it. Raises an error of any class if the model does not
-    run without values.
+    """Return the FLOPs of one sample, summed over all ranks that share the sample. Raises an error of any class if the
+    model does not run without values.
 
-    Of more than two blocks that are alike, two are enough: a model of this package runs once with the first of each
-    kind, and once more with a second one of each kind.
+    If more than two blocks of a model of this package are of one kind, not all of them run. The model runs once with
+    the first block of each kind, and then once more for each kind, with a second block of this kind. The difference
+    counts for each further block of this kind.
 
     `built`: the job's model on the meta device, which is changed in place. `input_shape`: shape of one input. Kernels,
     parallelism and dtypes do not matter.
@@ -126,10 +133,11 @@ def count_flops(
 
 
 def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
-    """Yield the outer blocks that compute and differentiate the same, in order.
+    """Yield a list for each kind of outer blocks, in order. Blocks of one kind run the same operations in forward and
+    backward.
 
-    The first block of each kind is counted as it is, so what is not known about the modules before the blocks does not
-    matter.
+    Not everything is known about the modules before the first block. This does not matter, because the first block of
+    each kind is counted by itself.
     """
     kinds: defaultdict[Hashable, list[str]] = defaultdict(list)
     for block, signature in zip(outermost(plan.inventory.blocks), block_signatures(plan), strict=True):
@@ -144,7 +152,7 @@ def _counted_kernels() -> Iterator[None]:
         stack.enter_context(loggers_silenced("titan_launch.loss.build"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(generators_seeded(0))  # what a forward draws does not change the run
+        stack.enter_context(generators_seeded(0))  # random numbers drawn in a forward do not change the run
         stack.enter_context(grouped_products_have_shapes())
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
         stack.enter_context(replaced(attention, "causal_attention", lambda q, k, v, *_: _attention(q, k, v)))
@@ -160,8 +168,8 @@ _GROUPED = _aten._grouped_mm
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return the shape of attention, by the operation that takes values of any width. Its mask, scale and dropout do
-    not matter."""
+    """Return a tensor with the shape of attention's output, by the operation that takes values of any width. Mask,
+    scale and dropout do not change the FLOPs."""
     shape = *query.shape[:-1], value.shape[-1]
     query, key, value = (x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
     groups = query.shape[1] // key.shape[1]
@@ -190,7 +198,7 @@ def _attend_with_logsumexp(
 
 
 def _expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
-    """Replace `mixture_of_experts.expert_product`. Values and strides do not matter."""
+    """Replace `mixture_of_experts.expert_product`. Values and strides do not change the FLOPs."""
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
         result: Tensor = _GroupedProduct.apply(rows, weights, counts.to(torch.int32))
@@ -226,8 +234,8 @@ def attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped product. The groups divide the rows, the columns, or what is summed over. Two
-    stacks of matrices are multiplied in pairs."""
+    """Return the FLOPs of a grouped product. Two stacks of matrices are multiplied in pairs. Otherwise the groups
+    divide the rows, the columns or the inner dimension, so their number does not change the FLOPs."""
     pairs = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return int(2 * pairs * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
@@ -240,11 +248,12 @@ FORMULAS = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, *args, **options: 2 * attention_flops(*args),
     _GROUPED: _grouped_flops,
 }
-"""Functions of the arguments of an operation that return its FLOPs: those of PyTorch, and five others."""
+"""For each operation, a function of the operation's arguments that returns its FLOPs: PyTorch's functions and five
+others."""
 
 
 class _Count(TorchDispatchMode):
-    """Adds up the FLOPs of the operations that run."""
+    """A dispatch mode that adds up the FLOPs of the operations that run."""
 
     def __init__(self) -> None:
         super().__init__()

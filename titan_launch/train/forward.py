@@ -48,7 +48,8 @@ def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = Fal
 
 
 def run_model(model: nn.Module, batch: Batch, loss: Loss) -> Any:
-    """Return the outputs of a model without pipeline stages that `loss.sums` reads. `batch` is on the model's device.
+    """Run a model without pipeline stages, and return the outputs that `loss.sums` reads. `batch` is on the model's
+    device.
 
     `explain_forward` explains errors. Call `loss.prepare` before.
     """
@@ -65,7 +66,7 @@ def explain_forward(error: BaseException) -> ConfigError | None:
     start = next(calls, None)
     if start is None or not isinstance(error, Exception):
         return None
-    # The call itself has the inputs of the microbatch. A reference to them elsewhere would prolong their life.
+    # The inputs are read from the frame of the call. A reference elsewhere would keep them in memory for longer.
     call = frames[start][0].f_locals
     inputs, loss = call["batch"].inputs, call["loss"]
     unit: SampleUnit = "images" if inputs.is_floating_point() else "tokens"
@@ -153,7 +154,8 @@ _OTHER_DEVICE = re.compile("same device|expected device")
 
 
 def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
-    """Describe the tensors on other devices that modules hold as plain attributes, also in lists, tuples and dicts."""
+    """Yield a description of each plain attribute of a module that holds a tensor on another device, also in a list,
+    tuple or dict."""
     attributes = ((path, module, *item) for path, module in model.named_modules() for item in vars(module).items())
     for path, module, name, value in attributes:
         inside = list(value.values()) if isinstance(value, dict) else value

@@ -50,8 +50,8 @@ _SAFE_CUDNN = 91501
 def use_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, device: torch.device, stack: ExitStack
 ) -> Sequence[str]:
-    """Apply the section `[kernels]`, and log the chosen kernels. Return a list to which the reasons are added for which
-    the backend of `kernels.attention` later refuses calls.
+    """Apply the section `[kernels]`, and log the chosen kernels. Return a list, which is empty at first. If the backend
+    of `kernels.attention` later refuses a call, PyTorch's reasons are added to the list.
 
     Closing `stack` ends the choice of attention kernels. The precision of matrix products stays set. Raise ConfigError
     if the device, or the shape of the model's attention, does not allow a setting. The devices of all ranks are alike,
@@ -89,7 +89,8 @@ def use_kernels(
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
     else:  # PyTorch follows the order in every call, also for models whose attention is not known
-        tried = order[min(map(order.index, chosen), default=0) :]  # one before the first chosen could fail in the run
+        # Faster backends than the chosen ones were refused, and could fail in the run.
+        tried = order[min(map(order.index, chosen), default=0) :]
         if built.attention is None:  # this model may pass masks, with which cuDNN's gradients can be NaN (issue 196678)
             tried = tuple(name for name in tried if name != "cudnn")
         stack.enter_context(sdpa_kernel([BACKENDS[name] for name in tried], set_priority=True))
@@ -99,8 +100,9 @@ def use_kernels(
 def use_planned_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, capability: tuple[int, int]
 ) -> None:
-    """Let the model pad values as `use_kernels` would on a GPU of this compute capability, for a plan. `takes` answers
-    in place of PyTorch. If `takes` refuses the backend `kernels.attention`, values are padded."""
+    """For a plan, let attention pad its values or not, as `use_kernels` would decide on a GPU of this compute
+    capability. The function `takes` answers in place of PyTorch. If it refuses the backend `kernels.attention`, values
+    are padded."""
 
     def obstacle(dtype: str, pads_values: bool) -> Obstacle:
         assert built.attention is not None
@@ -119,10 +121,10 @@ def _choose_attention(
     order: Sequence[str],
     obstacle: Callable[[str, bool], Obstacle],
 ) -> dict[str, list[str]]:
-    """Return the result of `choose` for each dtype of attention. Let attention pass values of their own width if the
-    chosen backends take them.
+    """Return the result of `choose` for each dtype of attention. If the chosen backends take values that have another
+    width than queries, let attention pass such values unpadded.
 
-    `obstacle`: function of a dtype and of `ScoreOptions.pads_values` that returns the obstacle of each backend.
+    `obstacle`: function of a dtype and of `ScoreOptions.pads_values` that returns an `Obstacle`.
     """
     found: dict[str, list[str]] = {}
     takes_unpadded: list[bool] = []
@@ -139,7 +141,8 @@ def explain_refusal(error: BaseException, kernels: KernelsConfig, refusals: Sequ
     """Return the ConfigError if the backend that `kernels.attention` names has refused a call of attention; None for a
     different error.
 
-    PyTorch reports a refusal only when attention is called. `refusals`: the reasons in PyTorch's warnings before.
+    PyTorch reports a refusal only when attention is called. `refusals`: the reasons that PyTorch's warnings gave before
+    the error.
     """
     if kernels.attention == "auto" or not isinstance(error, RuntimeError) or _NO_KERNEL not in str(error):
         return None  # of several backends, math accepts every call
@@ -230,7 +233,7 @@ def _either(first: Obstacle, second: Obstacle) -> Obstacle:
 
 
 def _leave_values_unpadded(model: nn.Module) -> None:
-    """Let plain attention pass values of their own width to the chosen kernel."""
+    """Let plain attention pass values to the chosen kernel in their own width, without padding."""
     for module in model.modules():
         if isinstance(module, LatentAttention):
             module.options = replace(module.options, pads_values=False)
@@ -258,7 +261,7 @@ def _check_on(
 
     return lambda name: (
         None if name == "math" else refusal(BACKENDS[name], call)
-    )  # a call of math would allocate all scores
+    )  # math accepts every call, and a call would allocate all scores
 
 
 def refusal(backend: SDPBackend, call: Callable[[], object]) -> str | None:

@@ -41,8 +41,8 @@ def scheduled_garbage_collection(every_steps: int) -> Iterator[Callable[[int], N
     collects after every `every_steps` steps.
 
     Automatic collection pauses each rank at a different moment, and every pause delays all ranks at the next
-    collective. Objects made during start-up are frozen, so later collections do not visit them. They stay frozen if the
-    caller has frozen objects, because Python can only unfreeze all.
+    collective. Objects made during start-up are frozen, so later collections do not visit them. If the caller had
+    frozen objects before, all objects stay frozen after the block, because Python can only unfreeze all objects.
     """
     unfreezes = gc.get_freeze_count() == 0
     gc.collect()
@@ -120,8 +120,8 @@ def due_now(run: Run) -> Due:
 
 
 def is_saved(run: Run, due: Due) -> bool:
-    """Return True if a checkpoint of the run's last finished step is saved: because it is due, or because of the result
-    of the validation, which early stopping needs on the disk. Call this function after `report`."""
+    """Return True if a checkpoint of the run's last finished step must be saved: because it is due, or because early
+    stopping needs a checkpoint of the validated step. Call this function after `report`."""
     return due.save or (due.validate and run.early_stopping is not None and run.early_stopping.needs_checkpoint)
 
 
@@ -245,7 +245,7 @@ def train_one_step(run: Run, *more: Observer) -> StepResult:
 
 
 def unfreeze(run: Run) -> None:
-    """Train the parameters that `training.unfreeze` freezes until the run's last finished step."""
+    """Begin to train the parameters that `training.unfreeze` has kept frozen until the run's last finished step."""
     num_unfrozen = run.unfreezing.apply(run.progress.step)
     if num_unfrozen:
         run.output.clear_progress()
@@ -289,7 +289,7 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
     warn_of_collapse(run, scalars)
     if run.memory_check is not None:
         is_measured = measurements.is_steady or run.ranks.device.type == "cpu"
-        is_measured &= run.unfreezing.is_finished  # the prediction is for steps that train all of these parameters
+        is_measured &= run.unfreezing.is_finished  # the prediction is for steps after all of `training.unfreeze`
         scalars |= run.memory_check.scalars(scalars.get(MEASURED) if is_measured else None)
     scalars |= learning_rates(run, step)
     if due.pool:

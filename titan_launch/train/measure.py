@@ -49,11 +49,11 @@ class MemoryCheck:
     """The predicted peak memory of a step, which is reported as a metric and compared once with the measured peak."""
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
-        """Predict from the recordings of an earlier plan or run; on GPUs, else start a process that records the job.
-        Closing `stack` ends the process.
+        """Predict from the recordings of an earlier plan or run. Without recordings, a run on GPUs starts a process
+        that records the job. Closing `stack` ends the process.
 
-        A pipeline is not predicted, because the prediction may be that of another rank. On CPUs nothing is recorded
-        during a run, because the recording would slow it down.
+        The memory of a pipeline is not predicted, because the prediction is for the rank with the highest peak, which
+        may be another rank. On CPUs no process records the job, because it would slow down the run.
         """
         self._prediction: Prediction | None = None
         self._trace: TraceProcess | None = None
@@ -132,7 +132,7 @@ this step."""
 
 
 def hold_frozen(memory: LiveMemory, loss: Loss) -> None:
-    """Count the shards of the second model of a loss, if it has one."""
+    """Record the shards of the loss's second model in `memory`, if the loss has a second model."""
     if loss.frozen is not None:
         memory.hold(loss.frozen.parameters(), Category.PARAMETERS)
         memory.hold(loss.frozen.buffers(), Category.BUFFERS)
@@ -174,7 +174,7 @@ class StepMeasurements(Observer):
             self._first_step = self._window_start = step.number
         if self._tracks_memory and step.number == self._first_step + STEADY_STEP - 1:
             self._watched.enter_context(self._memory_tracked(step.microbatches))
-        is_profiled = self._timeline.is_profiled  # PyTorch has one profiler
+        is_profiled = self._timeline.is_profiled  # PyTorch can run only one profiler at a time
         if self._profile_freq and step.number % self._profile_freq == 0 and not is_profiled:
             self._watched.enter_context(exposed_time_profiled(self._train_step.device, self._seen))
 
@@ -204,8 +204,8 @@ class StepMeasurements(Observer):
 
     @property
     def is_steady(self) -> bool:
-        """True if only training has run since the last report, and the first step of this process is not among the
-        steps."""
+        """True if only training has run since the last report, and the first step of this process came before that
+        report."""
         return self._only_training and self._first_step is not None and self._window_start > self._first_step
 
     def end_window(self, step: int, only_training: bool) -> None:

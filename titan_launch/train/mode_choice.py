@@ -93,9 +93,9 @@ def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
 def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> JobConfig:
     """Return the job with a number in place of `training.local_batch_size = "auto"`. Collective.
 
-    Rank 0 chooses the largest microbatch that is planned to fit. Then each rank tries it in a process of its own, and
-    the next smaller ones until no rank runs out of memory. Raises ConfigError on all ranks (UserError for a recorded
-    model) if none fits.
+    Rank 0 chooses the largest microbatch that is planned to fit. Then each rank tries this microbatch in a trial, in a
+    process of its own. As long as a rank runs out of memory, all ranks try the next smaller one. With expert
+    parallelism there is no trial. Raises UserError on all ranks if no microbatch fits.
     """
     if not is_auto_batch(config):
         return config
@@ -131,8 +131,8 @@ def resolve_auto_modes(
     """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
 
     If the job has no `auto`, return the same job and None. A resumed run keeps the modes that it began with. Otherwise
-    rank 0 chooses the modes for all ranks. Raises ConfigError (UserError for a recorded model) on all ranks if the job
-    fits into memory with no choice of modes. Nothing is written or allocated before.
+    rank 0 chooses the modes for all ranks. Raises UserError on all ranks if the job does not fit into memory with any
+    choice of modes. Nothing is written or allocated before.
     """
     if not is_auto(config):
         return config, None

@@ -55,11 +55,11 @@ def build_job_model(config: JobConfig, host: HostBuild | None = None) -> BuiltMo
 
 
 def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
-    """Build a job's model on each rank; collective. A factory of the user's own may give it initial values.
+    """Build a job's model on each rank; collective. A user's own factory may give the model initial values.
 
-    One rank of each host calls the factory on the host and keeps the values. The other ranks call it on the meta
-    device. If the factory fails there, or makes another module, they call it on the host, one after another, and drop
-    the values.
+    One rank of each host calls the factory on the CPU and keeps the values. The other ranks call the factory on the
+    meta device. If the factory fails there, or makes another module, they call it on the CPU, one after another, and
+    drop the values.
 
     Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules.
     """
@@ -132,7 +132,8 @@ class _Identity:
         return cls(owner, (digest_of(tensors), attributes_digest(built.module)), digest_of(values) if values else "")
 
     def differs_from(self, first: _Identity) -> bool:
-        """Return True if the two ranks would not train the same model. Attributes may differ."""
+        """Return True if the two ranks would not train the same model. Differences of attributes that are not tensors
+        do not count."""
         assert self.digests is not None and first.digests is not None
         return self.digests[0] != first.digests[0] or (self.values or first.values) != first.values
 
@@ -206,7 +207,7 @@ class AssembledModel:
     """This rank's part of every sequence; None without context parallelism."""
 
     frozen: FrozenModel | None = None
-    """The second model of the loss, wrapped as this one."""
+    """The second model of the loss, wrapped in the same way; None if the loss has no second model."""
 
     @property
     def module(self) -> nn.Module:
@@ -269,9 +270,9 @@ def allocate_model(
     """Allocate this rank's shards of the model and of its second model on `device`, and fill them unless
     `initial_values` is False.
 
-    With context parallelism, also reduce the buffers along the sequence to this rank's rows, and enter ring attention
-    into `stack`. `attention_device`: the device whose ring attention is used, by default `device`. Raises ConfigError
-    if PyTorch has no ring attention for that device.
+    With context parallelism, also cut the buffers that extend along the sequence to this rank's rows, and use ring
+    attention until `stack` is closed. `attention_device`: the device whose ring attention is used, by default `device`.
+    Raises ConfigError if PyTorch has no ring attention for that device.
     """
     if model.mesh.context is not None:
         stack.enter_context(ring_attention(model.mesh.context, config.parallelism, attention_device or device))

@@ -24,13 +24,15 @@ class Observers:
     step (`TrainStep`).
     """
 
-    # The bar shows a step that all others have seen.
+    # The progress bar shows a step after all other observers have seen it.
     console: ConsoleSink | None
 
-    # Its sums on the device are not part of a profile or of the measured memory.
+    # The meter adds to its sums on the device after the observers below it have ended. So the sums are not part of a
+    # profile or of the measured memory.
     meter: Meter
 
-    # A profile shows what the observers below it take. PyTorch has one profiler, so `measurements` come later and ask.
+    # A profile contains the work of the observers below it. PyTorch can run only one profiler at a time, so
+    # `measurements` come later, and check `Timeline.is_profiled`.
     profiler: StepProfiler
 
     # The measured memory includes the update of the average, as the planner's prediction does.

@@ -35,7 +35,7 @@ class RunOutput:
     """The sink that writes to the terminal. It is also one of `sinks`. None with `--quiet`."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write metrics of a step to all sinks."""
+        """Write metrics of a step to all sinks. Raises RunError if the run folder is gone (`OpenRunFolder.check`)."""
         self.folder.check()
         for sink in self.sinks:
             sink.write(step, scalars)
@@ -66,7 +66,7 @@ def build_output(
             add(name, sink)
 
     if console is not None:
-        add("console", console, fatal=(BrokenPipeError,))  # `| head`
+        add("console", console, fatal=(BrokenPipeError,))  # the reader of a pipe has ended, as in `| head`
     on_rank_0(open_all)
     output = RunOutput(folder, tuple(sinks), console)
     if not sinks:
@@ -100,8 +100,8 @@ def settings_of(config: JobConfig) -> dict[str, int | float | str]:
 
 
 def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, int | float | str]]:
-    """Yield the keys and values of a section and of the sections in it. A key has a value also if it is unset, because
-    TensorBoard finds out that runs differ in a key only if all of them have it."""
+    """Yield the keys and values of a section and of the sections in it. An unset key has the value "unset", because
+    TensorBoard detects that runs differ in a key only if all runs have this key."""
     table = section.model_dump(mode="json", exclude_none=True)
     for name in type(section).model_fields:
         field = getattr(section, name)

@@ -41,7 +41,7 @@ class StageFacts:
     device: torch.device
     splits_backward: bool
     given: Callable[[int], AbstractContextManager[None]]
-    """Function of a microbatch's index that returns the context of its forward."""
+    """Function of a microbatch's index. It returns the context manager in which the microbatch's forward runs."""
 
     timeline: Parts
     """Counts the time of forwards and backwards."""
@@ -51,7 +51,8 @@ class ScheduledStage(PipelineStage):
     """PyTorch's pipeline stage, changed so that FSDP2 works in it as it does without a pipeline."""
 
     def __init__(self, local: LocalStage, boundaries: tuple[Tensor, ...], facts: StageFacts):
-        """`boundaries`: tensors like those that enter the stages of the model, and like the last output."""
+        """`boundaries`: tensors with the shapes and dtypes of the inputs of all stages of the model, in order, and of
+        the output of the last stage."""
         index = local.stage.index
         stage_inputs, stage_outputs = (_with_gradient(tensor) for tensor in boundaries[index : index + 2])
         super().__init__(
@@ -74,7 +75,7 @@ class ScheduledStage(PipelineStage):
             self._fsdp_root.set_manual_backward_finalization(True)
 
     def receive_buffers(self) -> Iterator[Tensor]:
-        """Yield the tensors into which this stage has received activations and gradients, as far as it keeps them."""
+        """Yield the tensors into which this stage has received activations and gradients, if it still holds them."""
         for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
             yield from (info.buffer for info in infos if getattr(info, "buffer", None) is not None)
 
@@ -102,13 +103,11 @@ class ScheduledStage(PipelineStage):
         accumulate_in_reduce_dtype(self._root)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce gradients and reshard, if the schedule has a separate backward of weights.
-
-        `finalize_backward` is public since torch 2.15. Remove the other branch when torch 2.14 is not supported.
-        """
+        """Reduce gradients and reshard, if the schedule has a separate backward of weights; otherwise do nothing."""
         if not self._splits_backward:
             return
         self._accumulation.begin_microbatch(self._root, is_last=True)
+        # Public since torch 2.15. Remove the other branch when torch 2.14 is no longer supported.
         if hasattr(FSDPModule, "finalize_backward"):
             self._fsdp_root.finalize_backward()
         else:
@@ -150,7 +149,7 @@ def _with_gradient(tensor: Tensor) -> Tensor:
 
 
 class PipelinedStep:
-    """Runs forward and backward of all microbatches of a step through a pipeline.
+    """The forward and backward of all microbatches of a step through a pipeline.
 
     The microbatches of the schedule are those of gradient accumulation. Each loss is already divided by the number
     of items, so the schedule does not scale. FSDP2's hooks reduce gradients when the gradient accumulation mode
@@ -179,8 +178,8 @@ class PipelinedStep:
         self._is_abandoned = False
 
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
-        """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`), 0
-        without the last stage. `num_items` returns the number of the step's items over all ranks.
+        """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`): zeros if
+        the last stage is on another rank. `num_items` returns the number of the step's items over all ranks.
 
         Raises the errors of stages unchanged. After an error, messages to other ranks may be pending, so a further call
         raises RunError.
@@ -198,14 +197,14 @@ class PipelinedStep:
             arguments: dict[str, Tensor] = document_arguments(own[0].module, batch.documents)
             if self._pipeline.has_last:
                 arguments["target"] = batch.targets
-            self.timeline.begin("communication")  # between forwards and backwards it waits for other stages
+            self.timeline.begin("communication")  # between forwards and backwards, this rank waits for other stages
             schedule.step(*first, return_outputs=False, **arguments)
         sums, self._step = self._step.sums, None
         return sum(sums, start=torch.zeros(loss.num_sums, device=self._device))
 
     def schedule_for(self, microbatches: list[Batch]) -> Any:
-        """Return PyTorch's schedule of a step with these microbatches. Schedules are reused: each allocates receive
-        buffers."""
+        """Return PyTorch's schedule of a step with these microbatches. Schedules are reused, because each allocates
+        receive buffers."""
         number, inputs = len(microbatches), microbatches[0].inputs
         key = (number, inputs.shape)
         if key not in self._schedules:
@@ -227,14 +226,15 @@ class PipelinedStep:
             raise
 
     def receive_buffers(self) -> Iterator[Tensor]:
-        """Yield the tensors into which the stages have received, and which live until the next step."""
+        """Yield the tensors into which the stages have received activations and gradients. These tensors live until the
+        next step."""
         for _, stages in self._schedules.values():
             for stage in stages:
                 yield from stage.receive_buffers()
 
     def _build_schedule(self, num_microbatches: int, inputs: Tensor) -> tuple[Any, list[ScheduledStage]]:
-        """Return PyTorch's schedule, which does not scale gradients, and this rank's stages. `inputs`: those of one
-        microbatch."""
+        """Return PyTorch's schedule, which does not scale gradients, and this rank's stages. `inputs`: the inputs of
+        one microbatch. Raises ConfigError if the schedule does not allow this number of microbatches."""
         misfit = misfit_of_microbatches(self._parallelism, num_microbatches)
         if misfit is not None:
             raise config_error(("training", "global_batch_size"), misfit)
@@ -242,7 +242,7 @@ class PipelinedStep:
         stages = [ScheduledStage(local, boundaries, self._facts) for local in self._pipeline.local]
         kind = get_schedule_class(self._parallelism.pipeline_parallel_schedule)
         what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        loss = lambda outputs, targets: self._losses.compute(outputs, targets)  # noqa: E731 - of the present step
+        loss = lambda outputs, targets: self._losses.compute(outputs, targets)  # noqa: E731 - of the step that runs
         return kind(what, num_microbatches, loss_fn=loss, scale_grads=False), stages
 
     @property
@@ -255,7 +255,7 @@ class _Losses:
     """The losses of the microbatches of a step."""
 
     def __init__(self, loss: Loss, targets: Sequence[Tensor], num_items: Tensor):
-        """`targets`: those of each microbatch."""
+        """`targets`: the targets of each microbatch."""
         self._loss = loss
         self._targets = targets
         self._num_items = num_items

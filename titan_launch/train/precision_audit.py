@@ -45,11 +45,13 @@ class _Watched(NamedTuple):
     plan: ModelPlan
     observed: Observations
     other_choices: Callable[[], list[str]]
-    """The result of `choices_watched`."""
+    """Function from `choices_watched`. It returns a line for each mixture of experts that chose other experts in its
+    second forward."""
 
 
 class PrecisionAudit(Observer):
-    """The audit of the first step of this process, which runs without compilation, with the same results."""
+    """The audit of the first step of this process. The audited step runs without compilation; its results are the
+    same."""
 
     def __init__(self, job: ResolvedJob, model: nn.Module, mesh: Mesh, output: RunOutput, locate_key: KeyLocator):
         self._job = job
@@ -112,7 +114,7 @@ class PrecisionAudit(Observer):
         self._watched.clear()
 
     def abandon_step(self, error: BaseException) -> None:
-        """Remove all hooks. What they saw explains the error."""
+        """Remove all hooks. Keep their observations, with which `explain` explains the error."""
         self._hooks.close()
 
     def explain(self, error: BaseException) -> UserError | None:

@@ -22,7 +22,7 @@ FOLDER = "profiling"
 """Folder of the profiles in the run folder."""
 
 SIGNAL = getattr(signal, "SIGRTMIN", None)
-"""Signal with which a rank profiles its next step. Other systems than Linux have none."""
+"""Signal that makes a rank profile its next step; None on systems other than Linux."""
 
 _ROWS = 30
 
@@ -42,7 +42,7 @@ class StepProfiler(Observer):
         self._takes_snapshots = config.memory and ranks.device.type == "cuda"
         if self._takes_snapshots:
             record_memory_history()
-        with suppress(ValueError):  # not in the main thread of a test
+        with suppress(ValueError):  # this is not the main thread, as in a test
             if SIGNAL is not None:
                 before = signal.signal(SIGNAL, self._on_signal)
                 stack.callback(signal.signal, SIGNAL, before)

@@ -1,4 +1,4 @@
-"""The parts of a run, and functions that build its meter and sinks and log its start."""
+"""The parts of a run, and functions that build its meter and log its start."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ _log = logging.getLogger(__name__)
 
 
 def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline, flops: int | None) -> Meter:
-    """Return the meter of this rank, with the FLOPs of a step and the device's peak FLOP/s. Both may be None.
+    """Return the meter of this rank, with the FLOPs of a step and the device's peak FLOP/s, if they are known.
 
-    `flops`: those of one sample."""
+    `flops`: FLOPs of one sample; None if unknown."""
     return Meter(
         timeline=timeline,
         world_size=ranks.world_size,
@@ -131,7 +131,8 @@ def log_run(
 
 
 def _steps_of_epochs(training: TrainingConfig, data: RunData) -> list[tuple[str, str]]:
-    """Return the line about the steps that the epochs of the job are; none for a job without epochs."""
+    """Return a log line (name, text) with the number of steps that the job's epochs have; none for a job without
+    epochs."""
     if training.epochs is None:
         return []
     epochs = f"{training.epochs:g} epoch{'s' * (training.epochs != 1)}"

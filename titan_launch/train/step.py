@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Update:
-    """The change of the parameters by their gradients."""
+    """The objects and settings with which a step changes the parameters."""
 
     optimizer: Optimizer
     guard: StepGuard
@@ -49,8 +49,8 @@ class Update:
 
 
 class MicrobatchesInTurn:
-    """Runs forward and backward of a model without pipeline stages over the microbatches of a step, one after another.
-    `pipeline_step.PipelinedStep` is its counterpart."""
+    """The forward and backward of a step's microbatches, one after another, for a model without pipeline stages. With
+    pipeline stages, `pipeline_step.PipelinedStep` takes its place."""
 
     computes_loss = True
 
@@ -75,7 +75,7 @@ class MicrobatchesInTurn:
         return sums
 
     def receive_buffers(self) -> Iterable[Tensor]:
-        """Return the tensors into which stages of a pipeline have received: none."""
+        """Return no tensors: only the stages of a pipeline have receive buffers."""
         return ()
 
 
@@ -132,7 +132,7 @@ class TrainStep:
                 self._timeline.begin("communication")
                 self._replicas.reduce_gradients()
             self._timeline.begin(OTHER)
-            # Ranks that share matrices compute the same loss.
+            # Ranks that share matrices (tensor parallelism) compute the same loss, so each takes an equal part of it.
             total, *others = (sums / self._mesh.layout.tensor).unbind()
             parts = dict(zip(self.loss.tags, others, strict=False))
             loss_sum = total - parts[Z_LOSS] if Z_LOSS in parts else total
@@ -225,7 +225,7 @@ def forward_backward(
     """Run forward and backward over one microbatch. Return its part of the step's sums (`Loss.sums`), detached.
 
     `num_items` returns the number of the step's items over all ranks. It is called after the forward. `timeline` counts
-    the time of both.
+    the time of forward and backward.
 
     The function frees inputs, outputs and loss when it returns, before the next microbatch allocates its own.
     """
@@ -247,10 +247,10 @@ def validate(
 ) -> dict[str, float]:
     """Return the `validation/*` metrics over all items of the loss on all ranks, in evaluation mode. Collective.
 
-    `batches`: each with the name of its source, or "" if the data is not a mixture. Named sources also have metrics of
-    their own. Every rank must have the same names, and the same number of batches, since each forward all-gathers
-    parameters. Without items the metrics are NaN. The accuracy is NaN for a model that returns its loss alone.
-    In a pipeline only the ranks with the last stage contribute.
+    `batches`: pairs of a source's name and a batch. The name is "" if the data is not a mixture. Named sources also
+    have metrics of their own. Every rank must have the same names and the same number of batches, because each forward
+    all-gathers parameters. Without items the metrics are NaN. The accuracy is NaN for a model that returns its loss
+    alone. In a pipeline only the ranks with the last stage contribute.
     """
     totals: dict[str, Tensor] = {}
     pipeline = pipeline_of(model)

@@ -75,7 +75,8 @@ class StreamBatches(SizedPart):
         return {key: torch.empty(shape, dtype=torch.uint8) for key, shape in shapes.items() if key == self._key}
 
     def load_state_dict(self, state: Values) -> None:
-        """Continue after a saved position. After a rollback the stream goes on instead: a started iterator stays."""
+        """Continue after a saved position. If the iterator has already started, as after a rollback, the position is
+        ignored, because a stream cannot go back. Raises ValueError for a position that is not a JSON object."""
         if self._key in state and self._batches is None:
             saved: Any = parse_json(state[self._key].numpy().tobytes(), _MOST_VALUES)
             if not isinstance(saved, dict):

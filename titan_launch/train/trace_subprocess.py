@@ -1,4 +1,4 @@
-"""The planner in a separate process: a recording needs a process group of its own."""
+"""The planner in a separate process, because a recording needs a process group of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL
 
 
 class TraceProcess:
-    """A process that runs `plan` during the run, without GPU, with one thread and low priority."""
+    """A process that runs `titan-launch plan` beside the run, with low priority. Without a trial, the process has one
+    thread and no GPU."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class TraceProcess:
     ):
         """Start the process. Closing `stack` ends the process and removes its files.
 
-        `trial`: rank and device of a trial (`trace.trial`) after the plan. `advises`: the plan names changes that save
-        memory.
+        `trial`: rank and device of a trial (`trace.trial`), which the process runs after the plan; None for no trial.
+        `advises`: True if the plan also names changes that save memory.
         """
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-", dir=rank_folder())))
         self._job = folder / "job.json"
@@ -73,7 +74,8 @@ class TraceProcess:
     def result(self) -> dict[str, Any]:
         """Wait for the process, and return the plan as `plan --json` prints it.
 
-        Raises UserError for bad input, ConfigError for a forward that does not fit, and RunError if the process failed.
+        Raises UserError for bad input, ConfigError for an error of the model's forward, and RunError if the process
+        failed.
         """
         status = self._process.wait()
         if status == 0:
@@ -97,7 +99,8 @@ class TraceProcess:
             return True
         self._errors.seek(0)
         errors = self._errors.read()
-        if OUT_OF_MEMORY in errors or self._process.returncode == -signal.SIGKILL:  # of the kernel, in a container
+        # The kernel sends SIGKILL if a container is out of memory.
+        if OUT_OF_MEMORY in errors or self._process.returncode == -signal.SIGKILL:
             return False
         self.result()
         return True
@@ -115,7 +118,8 @@ def _describe_end(status: int) -> str:
 
 
 def _error(text: str) -> str:
-    """Return the error at the end of `text`, or all of it if there is none. The lines before say what was recorded."""
+    """Return the error message at the end of `text`. If `text` has none, return all of it. Lines before an error
+    message say what was recorded."""
     _, prefix, error = f"\n{text}".partition("\nerror: ")
     return (error if prefix else text).strip()
 
@@ -152,8 +156,9 @@ def with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
 
 
 def _environment(device: torch.device | None) -> dict[str, str]:
-    """Return the environment of the planner's process: that of this process, without the variables of a rank and
-    without GPUs, or with the GPU of a trial only. `AGENT_PID` makes the planner end when this process ends."""
+    """Return the environment variables of the planner's process: those of this process without the variables of a rank.
+    Only the GPU of a trial is visible. `AGENT_PID` makes the planner end when this process ends. `device`: device of
+    the trial; None without a trial."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
     own[AGENT_PID] = str(os.getpid())
     if device is None:

@@ -32,15 +32,16 @@ SINKS: dict[str, Callable[[MetricsConfig, SinkContext], Sink | None]] = {
         TensorBoardSink(run.folder / "tb", run.step) if config.enable_tensorboard else None
     ),
 }
-"""Functions of (`[metrics]`, run) that open a sink, or return None if the job disables the sink. Only rank 0 opens
-sinks. `metrics.sinks` names further ones."""
+"""The built-in sinks by name. Each function takes the section `[metrics]` and the run. It opens the sink, or returns
+None if the job disables the sink. Only rank 0 opens sinks. A job names further sinks in `metrics.sinks`."""
 
 _EXTRAS = {"wandb": "WandbSink", "mlflow": "MlflowSink"}
-"""Class of each sink that needs a package of the same name. Its module is imported only if a job names the sink."""
+"""Classes of the sinks that need the package of the same name. The module of a class is imported only if a job names
+the sink."""
 
 
 def import_sinks(config: MetricsConfig) -> dict[str, Callable[[SinkContext], Sink]]:
-    """Return the factories that `metrics.sinks` names. Raises ConfigError for one that cannot be imported."""
+    """Return the sink factories that `metrics.sinks` names, by name. Raises ConfigError if one cannot be imported."""
     return dict(_import_each(config))
 
 

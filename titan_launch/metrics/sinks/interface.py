@@ -20,8 +20,8 @@ class RunDescription:
     """Facts about a run that its metrics do not show."""
 
     settings: Mapping[str, int | float | str]
-    """Values of the job by key, such as `optimizer.lr`, with which runs can be compared. Values other than numbers and
-    strings are TOML, such as `true` and `["wq", "wv"]`."""
+    """Values of the job by key, such as `optimizer.lr`, for the comparison of runs. A value that is neither a number
+    nor a string is given as TOML text, such as `true` or `["wq", "wv"]`."""
 
     later_metrics: frozenset[str]
     """Metrics that the run reports, though not necessarily in its first report."""
@@ -35,7 +35,7 @@ class Sink(ABC):
         """Write the metrics of `step`: `scalars` maps tags to values. A step may have several calls."""
 
     def describe(self, description: RunDescription) -> None:  # noqa: B027
-        """Take what is known about the run before its first report. A sink without a use for it does nothing."""
+        """Receive facts about the run, before its first report. A sink that has no use for them does nothing."""
 
     def text(self, tag: str, text: str) -> None:  # noqa: B027
         """Store a Markdown text that describes the run. A sink that cannot show text does nothing."""
@@ -49,7 +49,7 @@ class Sink(ABC):
 
 @dataclass(frozen=True)
 class SinkContext:
-    """The run, as the factory of a sink gets it."""
+    """The facts about a run that the factory of a sink receives."""
 
     name: str
     """`job.name`."""
@@ -68,7 +68,7 @@ class SinkContext:
 
 
 class MarkedSink(Sink):
-    """A sink of a run without values: all its tags say so."""
+    """A wrapper around a sink of a run on phantom GPUs, which compute no values. It adds `TAG_PREFIX` to all tags."""
 
     def __init__(self, sink: Sink):
         self._sink = sink
@@ -79,7 +79,7 @@ class MarkedSink(Sink):
         self._sink.write(step, {TAG_PREFIX + tag: value for tag, value in scalars.items()})
 
     def describe(self, description: RunDescription) -> None:
-        """Pass on what is known about the run."""
+        """Pass on the description, with marked tags."""
         metrics = frozenset(TAG_PREFIX + tag for tag in description.later_metrics)
         self._sink.describe(replace(description, later_metrics=metrics))
 
@@ -92,15 +92,15 @@ _log = logging.getLogger(__name__)
 
 
 class GuardedSink(Sink):
-    """A sink whose failures do not end the run.
+    """A wrapper around a sink, with which failures of the sink do not end the run.
 
-    A full disk loses reports until there is room again. After any other error, the sink is closed and gets no more
-    calls. Both are logged once.
+    While the disk is full, reports are lost. After any other error, the sink is closed and gets no more calls. Each of
+    these failures is logged once.
     """
 
     def __init__(self, name: str, sink: Sink, logged: set[str], fatal: tuple[type[Exception], ...] = ()):
-        """`logged`: warnings that are logged already, shared by all sinks of a run. `fatal`: errors that end the run
-        nevertheless."""
+        """`logged`: the warnings that are already logged; all sinks of a run share this set. `fatal`: types of errors
+        that end the run nevertheless."""
         self._name, self._logged, self._fatal = name, logged, fatal
         self._sink: Sink | None = sink
 
@@ -109,7 +109,7 @@ class GuardedSink(Sink):
         self._call(f"the report of step {step}", lambda sink: sink.write(step, scalars))
 
     def describe(self, description: RunDescription) -> None:
-        """Pass on what is known about the run."""
+        """Pass on the description of the run."""
         self._call("the start", lambda sink: sink.describe(description))
 
     def text(self, tag: str, text: str) -> None:

@@ -17,15 +17,15 @@ _MAX_METRICS, _MAX_PARAMS = 1000, 100
 """Largest numbers of metrics and parameters in one call of MLflow's REST API."""
 
 _RUN_ID = "titan_launch.run_id"
-"""Tag with `SinkContext.run_id`."""
+"""Tag of MLflow's run that holds `SinkContext.run_id`."""
 
 
 class MlflowSink(Sink):
     """A sink that writes a run of MLflow. The environment variables of MLflow apply, such as MLFLOW_TRACKING_URI and
     MLFLOW_EXPERIMENT_NAME.
 
-    The keys of the job are the parameters. A resumed run continues its run. Metrics of steps that run again are added,
-    and MLflow shows the latest.
+    The keys of the job become the parameters of MLflow's run. If a run resumes, MLflow's run continues. If steps run
+    again, their metrics are added, and MLflow shows the latest values.
     """
 
     def __init__(self, run: SinkContext):

@@ -39,8 +39,8 @@ class TensorBoardSink(Sink):
         self._opened: _EventFile | None = None
 
     def describe(self, description: RunDescription) -> None:
-        """Take the metrics that the dashboard shows besides those of the first report, and the settings, which are the
-        columns of the tab "HParams"."""
+        """Store the description for the event file. The dashboard shows the description's metrics, besides those of the
+        first report. The description's settings become the columns of the tab "HParams"."""
         self._description = description
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -70,7 +70,7 @@ class TensorBoardSink(Sink):
 
     def _file(self, reported: Collection[str] = ()) -> _EventFile:
         """Open the event file if necessary, write all pending texts to it, and return it. `reported`: the metrics of
-        the first report, which decide about the dashboard."""
+        the first report, which the dashboard shows."""
         from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
         if self._opened is None:
@@ -137,8 +137,8 @@ _OVERVIEW = {
     "throughput/images_per_second": "Overview/images per second",
     "validation/loss": "Overview/validation loss",
 }
-"""Metrics that are written a second time, under names that sort before all others: of all metrics by name, the tab
-"HParams" shows the last values of the first five."""
+"""Metrics that are written a second time, under names that sort before all others. The tab "HParams" sorts the metrics
+by name and shows the last values of the first five only."""
 
 
 def _custom_scalars(expected: Collection[str]) -> dict[str, dict[str, list[object]]]:

@@ -128,8 +128,8 @@ class DecoderArgs(ModelArgs):
     """Cap of the logits: `cap * tanh(logit / cap)` (Gemma 2). Unset: no cap."""
 
     query_scale: PositiveFloat | None = None
-    """Factor of the attention scores. Unset: `head_dim ** -0.5`. With `latent_attention`, the width of a head is
-    `qk_nope_head_dim + qk_rope_head_dim`, and `mscale_all_dim` of `rope_scaling` is another factor."""
+    """Factor of the attention scores. Unset: `head_dim ** -0.5`. With `latent_attention`, unset means
+    `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`, times the factor of `mscale_all_dim` in `rope_scaling`."""
 
     activation: Activation = "silu"
     """Activation function of the feed-forward layer. `gelu_tanh`: GELU in its approximation with tanh."""
@@ -149,7 +149,7 @@ class DecoderArgs(ModelArgs):
 
     @property
     def head_width(self) -> int:
-        """Width of one head of queries and keys, set or not."""
+        """Width of one head of queries and keys, whether or not `head_dim` is set."""
         if self.latent_attention is not None:
             return self.latent_attention.head_width
         return self.head_dim or self.dim // self.n_heads
@@ -161,7 +161,7 @@ class DecoderArgs(ModelArgs):
 
     @property
     def score_scale(self) -> float:
-        """Factor of the attention scores, set or not."""
+        """Factor of the attention scores, whether or not `query_scale` is set."""
         if self.query_scale is not None:
             return self.query_scale
         is_latent, scaling = self.latent_attention is not None, self.rope_scaling
@@ -204,7 +204,7 @@ class DecoderArgs(ModelArgs):
         return sum(map(self.has_experts, range(self.n_layers)))
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield a problem for each contradiction between arguments."""
+        """Yield (names of the arguments, reason) for each contradiction between arguments."""
         dim, n_heads, n_kv_heads, n_layers = self.dim, self.n_heads, self.n_kv_heads, self.n_layers
         if n_heads % n_kv_heads:
             yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
@@ -265,7 +265,7 @@ class DecoderArgs(ModelArgs):
                 yield (name, "latent_attention"), f"{reason}; remove one of them"
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Yield arguments that other arguments leave without effect."""
+        """Yield (argument, reason and remedy) for each argument that other arguments leave without effect."""
         rope = ("rope_theta", "rope_scaling", "local_rope_theta")
         of_windows = ("full_attention_every", "full_attention_layers", "local_rope_theta")
         for names, reason, has_no_effect in (
@@ -301,11 +301,12 @@ class DecoderArgs(ModelArgs):
         return table
 
     def longest_sequence(self) -> tuple[str, int] | None:
-        """Return the number of learned positions; None with rotary embedding."""
+        """Return the argument `max_positions` and its value; None with rotary embedding."""
         return ("max_positions", self.num_positions) if self.num_positions else None
 
     def beyond_causal_attention(self, seq_len: int) -> str | None:
-        """Return the argument, with its value, by which attention is not plain causal attention."""
+        """Return the argument, with its value, that makes attention differ from plain causal attention; None if there
+        is none."""
         if self.attention_soft_cap is not None:
             return f"attention_soft_cap = {self.attention_soft_cap}"
         if self.attention_sinks:
@@ -315,7 +316,8 @@ class DecoderArgs(ModelArgs):
         return None
 
     def is_cut(self, layer: int, seq_len: int) -> bool:
-        """Return True if the sliding window of a layer, counted from 0, excludes tokens of such a sequence."""
+        """Return True if the sliding window of a layer, counted from 0, excludes earlier tokens in a sequence of
+        `seq_len` tokens."""
         window = self.window_of(layer)
         return window is not None and window < seq_len
 

@@ -35,7 +35,8 @@ class ScoreOptions:
     """The options of a layer's attention scores."""
 
     scale: float | None = None
-    """Factor of the scores; None for `head_dim ** -0.5`, the width of queries and keys."""
+    """Factor of the scores; None for `head_dim ** -0.5`, where `head_dim` is the width of a head of queries and
+    keys."""
 
     window: int | None = None
     """Number of tokens that a token attends to, itself included; None for all earlier tokens."""
@@ -45,7 +46,7 @@ class ScoreOptions:
 
     pads_values: bool = True
     """Plain attention pads queries, keys and values with zeros to one width. False if the chosen kernel takes values of
-    another width."""
+    a different width."""
 
     has_many_lengths: bool = False
     """Sequences have many lengths, as in generation and evaluation. FlexAttention is compiled for each length, so it is
@@ -63,7 +64,8 @@ class Documents:
     def __init__(self, numbers: Tensor, windows: Iterable[int | None]):
         """Build the block masks if the tokens are on CUDA.
 
-        `numbers`: the document of each token, a whole number (batch, tokens). `windows`: those of all layers.
+        `numbers`: the document of each token, a whole number (batch, tokens). `windows`: the sliding windows of all
+        layers; None for a layer without one.
         """
         self.numbers = numbers
         self.positions = positions_in(numbers)
@@ -78,11 +80,11 @@ class Documents:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions = ScoreOptions(), documents: Documents | None = None
 ) -> Tensor:
-    """Return the causal attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads, and `v`
-    another width, which the result has then.
+    """Return causal attention: (batch, heads, tokens, width of `v`), in the dtype of `q`.
 
-    `k` and `v` may have more tokens than `q`: those of a `KeyValueCache`. The tokens of `q` are then the last ones. The
-    result has the dtype of `q`. Soft cap and softmax are computed in fp32.
+    `q`: (batch, heads, tokens, head_dim). `k` and `v` may have fewer heads, and `v` may have a different width. `k` and
+    `v` may also have more tokens, from a `KeyValueCache`. The tokens of `q` are then the last ones. Soft cap and
+    softmax are computed in fp32.
     """
     if q.shape[2] < k.shape[2]:
         return _explicitly_masked(q, k, v, options)
@@ -126,7 +128,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 
 
 def _of_equal_width(*tensors: Tensor) -> Iterator[Tensor]:
-    """Yield queries, keys and values of one width, by zeros that change no result.
+    """Pad queries, keys and values to one width, with zeros that change no result, and yield them.
 
     Flash attention requires equal widths on all devices (`check_head_dim_size_flash`, PyTorch 2.11 to 2.15). For other
     widths a CPU would use the kernel that stores all tokens x tokens scores, and CUDA the efficient kernel, which is
@@ -204,7 +206,8 @@ class KeyValueCache:
 def _allowed(
     queries: slice, keys: slice, window: int | None, documents: Documents | None, device: torch.device
 ) -> Tensor:
-    """Return True for each pair of tokens of which the query attends to the key: (1 or batch, queries, keys)."""
+    """Return a mask that is True where the query may attend to the key: bool (1 or batch, queries, keys). `queries`,
+    `keys`: ranges of tokens."""
     offset = queries.start - keys.start
     pairs = torch.ones((queries.stop - queries.start, keys.stop - keys.start), dtype=torch.bool, device=device)
     pairs = pairs.tril_(offset)
@@ -286,8 +289,8 @@ def flex_attention() -> Callable[..., Any]:
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention as a fused kernel. What cannot be compiled is an error, because FlexAttention without
-    compilation stores all scores."""
+    """Return FlexAttention as a fused kernel. Code that cannot be compiled raises an error, because FlexAttention
+    without compilation would store all scores."""
     import torch._dynamo.config as limits
 
     # PyTorch compiles a function 8 times by default. All layers share this one: each window, soft cap, dtype, shape and
@@ -318,8 +321,9 @@ def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | Non
     `documents`: the number of each token's document (batch, tokens), which never falls along the sequence.
 
     PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here one pair of
-    tokens decides. A block of queries and an earlier block of keys have an allowed pair if their nearest pair is
-    allowed: the first query and the last key. All their pairs are allowed if the furthest pair is.
+    tokens decides for two blocks. A block of queries and an earlier block of keys have an allowed pair if the nearest
+    pair is allowed: the first query and the last key. All pairs are allowed if the furthest pair is allowed: the last
+    query and the first key.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -349,7 +353,8 @@ def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | Non
 
 
 def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row of a table the number of its true entries, and their columns, before all other columns."""
+    """Return, for each row of a bool table, the number of true entries, and all columns, those of the true entries
+    first."""
     columns = pairs.int().argsort(dim=-1, descending=True, stable=True)
     return pairs.sum(-1, dtype=torch.int32), columns.int()
 
@@ -357,5 +362,5 @@ def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=16)
 def _block_mask_of_length(num_tokens: int, window: int | None, device: torch.device) -> BlockMask:
     """Return a block mask that all layers with the window share."""
-    with torch.inference_mode(False):  # a mask that validation makes first is also for training
+    with torch.inference_mode(False):  # even if validation makes the mask: training uses it too
         return make_block_mask(num_tokens, window, None, device)

@@ -12,7 +12,7 @@ from titan_launch.config.sections.section import Section
 from titan_launch.models.args import NumTokens, Parts, Width
 
 PositiveFloat = Annotated[float, Field(gt=1e-30, le=1e30)]
-"""A number whose square and inverse square are numbers too."""
+"""A positive number whose square and inverse square are finite and not 0."""
 
 
 class RopeScaling(Section):
@@ -44,7 +44,8 @@ class RopeScaling(Section):
     two channels the scaling changes linearly with the number of the channel."""
 
     truncate: bool = True
-    """With `yarn`: round the two channels to whole numbers, outwards. GPT-OSS does not."""
+    """With `yarn`: round the numbers of the two channels that `beta_fast` and `beta_slow` name, down and up. GPT-OSS
+    does not round."""
 
     attention_factor: PositiveFloat | None = None
     """With `yarn`: factor of rotated queries and keys. Unset: `m(mscale) / m(mscale_all_dim)` if both are set, else
@@ -55,11 +56,12 @@ class RopeScaling(Section):
 
     mscale_all_dim: PositiveFloat | None = None
     """With `yarn`: see `attention_factor`. With `latent_attention`, the attention scores are also multiplied by
-    `m(mscale_all_dim) ** 2` (DeepSeek-V3)."""
+    `m(mscale_all_dim) ** 2` (DeepSeek-V3), unless `query_scale` is set."""
 
     @property
     def rotated_factor(self) -> float:
-        """Factor of rotated queries and keys: `attention_factor`, set or not, with `yarn`; else 1."""
+        """Factor of rotated queries and keys. With `yarn` it is `attention_factor` or, if that is unset, its default;
+        else 1."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -94,7 +96,7 @@ _OF_SCALINGS = {
     "original_max_position": ("llama3", "yarn"),
     **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"), ("yarn",)),
 }
-"""Arguments of `RopeScaling` that some kinds do not have, with the kinds that have them."""
+"""Arguments of `RopeScaling` that have an effect only with some kinds, with these kinds."""
 
 
 class LatentAttentionArgs(Section):

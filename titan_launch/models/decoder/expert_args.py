@@ -43,8 +43,8 @@ class ExpertArgs(Section):
     """Factor of the weights, after they are normalized (DeepSeek-V3)."""
 
     num_groups: Parts = 1
-    """Number of groups of consecutive experts. A token uses experts of `top_k_groups` groups: those whose two best
-    experts have the largest sum of scores (DeepSeek-V3)."""
+    """Number of groups of consecutive experts. A token uses only experts of `top_k_groups` groups. They are the groups
+    whose two best experts have the largest sum of scores (DeepSeek-V3)."""
 
     top_k_groups: Parts = 1
     """Number of groups that a token's experts may come from."""
@@ -56,9 +56,9 @@ class ExpertArgs(Section):
     """Add biases in the experts (GPT-OSS)."""
 
     gate_limit: Annotated[float, Field(gt=0)] | None = None
-    """Largest input of an expert's gate. With a limit, the hidden layer is `g * sigmoid(1.702 g) * (u + 1)`, where `g`
-    is the gate, at most the limit, and `u` is between the limit and its negative (GPT-OSS). Unset: `activation(g) * u`.
-    """
+    """Limit of the inputs of an expert's gate. With a limit, the hidden layer is `g * sigmoid(1.702 g) * (u + 1)`
+    (GPT-OSS). `g` is `w1 x`, at most the limit. `u` is `w3 x`, between the limit and its negative. Unset: the hidden
+    layer is `activation(w1 x) * w3 x`."""
 
     selection_bias_rate: Weight | None = None
     """Balance the load by a bias for each expert, which only the choice of experts uses (DeepSeek-V3,
@@ -102,14 +102,14 @@ class ExpertArgs(Section):
                 yield name, f"has no effect with {others}; remove this argument"
 
     def effective(self) -> dict[str, Any]:
-        """Return the arguments that decide the outputs: without the auxiliary losses. Of the selection biases, only
-        their existence counts."""
+        """Return the arguments that decide the outputs. The auxiliary losses are omitted. A rate of the selection
+        biases becomes 0, because only the existence of the biases counts."""
         table = self.model_dump(mode="json", exclude={"balance_loss", "z_loss"})
         return {**table, "selection_bias_rate": None if self.selection_bias_rate is None else 0.0}
 
     def twin(self) -> dict[str, Any]:
-        """Return small sizes with the same structure: 4 experts, or 8 in 2 or 4 groups. A token still has one expert,
-        several or all."""
+        """Return small sizes with the same structure: 4 experts, or 8 in 2 or 4 groups. A token still uses one expert,
+        several or all, as in the job."""
         groups = min(self.num_groups, 4)
         experts = min(self.num_experts, 4 if groups == 1 else 8)
         top_k = experts if self.top_k == self.num_experts else min(self.top_k, 2)

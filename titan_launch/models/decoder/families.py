@@ -322,8 +322,8 @@ DEEPSEEK_V3 = _flavors(
         ),
     },
 )
-"""DeepSeek-V3 (arXiv:2412.19437), without the module that predicts a second token, and Moonlight (`16B-A3B`,
-arXiv:2502.16982), which has its architecture. The rates of balancing are those of DeepSeek-V3's training."""
+"""DeepSeek-V3 (arXiv:2412.19437), without the module that predicts a second token. `16B-A3B` is Moonlight
+(arXiv:2502.16982), which has the same architecture. The rates of load balancing are those of DeepSeek-V3's training."""
 
 FAMILIES: dict[str, Flavors] = {
     "llama3": LLAMA3,

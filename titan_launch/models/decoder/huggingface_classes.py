@@ -47,14 +47,15 @@ class Family:
 
     features: tuple[Feature, ...]
     fixed: Mapping[str, Any]
-    """Arguments that the class does not let its `config.json` choose."""
+    """Arguments that are the same for every `config.json` of the class."""
 
     neutral: Mapping[str, Any] = field(default_factory=dict)
-    """Keys with the only value that is supported, beside those of `NEUTRAL`. It is also the class's default."""
+    """Keys with the only supported value of each, in addition to those of `NEUTRAL`. This value is also the class's
+    default."""
 
     unused: Mapping[str, str] = field(default_factory=dict)
-    """Keys that change neither the logits nor the training of this class, beside those of `WITHOUT_EFFECT`, with the
-    reason."""
+    """Keys that change neither the logits nor the training of this class, with the reason, in addition to those of
+    `WITHOUT_EFFECT`."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys, as in the class's `attribute_map`."""
@@ -329,10 +330,10 @@ NEUTRAL: dict[str, Any] = {
     "torchscript": False,
     "use_bfloat16": False,
 }
-"""Keys of every class with the only value that is supported. Releases before 5.0 write most of them."""
+"""Keys of every class with the only supported value of each. Releases before 5.0 write most of them."""
 
 DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-"""Rates of dropout. This package applies none, and a note says so."""
+"""Keys of dropout rates. This package applies no dropout, and a note in the log says so."""
 
 WITHOUT_EFFECT: dict[str, str] = {
     key: reason

@@ -1,4 +1,4 @@
-"""Keys of Hugging Face's `config.json`, and the model arguments that say the same. No torch."""
+"""Keys of Hugging Face's `config.json`, and the model arguments with the same meaning. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Feature:
-    """A group of keys of `config.json`, and the arguments of this package's model that say the same."""
+    """A group of keys of `config.json`, and its conversion to and from arguments of this package's model."""
 
     keys: tuple[str, ...]
     read: Callable[[Config], Mapping[str, Any]]
@@ -29,7 +29,8 @@ class Feature:
 
 
 def same(key: str, argument: str, *default: Any) -> Feature:
-    """Return a key that only has another name. Without `default` the key must be in `config.json`."""
+    """Return the feature of a key that differs from an argument only by its name. Without `default` the key must be in
+    `config.json`."""
     return Feature(
         (key,), lambda config: {argument: _lookup(config, key, *default)}, lambda args: {key: getattr(args, argument)}
     )
@@ -42,7 +43,8 @@ def _lookup(config: Config, key: str, *default: Any) -> Any:
 
 
 def _size(config: Config, key: str, *default: int, smallest: int = 1, largest: int = MOST_TOKENS) -> int:
-    """Return a whole number that other arguments follow from. Without `default` the key must be in `config.json`."""
+    """Return the value of a key, a whole number, from which arguments are computed. Without `default` the key must be
+    in `config.json`."""
     value = _lookup(config, key, *default)
     if type(value) is not int or not smallest <= value <= largest:
         raise unsupported(key, value, f"a whole number of at least {smallest} and at most {largest}")
@@ -57,7 +59,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 
 def activation(key: str, default: str) -> Feature:
-    """Return the key of the activation of the feed-forward layer."""
+    """Return the feature of the feed-forward layer's activation. `default`: the value of an absent key."""
 
     def read(config: Config) -> dict[str, Any]:
         value = config.get(key, default)
@@ -74,7 +76,7 @@ def activation(key: str, default: str) -> Feature:
 
 
 def key_value_heads(*default: None) -> Feature:
-    """Return the key of the number of key and value heads. Without `default` the key must be in `config.json`."""
+    """Return the feature of the number of key and value heads. Without `default` the key must be in `config.json`."""
 
     def read(config: Config) -> dict[str, Any]:
         number = _lookup(config, "num_key_value_heads", *default)
@@ -98,7 +100,7 @@ WIDTH_OF_GPT2 = Feature(
 
 
 def head_dim(default: int | None = None, may_be_null: bool = False, must_divide: bool = False) -> Feature:
-    """Return the key of the width of a head. The argument stays unset if it follows from the other sizes.
+    """Return the feature of the width of a head. The argument stays unset if it follows from the other sizes.
 
     `must_divide`: the class refuses a `hidden_size` that is no multiple of the number of heads, whatever the width is.
     """
@@ -117,7 +119,7 @@ def head_dim(default: int | None = None, may_be_null: bool = False, must_divide:
 
 
 def attention_bias(default: bool = False) -> Feature:
-    """Return the key of the biases of queries, keys, values, and of the output of attention."""
+    """Return the feature of the biases of queries, keys, values, and of the output of attention."""
 
     def read(config: Config) -> dict[str, Any]:
         return dict.fromkeys(("qkv_bias", "attention_output_bias"), config.get("attention_bias", default))
@@ -138,7 +140,7 @@ QUERY_SCALE = Feature(
 
 
 def _inverse_square(scale: float) -> float | int:
-    """Return `scale ** -2`, as a whole number if it is one apart from rounding."""
+    """Return `scale ** -2`. If it differs from a whole number only by rounding, return that int."""
     value = scale**-2
     return round(value) if abs(value - round(value)) < 1e-9 * value else value
 
@@ -216,7 +218,7 @@ def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
 
 
 def _beside(config: Config) -> WeightsError:
-    """Return the error for two tables of RoPE parameters that say different things."""
+    """Return the error for two tables of RoPE parameters that contradict each other."""
     reason = "rope_parameters says something else, and transformers would ignore a part of it, such as its rope_theta"
     return unsupported("rope_scaling", config["rope_scaling"], f"{reason}; put all parameters into rope_parameters")
 
@@ -257,7 +259,7 @@ def rope(
     kinds: Sequence[str] = tuple(_SCALINGS),
     yarn_needs: str | None = None,
 ) -> Feature:
-    """Return the keys of rotary embeddings that all layers share.
+    """Return the feature of rotary embeddings that all layers share.
 
     `theta` and `scaling`: the class's own defaults. `kinds`: RoPE types of the class. `yarn_needs`: a key without which
     the class cannot compute YaRN.
@@ -315,7 +317,8 @@ ROPES_OF_GEMMA3 = Feature(
 
 
 def _window_arguments(config: Config, window: Any, rule: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments for the attentions in `layer_types`, or in `rule` without this key."""
+    """Return the arguments for the layers' kinds of attention: those of `layer_types` or, without this key, those of
+    `rule`."""
     types = rule if config.get("layer_types") is None else config["layer_types"]
     if not isinstance(types, list) or len(types) != len(rule) or {*types} - {_FULL, _SLIDING}:
         raise unsupported("layer_types", types, f"num_hidden_layers = {len(rule)} times {_FULL} or {_SLIDING}")
@@ -359,9 +362,10 @@ def _window_of_qwen(config: Config) -> dict[str, Any]:
 
 
 def windows_by_pattern(default: int, default_window: int, pattern: str | None = None) -> Feature:
-    """Return the keys of windows in all layers but every N-th, unless `layer_types` says otherwise.
+    """Return the feature of sliding windows in all layers except every N-th. `layer_types` overrides this rule.
 
-    `default`: the class's own N. `pattern`: the key of another N, which `layer_types` overrides.
+    `default`: the class's default of N. `default_window`: its default of the window. `pattern`: the key for N, if the
+    class has one.
     """
 
     def read(config: Config) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Names and layouts of the tensors in Hugging Face files, for the parameters of this package's models. No torch.
 
-`NAMES` has a row for each class of `transformers`. `names_in_transformers` answers for any model by the names that it
-has.
+`NAMES` has a row for each class of `transformers`. `names_in_transformers` finds the classes that fit any model, by the
+paths of its modules.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Shape = tuple[int, ...]
 class Piece:
     """The place of a parameter in the tensors of a file.
 
-    Some files hold several parameters in one tensor, one after another along the axis of output features, or
-    alternating, and some hold matrices as (input features, output features). The rows of this package's matrices are
-    output features. The parameters of experts have one matrix or vector for each expert, along their first axis. Some
-    files do too, and some have a tensor for each expert.
+    The matrices of this package are (output features, input features). The parameters of experts have one matrix or
+    vector for each expert, along their first axis. Files may differ in three ways. A tensor may hold several parameters
+    along the axis of output features, one after another or alternating. A matrix may be (input features, output
+    features). Each expert may have a tensor of its own.
     """
 
     tensor: str
@@ -57,8 +57,8 @@ class Piece:
 
     @property
     def axis(self) -> int:
-        """Axis of the output features in this package's layout of a tensor of the file: 1 if the file's tensor has an
-        axis of experts before it."""
+        """Axis of the output features, after a tensor of the file is brought into this package's layout: 1 if its first
+        axis is that of the experts, else 0."""
         return int(self.num_experts is not None and not self.has_tensor_per_expert)
 
 
@@ -75,7 +75,7 @@ class TensorNames:
     their modules. The first `*` is the number of the layer, and a second one that of the expert."""
 
     prefix: str = "model."
-    """Prefix of all tensors but the head's. Files of the model without a head lack it."""
+    """Prefix of all tensors except that of the head. In files of a model without a head, tensors have no prefix."""
 
     transposed: tuple[str, ...] = ()
     """Ends of the file's tensors that are (input features, output features)."""
@@ -226,8 +226,8 @@ NAMES: dict[str, TensorNames] = {
 
 
 def is_selection_bias(name: str) -> bool:
-    """Return True for the biases of the choice of experts. They are buffers that decide what a model computes, so no
-    file may lack them. They are fp32 whatever the dtype of the parameters, as in `transformers`."""
+    """Return True for the name of selection biases of experts. These are buffers that decide what a model computes, so
+    no file may lack them. They are fp32 whatever the dtype of the parameters, as in `transformers`."""
     return matches(_SELECTION_BIAS, name)
 
 
@@ -276,8 +276,9 @@ def pieces_of(
 def names_in_transformers(paths: Iterable[str]) -> dict[str, set[str]]:
     """Return the names that classes of `transformers` give to modules and parameters of a model, by their path here.
 
-    Only classes count that have all of these paths which any class has: so `layers.0.ffn_norm` is another module of a
-    Gemma than of a Llama. Paths that no class has, such as those of a user's own model, are left out.
+    A class counts only if it has every path of the model that any class has. For example, `layers.0.ffn_norm` has
+    different names in Gemma and in Llama, and the other paths decide between the two. Paths that no class has, such as
+    those of a user's own model, are omitted.
     """
     patterns = {path: _pattern(path) for path in paths}
     known = {pattern for _, pattern in patterns.values() if any(names.name_of(pattern) for names in NAMES.values())}
@@ -292,8 +293,8 @@ def names_in_transformers(paths: Iterable[str]) -> dict[str, set[str]]:
 
 
 def ends_in(glob: str, paths: Iterable[str]) -> list[str]:
-    """Return the paths that end in what a glob matches, such as `q_proj`: by their own name or by that in
-    `transformers`. This is how `peft` reads the names of its targets."""
+    """Return the paths whose end matches a glob, such as `q_proj`: the end of the path itself, or of its name in
+    `transformers`. `peft` reads the names of its targets in the same way."""
     ends, names = f"**.{glob}", names_in_transformers(paths)
     return [path for path in paths if any(matches(ends, name) for name in (path, *names.get(path, ())))]
 

@@ -48,7 +48,7 @@ class RotaryEmbedding(nn.Module):
         self.table.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1) * factor)
 
     def extend(self, num_tokens: int) -> None:
-        """Compute the table anew if it has fewer rows than `num_tokens`."""
+        """Replace the table by a larger one if it has fewer rows than `num_tokens`."""
         if num_tokens > self.table.shape[0]:
             self.table = self.table.new_empty(num_tokens, *self.table.shape[1:])
             self.reset_parameters()
@@ -110,8 +110,8 @@ def rotary_frequencies(
 
 
 def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
-    """Return the last pair of channels that YaRN does not scale, and the first that it scales fully. Both may lie
-    between two pairs."""
+    """Return the number of the last pair of channels that YaRN does not scale, and of the first that it scales fully.
+    Both may be fractions, between two pairs."""
     turns_of_first = scaling.original_max_position / (2 * math.pi)
     first, last = (
         head_dim * math.log(turns_of_first / turns) / (2 * math.log(theta))
@@ -126,14 +126,15 @@ def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[fl
 class LearnedPositions(nn.Embedding):
     """A table of vectors, one for each position, that are added to the stream (GPT-2).
 
-    The rows of the stream's tokens are a buffer. Ranks that share sequences divide the buffer like the tokens.
+    The buffer `rows` has the row number of each token of a sequence. Ranks that share sequences divide this buffer like
+    the tokens.
     """
 
     position: int = 0
     """Position of the first token of the input. It is not 0 while a cache has earlier tokens."""
 
     rows: Tensor
-    """The row of each token of a sequence: (max_positions)."""
+    """The row number of each token of a sequence: int64 (max_positions)."""
 
     def __init__(self, max_positions: int, dim: int):
         super().__init__(max_positions, dim)
@@ -170,7 +171,7 @@ class CappedLinear(nn.Linear):
 
 
 class AttentionSinks(nn.Module):
-    """A learned logit for each head, which the denominator of the softmax contains beside the scores.
+    """A learned logit for each head. The denominator of the softmax contains it in addition to the scores.
 
     With the logsumexp L of a query's scores and the sink s, the share of the scores in the denominator is
     exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
@@ -181,9 +182,10 @@ class AttentionSinks(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_heads))
 
     def forward(self, attended: Tensor, logsumexp: Tensor) -> Tensor:
-        """Return the attention with sinks, from the attention without, (batch, heads, tokens, head_dim).
+        """Return the attention with sinks: the same shape and dtype as `attended`.
 
-        `logsumexp`: that of each query's scores, fp32 (batch, heads, tokens). The product is computed in fp32.
+        `attended`: the attention without sinks, (batch, heads, tokens, head_dim). `logsumexp`: that of each query's
+        scores, fp32 (batch, heads, tokens). The product is computed in fp32.
         """
         shares = torch.sigmoid(logsumexp - self.weight[:, None])
         return (attended * shares[..., None]).to(attended.dtype)
@@ -235,8 +237,8 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (arXiv:2405.04434, section 2.1; the module names are those of its authors).
 
-    The cache has keys and values of all heads, not latents, so that a new token computes only its own. It computes the
-    same as the whole sequence, but takes more memory than latents would.
+    The cache has the keys and values of all heads, not the latents. So generation computes only the keys and values of
+    the new token, but the cache takes more memory than latents would.
     """
 
     cache: KeyValueCache | None = None
@@ -304,15 +306,13 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Division of each token's channels by their root mean square (arXiv:1910.07467).
-
-    On a CPU the norm consists of several operations, and each contributes to the input's gradient. `view_as` makes
-    autograd add these contributions before the gradient of the residual connection. The order is then the same as for
-    a norm that is its own FSDP2 unit, so the gradient is bitwise equal in both cases.
-    """
+    """Division of each token's channels by their root mean square (arXiv:1910.07467)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape."""
+        # On a CPU the norm consists of several operations, and each contributes to the input's gradient. `view_as`
+        # makes autograd add these contributions before the gradient of the residual connection. The order is then the
+        # same as for a norm that is its own FSDP2 unit, so the gradient is bitwise equal in both cases.
         return super().forward(x.view_as(x))
 
 
@@ -320,7 +320,7 @@ class AllHeadsRMSNorm(RMSNorm):
     """RMSNorm of the channels of all heads of a token together (OLMo 2, arXiv:2501.00656)."""
 
     add_ranks: Callable[[Tensor], Tensor] | None = None
-    """Sum over the ranks that divide the heads; None if this rank has all heads."""
+    """Function that sums over the ranks that divide the heads; None if this rank has all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, channels of this rank's heads) to the same shape."""
@@ -336,6 +336,7 @@ class UnitOffsetRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape."""
+        # `view_as`: see `RMSNorm`
         return F.rms_norm(x.view_as(x), self.normalized_shape, self.weight + 1, self.eps)
 
 
@@ -355,7 +356,7 @@ def build_norm(args: DecoderArgs, dim: int, eps: float | None = None) -> nn.Modu
 
 
 def build_head_norm(args: DecoderArgs, width: int) -> nn.Module:
-    """Return a norm of heads. `width`: that of all heads."""
+    """Return a norm of queries or keys (`qk_norm`). `width`: number of channels of all heads together."""
     is_over_all = args.qk_norm_over == "all_heads"
     return AllHeadsRMSNorm(width, args.norm_eps) if is_over_all else build_norm(args, args.head_width)
 
@@ -367,7 +368,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class FeedForward(nn.Module):
-    """w2(activation(w1 x) * w3 x), of which SwiGLU (arXiv:2002.05202) is one; w2(activation(w1 x)) without a gate."""
+    """The feed-forward layer: w2(activation(w1 x) * w3 x), such as SwiGLU (arXiv:2002.05202). Without a gate, it is
+    w2(activation(w1 x))."""
 
     def __init__(self, args: DecoderArgs, hidden_dim: int):
         super().__init__()

@@ -4,8 +4,8 @@
     x -> experts, for the chosen ones -> one output for each choice -> sum with the weights [+ shared experts]
 
 Each token is computed by all experts that it chooses, whatever their load (dropless). Tokens are sorted by expert, so
-that each expert computes one matrix product, and results return to the order of the tokens. Both orders are gathers, in
-forward and in backward, so the sums have a fixed order.
+that each expert computes one matrix product, and results return to the order of the tokens. Both changes of the order
+are gathers, in forward and in backward, so sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = Non
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""A function of rows that are sorted by expert (rows, dim) and of the rows of each expert (experts). It returns the
-results of the experts (rows, dim)."""
+"""A function of two tensors: rows that are sorted by expert (rows, dim), and the number of rows of each expert
+(experts). It returns the results of the experts (rows, dim)."""
 
 
 class Experts(nn.Module):
@@ -147,10 +147,10 @@ multiplied by the matrix of its expert."""
 
 
 def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
-    """Return the product for rows that are sorted by expert.
+    """Return the function that multiplies rows, which are sorted by expert, by the matrices of their experts.
 
-    `weights`: stacked matrices (experts, out, in), of the first product. `plan.experts.is_grouped` decides whether one
-    kernel computes all experts.
+    `rows`: (rows, in). `counts`: number of rows of each expert. `weights`: stacked matrices (experts, out, in) of the
+    first product. From these, `plan.experts.is_grouped` decides whether one kernel computes all experts.
     """
     kind, (_, *widths) = rows.device.type, weights.shape
     if len(rows) and is_grouped(kind, str(rows.dtype).removeprefix("torch."), widths):
@@ -159,9 +159,10 @@ def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProdu
 
 
 def counts_on_host(counts: Tensor, num_rows: int) -> list[int]:
-    """Return the rows of each expert as numbers. The host waits for the device, unless there are no rows.
+    """Return the number of rows of each expert as Python numbers. The host waits for the device, unless there are no
+    rows.
 
-    On the meta device, where tensors have no values, all rows are of the first expert: shapes of results are the same.
+    On the meta device, where tensors have no values, all rows go to the first expert: the results have the same shapes.
     """
     return [num_rows, *[0] * (len(counts) - 1)] if counts.is_meta or not num_rows else counts.tolist()
 
@@ -288,7 +289,7 @@ class Permuted(torch.autograd.Function):
     """The rows whose numbers are in `places`: (rows, dim) to (*places.shape, dim). `places` is a permutation.
 
     `inverse`: the inverse of `places` (rows). A lookup in a table, `F.embedding`, copies whole rows, so it is several
-    times faster on a CPU than an index. Its result is not a view, of which FSDP2 would warn.
+    times faster on a CPU than an index. Its result is not a view: FSDP2 would warn about a view.
     """
 
     @staticmethod
@@ -380,7 +381,8 @@ def combine(outputs: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Combined(torch.autograd.Function):
-    """Weighted sums. Autograd's own backward would need more time, and memory for a copy of the outputs' gradient."""
+    """The weighted sums of `combine`, with a backward of their own. Autograd's backward would need more time, and
+    memory for a copy of the outputs' gradient."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 
 class TransformerBlock(nn.Module):
-    """A transformer block: attention and a feed-forward layer, each with a residual connection and with norms: before
-    it with `pre_norms`, and after it with `post_norms`.
+    """A transformer block: attention and a feed-forward layer, each with a residual connection. With `pre_norms` each
+    has a norm before it, and with `post_norms` a norm after it.
 
     `moe`, a mixture of experts, takes the place of `feed_forward` in the layers that have experts.
     """
@@ -152,7 +152,8 @@ def normal_values(args: DecoderArgs) -> InitTable:
 def _init_table(
     args: DecoderArgs, embedding: Fill, positions: Fill, linear: Fill, into_stream: Sequence[Fill], output: Fill
 ) -> InitTable:
-    """Return the table of initial values. `into_stream`: of `wo` and `w2`, by layer."""
+    """Return the table of initial values. `into_stream`: those of `wo` and `w2`, whose outputs are added to the stream,
+    by layer."""
     norms = ("layers.*.*_norm", "layers.*.attention.*_norm", "norm")
     norm_values = {**_NORM_VALUES, "weight": constant(0.0 if args.norm_unit_offset else 1.0)}
     return InitTable(
@@ -223,7 +224,8 @@ TENSOR_PARALLEL: dict[str, TensorStyle] = {
 
 
 def attention_heads(args: DecoderArgs, seq_len: int) -> AttentionHeads | None:
-    """Return the shape of plain causal attention; None if no layer has it."""
+    """Return the numbers of heads and features of plain causal attention; None if no layer has plain causal
+    attention."""
     is_cut = all(args.is_cut(layer, seq_len) for layer in range(args.n_layers))
     if is_cut or args.attention_soft_cap is not None or args.attention_sinks:
         return None

@@ -90,21 +90,21 @@ class Wanted(NamedTuple):
     """Modules of this package, or weights of experts, of which the target consists."""
 
     ranks: set[int]
-    """Ranks of the target that the job can take."""
+    """Ranks that the target may have in the file."""
 
     scales: set[float]
     """Factors of the products B A in the job."""
 
 
 _Rank = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
-_Names = Annotated[list[str], AfterValidator(frozenset)]  # each path of a model is looked up in them
+_Names = Annotated[list[str], AfterValidator(frozenset)]  # a set: each path of a model is looked up in it
 
 _MOST_PATTERN = 10_000
 """Longest regular expression."""
 
 _MATCHING_SECONDS = 2.0
-"""Limit of the CPU time of the comparison of patterns with the names of modules, which takes milliseconds. The time of
-some regular expressions grows exponentially with the length of a name."""
+"""Limit of the CPU time for matching patterns with the names of modules. Matching usually takes milliseconds, but the
+time of some regular expressions grows exponentially with the length of a name."""
 
 
 @contextmanager
@@ -147,7 +147,8 @@ class AdapterConfig(BaseModel):
     @field_validator("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern")
     @classmethod
     def _compiles(cls, value: Any, info: ValidationInfo) -> Any:
-        """Check the regular expressions: keys of patterns, patterns of layers, and a string in place of names."""
+        """Check all regular expressions: the keys of `rank_pattern` and `alpha_pattern`, the values of
+        `layers_pattern`, and a string in place of a list of modules."""
         are_names = isinstance(value, frozenset)
         for pattern in [value] if isinstance(value, str) else [] if are_names else value or ():
             if len(pattern) > _MOST_PATTERN:
@@ -196,7 +197,7 @@ class AdapterConfig(BaseModel):
 
     @cached_property
     def _layers(self) -> list[int] | None:
-        """Numbers of the layers that get adapters; None: all."""
+        """Numbers of the layers that get adapters; None if all layers do."""
         layers = self.layers_to_transform
         return [layers] if isinstance(layers, int) else layers or None
 
@@ -210,7 +211,8 @@ class AdapterConfig(BaseModel):
         """Return a clause for each difference of the adapters from `[lora]`.
 
         `targets`: what the job needs, by target of `peft`. None: the targets are not known yet, so ranks and scales are
-        compared only if all targets have the same. Raises WeightsError for patterns that take too long to match.
+        compared only if all targets have the same rank and scale. Raises WeightsError for patterns that take too long
+        to match.
         """
         with matching_limited():
             return list(self._differences(config, targets))
@@ -247,7 +249,7 @@ class AdapterConfig(BaseModel):
 
 _FIELDS = frozenset(AdapterConfig.model_fields)
 _MOST_SHOWN = 30
-"""Number of keys in an error."""
+"""Largest number of unsupported keys in an error."""
 
 
 def read_config(folder: Path) -> AdapterConfig:

@@ -1,6 +1,6 @@
 """Facts about a model of the library `transformers`, from the keys of its `config.json`. No torch.
 
-`[model.args]` of such a model has these keys. The folder in `model.path` has those that the job does not set.
+`[model.args]` of such a model has these keys. Keys that the job does not set come from the folder `model.path`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def class_name(args: Mapping[str, Any]) -> str:
 
 
 def image_format(args: Mapping[str, Any]) -> ImageFormat | None:
-    """Return the format of the images that a model takes; None for a model of tokens, and if it is not known.
+    """Return the format of the images that a model takes; None for a model of tokens, and if the number of channels is
+    unknown.
 
     Height and width are None for a class that takes images of any size.
     """
@@ -58,10 +59,11 @@ _TIMM = ("timm_wrapper", "timm_backbone", "gemma3n", "gemma3n_vision")
 """Types of models that `timm` builds, which downloads and reads files by name."""
 
 _KERNELS = re.compile("_?(attn|experts)_implementation(_internal)?")
-"""Keys of kernels, which can be names on the hub."""
+"""Keys that choose kernels. Their values can be names of kernels on the Hugging Face hub."""
 
 _COUNTS = re.compile(".*(layers?|depths?|blocks|stages|labels|experts)")
-"""Keys of numbers of modules, and of classes, for each of which a class of `transformers` makes an object."""
+"""Keys whose values are numbers of modules or of labels. For each of them, a class of `transformers` makes an
+object."""
 
 _MOST_LAYERS, _MOST_OBJECTS = 256, 1 << 17
 """Limits of these numbers. The largest published models have about 130 layers and 22,000 classes."""
@@ -101,7 +103,7 @@ def _values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 def missing_in_transformers(args: Mapping[str, Any]) -> str | None:
     """Return the reason why the installed `transformers` has no class for a `model_type`; None if it has one. The
-    library is not imported, which takes seconds."""
+    library is not imported, because its import takes seconds."""
     known, model_type = _model_types(), str(args["model_type"])
     if known is None:
         return not_installed("transformers")
@@ -115,8 +117,8 @@ def missing_in_transformers(args: Mapping[str, Any]) -> str | None:
 
 @cache
 def _model_types() -> frozenset[str] | None:
-    """Return the types in the source text of the installed `transformers`; None without it. Empty if the text has
-    another form."""
+    """Return the model types that the source text of the installed `transformers` lists; None if the library is not
+    installed. Empty if the text has an unexpected form."""
     found = find_spec("transformers")
     if found is None or found.origin is None:
         return None

@@ -53,7 +53,7 @@ class FolderConfig:
 def read_folder_config(folder: str | Path) -> FolderConfig:
     """Read the `config.json` of a Hugging Face folder, or of a folder that `import` or `export --format plain` wrote.
 
-    Raises WeightsError, also for each feature that is not supported.
+    Raises WeightsError if the file cannot be read, and for features that are not supported.
     """
     refuse_adapter(Path(folder))
     config = read_json(Path(folder) / CONFIG_FILE)
@@ -71,8 +71,8 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
 
 
 def own_config(config: Config) -> FolderConfig:
-    """Return the model in a `config.json` in this package's own format. Nothing is imported. Raises WeightsError for
-    arguments that the model cannot have."""
+    """Return the model in a `config.json` in this package's own format. The factory of a user's model is not imported.
+    Raises WeightsError for arguments that the model cannot have."""
     table: Any = config.get("model")
     try:
         table = {key: table[key] for key in ("name", "flavor", "args") if key in table}
@@ -206,7 +206,8 @@ def _unknown(family: Family, key: str, value: Any) -> str:
 
 
 def _without_aliases(family: Family, config: Config) -> tuple[dict[str, Any], list[str]]:
-    """Return a `config.json` in which other names of keys are replaced, and the problems of keys with two values."""
+    """Return a `config.json` in which each alias of a key is replaced by the key, and a problem for each key that has
+    two different values."""
     table, problems = dict(config), []
     for alias, key in family.aliases.items():
         if alias not in table:
@@ -218,7 +219,8 @@ def _without_aliases(family: Family, config: Config) -> tuple[dict[str, Any], li
 
 
 def _padding(family: Family, config: Config) -> int | None:
-    """Return the token without a gradient from its row in the embedding in `transformers`; None if there is none."""
+    """Return the padding token, whose row in the embedding gets no gradient in `transformers`; None if there is
+    none."""
     return config.get("pad_token_id", family.pad_token) if family.pads else None
 
 
@@ -281,7 +283,8 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
-    """Return the differing arguments, also those in tables, such as `experts.top_k`."""
+    """Return (argument, value in `own`, value in `other`) of all differing arguments, also in tables, such as
+    `experts.top_k`."""
     ours, theirs = (dict(leaves(args.effective())) for args in (own, other))
     return [
         (key, ours.get(key), theirs.get(key))

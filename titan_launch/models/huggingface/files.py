@@ -18,16 +18,17 @@ class WeightsError(Exception):
 
 
 def unsupported(key: str, value: Any, reason: str) -> WeightsError:
-    """Return the error for a value of `config.json` that no model of this package computes."""
+    """Return the error for a value of `config.json` that no model of this package supports."""
     return WeightsError(f"{CONFIG_FILE} has {key} = {as_text(value)}, which is not supported ({reason})")
 
 
 def as_text(value: Any) -> str:
-    """Return a value of `config.json` as JSON. A long one is cut."""
+    """Return a value of `config.json` as JSON. A text of more than 80 characters is cut."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def is_equal(value: Any, other: Any) -> bool:
-    """Return True for equal values of JSON. `true` is not 1, and 1.0 is no whole number, but 1 is a number."""
+    """Return True if a value of JSON equals the expected value `other`. `true` does not equal 1. If `other` is a float,
+    `value` may be a whole number, but not the other way round."""
     return value == other and (type(value) is type(other) or (type(value), type(other)) == (int, float))

@@ -39,14 +39,14 @@ _STYLES: Mapping[str, TensorStyle] = {
     "rowwise": "rowwise",
     "replicated_with_grad_allreduce": "heads",
 }
-"""Styles of this package by those of `transformers` that divide in the same way."""
+"""The style of this package for each style of `transformers` that divides a module in the same way."""
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 """Styles of `transformers` that become `head` for the module that makes the logits."""
 
 
 def build(seq_len: int, /, **args: Any) -> nn.Module:
-    """Build a class of `transformers` on the default device, with the values that the class initialises.
+    """Build a model of `transformers` on the default device, with the initial values that its class sets.
 
     `args`: the keys of its `config.json`. The module declares its styles of tensor parallelism. Raises ConfigError for
     a class that cannot be trained.
@@ -108,8 +108,8 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _without_code(value: Any) -> Any:
-    """Return a table without the keys `auto_map`, also in its tables. They name code in the folder, and some classes
-    ask whether to run it."""
+    """Return a table without the key `auto_map`, also in nested tables. This key names code in the folder, and some
+    classes ask the user whether to run this code."""
     if isinstance(value, Mapping):
         return {key: _without_code(inner) for key, inner in value.items() if key != "auto_map"}
     return [_without_code(inner) for inner in value] if isinstance(value, list) else value
@@ -122,8 +122,8 @@ Buffers are tables of positions and masks."""
 
 @contextmanager
 def _size_limited() -> Iterator[None]:
-    """Raise TooLargeError if the modules that are built in the block are more than a model has. Without the limit, a
-    `config.json` with huge numbers would fill the memory."""
+    """Raise TooLargeError as soon as the modules that are built in the block exceed the limits above. Without the
+    limit, a `config.json` with huge numbers would fill the memory."""
     counted = {"modules": 0, "bytes of buffers": 0}
     most = {"modules": _MOST_MODULES, "bytes of buffers": _MOST_BUFFER_BYTES}
 
@@ -147,7 +147,7 @@ def _size_limited() -> Iterator[None]:
 
 
 def _built(cls: Any, config: Any) -> Any:
-    """Build a class. Raises ConfigError for values of `config.json` that it cannot be built from."""
+    """Return a module of a class. Raises ConfigError if the class cannot be built from the values of `config.json`."""
     try:
         return cls(config)
     except (ConfigError, MemoryError):
@@ -180,9 +180,10 @@ def _check_length(config: Any, seq_len: int) -> None:
 
 
 def _declare_tensor_parallel(module: Any) -> None:
-    """Give a module the styles of this package for its own plan, or the reason why it cannot be divided.
+    """Translate the tensor-parallel plan of a module into styles of this package: its attribute `tensor_parallel`.
 
-    The plan of `transformers` omits the modules that every rank computes alike.
+    If that is not possible, the attribute `no_tensor_parallel` gets the reason. The plan of `transformers` omits the
+    modules that every rank computes in the same way; these get the style `sequence`.
     """
     name, plan = type(module).__name__, getattr(module, "tp_plan", None)
     if not plan:
@@ -211,8 +212,8 @@ def _others_with_parameters(module: nn.Module, styles: Mapping[str, Any]) -> lis
 
 
 def _places_in_files(module: Any) -> PlacesInFiles:
-    """Return a function that finds the module's tensors in files of any release of `transformers`, with the conversion
-    of its class."""
+    """Return a function that finds the module's tensors in files of any release of `transformers`. It uses the
+    conversions that `transformers` has for the module's class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
@@ -249,7 +250,7 @@ def _places_in_files(module: Any) -> PlacesInFiles:
 
 @dataclass(frozen=True)
 class _Conversion:
-    """Tensors of a class of `transformers` that are computed from other tensors of a folder."""
+    """Tensors of a model of `transformers` that are computed from differently named tensors of a folder."""
 
     module: Any
     first: str
@@ -284,7 +285,7 @@ class _Conversion:
         return self(tensors)[own_name]
 
     def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return all results by name. `tensors`: those of `sources`."""
+        """Return all results by name. `tensors`: the values of `sources`, in order."""
         converter = deepcopy(self.converter)
         for (name, pattern), tensor in zip(self.sources, tensors, strict=True):
             converter.add_tensor(self.first, name, pattern, tensor)
@@ -294,7 +295,7 @@ class _Conversion:
 
 
 def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
-    """Return True if the numbers in the names of a pattern are not 0, 1, 2, ... without a gap."""
+    """Return True if a tensor is missing: the numbers in the names of a pattern are not 0, 1, 2, and so on."""
     by_pattern: defaultdict[str, list[list[int]]] = defaultdict(list)
     for name, pattern in sources:
         by_pattern[pattern].append([int(number) for number in re.findall(r"\d+", name)])
@@ -303,9 +304,9 @@ def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
 
 
 def in_published_format(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a class in the names and layouts of published files, which `save_pretrained` writes.
+    """Return tensors of a module with the names and layouts of published files, as `save_pretrained` writes them.
 
-    `tensors`: by name in the module. All tensors that are converted together must be there.
+    `tensors`: tensors by their name in the module. They must include all tensors that are converted together.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -67,7 +67,7 @@ class ViTArgs(ModelArgs):
         return self.num_patches + (self.pool == "class_token")
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield sizes that do not divide evenly."""
+        """Yield (names of the arguments, reason) for each pair of sizes of which one does not divide the other."""
         for whole, part in (("image_size", "patch_size"), ("dim", "n_heads")):
             if getattr(self, whole) % getattr(self, part):
                 reason = f"{whole} ({getattr(self, whole)}) must be a multiple of {part} ({getattr(self, part)})"

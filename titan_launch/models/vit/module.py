@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """w2(gelu(w1 x))."""
+    """The feed-forward layer: w2(gelu(w1 x))."""
 
     def __init__(self, args: ViTArgs):
         super().__init__()
@@ -86,7 +86,7 @@ class Block(nn.Module):
 
 
 class Pool(nn.Module):
-    """The class token, or the mean of all tokens."""
+    """Reduction of all tokens to one vector: the class token, or the mean."""
 
     def __init__(self, args: ViTArgs):
         super().__init__()
@@ -119,8 +119,8 @@ class ViT(nn.Module):
 def initial_values(args: ViTArgs) -> InitTable:
     """Return the initial values of the authors' code. The output layer is 0, so the first loss is log(num_classes).
 
-    Matrices keep the variance of activations and gradients (Glorot and Bengio, 2010), and the projection of patches
-    that of the pixels.
+    Matrices keep the variance of activations and gradients (Glorot and Bengio, 2010). The projection of patches keeps
+    the variance of the pixels.
     """
     pixels = args.in_channels * args.patch_size**2
     return InitTable(

@@ -1,7 +1,8 @@
 """Folders of adapters in the format of the library `peft`: names, layouts, and reads. The metadata needs no torch.
 
-A module of `transformers` may be several of this package (`qkv_proj`). Their adapters then are one of `peft`: it has
-their rows of A one after another, and a B of blocks, which is zero elsewhere. Its rank is the sum of their ranks.
+A module of `transformers` may correspond to several modules of this package, such as `qkv_proj` to `wq`, `wk` and `wv`.
+Their adapters are a single adapter in `peft`. Its A has the rows of their A, one after another. Its B has their B as
+blocks, and zeros elsewhere. Its rank is the sum of their ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ FILE = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 
 BASE = "base_fingerprint"
-"""Key of the metadata of an exported file: the digest of the folder of `model.weights`."""
+"""Key in the metadata of an exported file. Its value is the digest of the folder `model.weights`."""
 
 _PREFIX = "base_model.model."
 _MATRICES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
@@ -50,8 +51,8 @@ _MATRICES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_emb
 _CHANGED = "neither of LoRA, nor equal to those of the base"
 
 _EXPERTS = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0)}
-"""The stacked parameter of `transformers` for each weight of the experts, and the position in it, of the classes whose
-files have a tensor for each expert."""
+"""For each weight of the experts: the stacked parameter of `transformers` that contains it, and its position there. The
+table is for classes whose files have a tensor for each expert."""
 
 
 class AdapterNames(Protocol):
@@ -73,7 +74,10 @@ class AdapterNames(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """An adapter of this package, and the place of its output features in the target of `peft`."""
+    """An adapter of this package, and the place of its output features in the target of `peft`.
+
+    `start`, `step` and `rotary_width` are those of the weight's `Piece`.
+    """
 
     adapter: AdapterNames
     shape: Shape
@@ -98,7 +102,8 @@ class Target:
 
     num_experts: int | None
     depth: int = 0
-    """Number of stacked parameters of the module that `peft` wraps after this one."""
+    """Number of stacked parameters of the module that `peft` wraps after this one. Each adds `.base_layer` to the names
+    in the file."""
 
     @property
     def path(self) -> str:
@@ -120,18 +125,19 @@ class Target:
 
     @property
     def rank(self) -> int:
-        """Rank of an adapter that has the rows of A of all parts."""
+        """Rank of a single adapter for all parts: the sum of their ranks."""
         return sum(part.adapter.rank for part in self.parts)
 
     @property
     def ranks(self) -> set[int]:
-        """Ranks that the file may have: the sum of the ranks of the parts, or their rank if all parts share one A."""
+        """Ranks that the adapter in the file may have: the sum of the ranks of the parts, or their common rank if all
+        parts share one A."""
         own = {part.adapter.rank for part in self.parts}
         return {self.rank, *(own if len(own) == 1 else ())}
 
     @property
     def scale(self) -> float:
-        """Factor of the product B A. Raises WeightsError if the parts have several."""
+        """Factor of the product B A. Raises WeightsError if the parts have different factors."""
         scales = {part.adapter.scale for part in self.parts}
         if len(scales) > 1:
             parts = listed([parent(part.adapter.weight) for part in self.parts])
@@ -145,7 +151,7 @@ class Target:
         return (rows, num_in), (self.num_out, rows)
 
     def to_file(self, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return A and B of the file. `read` returns a whole parameter."""
+        """Return A and B of the file. `read` returns a whole parameter by its name."""
         whole, experts = self.rank, self.num_experts or 1
         (_, num_in), _ = self.shapes(whole)
         first = read(self.parts[0].adapter.a)
@@ -162,17 +168,18 @@ class Target:
         return a.reshape(experts * whole, num_in), b.permute(1, 2, 0).reshape(self.num_out, whole * experts)
 
     def _columns(self, whole: int) -> Iterator[tuple[Part, slice]]:
-        """Yield each part with its rows of A in the file, which has `whole` rows."""
+        """Yield each part with its rows of A in the file. A has `whole` rows; if they are fewer than `rank`, all parts
+        share them."""
         start = 0
         for part in self.parts:
             yield part, slice(start, start + part.adapter.rank)
             start += part.adapter.rank if whole == self.rank else 0
 
     def from_file(self, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of this package by name, from A and B of the file. The inverse of `to_file`.
+        """Yield (name, value) of each parameter of this package, from A and B of the file. The inverse of `to_file`.
 
-        An A that all parts share, as `peft` trains it, is copied to each. Raises WeightsError if B has values that
-        belong to no adapter.
+        If all parts share one A, as after training with `peft`, each part gets a copy of A. Raises WeightsError if B
+        has values that belong to no part.
         """
         experts, whole = self.num_experts or 1, a.shape[0] // (self.num_experts or 1)
         a, rest = a.reshape(experts, whole, -1), b.reshape(self.num_out, whole, experts).permute(2, 0, 1).clone()
@@ -197,8 +204,9 @@ def file_places(
 ) -> tuple[dict[str, Shape], dict[str, Piece]]:
     """Return the shape and the place of each weight of a model in files of `transformers`.
 
-    `shapes`: shape of each weight here. `rows`: rows of the vocabulary in the files; None: as here. `is_plain`: the
-    files have the names of this package. Raises WeightsError for a model that no class of `transformers` computes.
+    `shapes`: shape of each weight in this package. `rows`: rows of the vocabulary in the files; None if they are those
+    of `shapes`. `is_plain`: the files have the names of this package. Raises WeightsError for a model that no class of
+    `transformers` implements.
     """
     if is_plain or model.name == HUGGINGFACE:
         return dict(shapes), pieces_of(None, shapes, None)
@@ -215,7 +223,7 @@ def targets_of(
     """Return the targets of `peft` for the adapters of a model.
 
     `shapes` and `pieces`: shape and place of each weight in the files, as `file_places` returns them. Raises
-    WeightsError for a target that `peft` does not take.
+    WeightsError for an adapter that has no target in `peft`.
     """
     whole = tensor_shapes(pieces, shapes)
     found: defaultdict[tuple[str, str | None], list[Part]] = defaultdict(list)
@@ -254,7 +262,8 @@ def targets_of(
 
 
 def _stacked(name: str, piece: Piece) -> tuple[str, str]:
-    """Return the module and the parameter of `transformers` for a weight of experts that have a tensor each."""
+    """Return the module and the stacked parameter of `transformers` that contain a weight of experts. Its files have a
+    tensor for each expert."""
     layer = parent(parent(parent(name)))
     return f"{piece.tensor.partition(layer)[0]}{layer}.mlp.experts", _EXPERTS[name.rpartition(".")[2]][0]
 
@@ -271,7 +280,7 @@ def names_of_base(pieces: Mapping[str, Piece]) -> tuple[set[str], set[str]]:
 
 
 def _wrapping_order(parameter: str | None) -> int:
-    """Return the position of a stacked parameter in its module."""
+    """Return the position of a stacked parameter in the order in which `peft` wraps those of a module."""
     return ("gate_up_proj", "down_proj", "w1", "w2", "w3").index(str(parameter))
 
 
@@ -307,7 +316,8 @@ def config_of(
 
 
 def _shortest(paths: Collection[str], everything: Collection[str], least: int = 1) -> list[str]:
-    """Return ends of paths that match exactly `paths` among `everything`, with as few segments as possible."""
+    """Return the shortest ends of `paths` that no other path of `everything` has. `least`: smallest number of segments
+    of an end, if the path has as many."""
     chosen = set[str]()
     for path in paths:
         segments = path.split(".")
@@ -399,7 +409,8 @@ class AdapterFolder:
             yield f"{keys} in {ADAPTER_CONFIG_FILE} name {listed(absent)}, and {FILE} lacks them"
 
     def shares_a(self, target: Target) -> bool:
-        """Return True if the modules of a target, each with an adapter of its own here, have one A in the file."""
+        """Return True if all parts of a target share one A in the file. (In this package, each part has an A of its
+        own.)"""
         return self.tensors[target.keys[0]].shape[0] != target.rank * (target.num_experts or 1)
 
     def read(self, target: Target) -> Iterator[tuple[str, Tensor]]:

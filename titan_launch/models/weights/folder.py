@@ -59,7 +59,8 @@ _MOST_METADATA = MIB
 """Limit of the characters of a file's metadata, which is parsed again for each tensor that is read."""
 
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 8, 1 << 48
-"""Limits of a shape. Tensors without elements may have any shape for the library."""
+"""Limits of a shape: number of dims, and size of a dim. The library does not limit the shapes of tensors without
+elements."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class WeightsFolder:
                 )
 
     def _names_by_file(self) -> Mapping[str, list[str] | None]:
-        """Return the files to read, each with its tensors by the index; None without an index."""
+        """Return the files to read, each with the names of its tensors in the index. Without an index, None takes the
+        place of the names."""
         if os.path.lexists(self.path / FILE):
             return {FILE: None}
         if not os.path.lexists(self.path / INDEX):
@@ -133,13 +135,14 @@ class WeightsFolder:
         return fingerprint_of_files([(file, self.path / file) for file in files], _SAMPLE_BYTES)
 
     def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
-        """Return a part of a tensor, in the dtype of the file. Only this part is read."""
+        """Return a part of a tensor, in the dtype of the file. Only this part is read. `start`, `stop`: its bounds by
+        dim; empty for the whole tensor."""
         (part,) = self.read_each([name], start, stop)
         return part
 
     def read_each(self, names: Sequence[str], start: Sequence[int], stop: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the same part of several tensors. A file is opened once for consecutive names, because reading a header
-        takes milliseconds."""
+        """Yield the same part of several tensors, as for `read`. A file is opened once for consecutive names, because
+        reading a header takes milliseconds."""
         for file_name, group in groupby(names, key=lambda name: self.tensors[name].file):
             with _library().safe_open(self.path / file_name, framework="pt") as file:
                 for name in group:
@@ -222,29 +225,29 @@ class Weights:
     """The initial values of a model's parameters, in a folder."""
 
     def __init__(self, folder: WeightsFolder, pieces: Places, copies: Mapping[str, Sequence[Place]] | None = None):
-        """`pieces`: places of the parameters that the folder gives values to. `copies`: the other places of parameters
-        that the model shares, if the folder has them more than once."""
+        """`pieces`: places of the parameters that the folder gives values to. `copies`: further places of parameters
+        that modules of the model share, but that the folder has more than once."""
         self.folder = folder
         self.pieces = pieces
         self.copies = copies or {}
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of all tensors that the pieces are in."""
+        """Bytes of all tensors of the files from which parameters are read."""
         return self.bytes_of(self.pieces)
 
     def bytes_of(self, names: Collection[str]) -> int:
-        """Return the bytes of the tensors of the file that some parameters are in."""
+        """Return the bytes of the tensors of the files from which the parameters `names` are read."""
         tensors = (self.folder.tensors[name] for name in {t for name in names for t in self.pieces[name].tensors})
         return sum(math.prod(tensor.shape) * int(tensor.dtype.strip("BIF")) // 8 for tensor in tensors)
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Return a part of a parameter, in the dtype of the file. Rows beyond those of the file are zeros.
 
-        Not much more than the part is read: whole heads, if the file has their rows in another order, and all
-        parameters whose output features alternate in the file. For a parameter that is computed from several tensors
-        of the file, these are read whole. Raises ConfigError if the folder has the parameter twice, with different
-        values.
+        Little more than the part is read. If the file has the rows of heads in another order, whole heads are read. If
+        the output features of several parameters alternate in the file, those of all of them are read. If the parameter
+        is computed from several tensors (`Converted`), these are read whole. Raises ConfigError if the folder has the
+        parameter twice, with different values.
         """
         piece = self.pieces[name]
         part = self._read(piece, offsets, lengths)
@@ -276,7 +279,8 @@ class Weights:
     def _read_each(
         self, piece: Piece, tensors: Sequence[str], offsets: Sequence[int], lengths: Sequence[int]
     ) -> Iterator[Tensor]:
-        """Yield the same part of tensors of the file, which have one shape, in the layout of this package."""
+        """Yield the same part of several tensors of the file, in the layout of this package. All tensors have the same
+        shape."""
         on_file, axis = self.folder.tensors[tensors[0]].shape, piece.axis
         rows = on_file[-1 if piece.is_transposed else axis] // piece.step
         first, last = min(offsets[axis], rows), min(offsets[axis] + lengths[axis], rows)
@@ -409,12 +413,12 @@ def find_weights(
 
 
 _MOST_ABSENT = 200_000
-"""Number of absent tensors that are compared by name."""
+"""Largest number of missing tensors whose names are made for an error."""
 
 
 def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
-    """Raise ConfigError if a model has far more tensors than its folder. Each expert may have tensors of its own, so
-    their names are not made before."""
+    """Raise ConfigError if a model has far more tensors than its folder. This check counts the tensors of experts
+    without making their names, of which there may be too many."""
     stacked = (place for place in places if isinstance(place, Piece) and place.has_tensor_per_expert)
     expected = len(places) + sum(place.num_experts or 0 for place in stacked)
     if expected > len(folder.tensors) + _MOST_ABSENT:
@@ -423,8 +427,8 @@ def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
 
 
 def _own_tensors(inventory: Inventory) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield the tensors of a model by full name, without those that no folder has: of adapters, and buffers that are
-    not saved."""
+    """Yield (full name, tensor) of the tensors that a weights folder has: all except those of adapters, and buffers
+    that are not saved."""
     for module in inventory.modules:
         if module.same_as is None and not module.is_adapter:
             tensors = (*module.parameters, *module.buffers)

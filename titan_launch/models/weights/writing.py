@@ -33,7 +33,7 @@ DTYPE_CODES = {
 }
 """Names of dtypes in the header of a file."""
 
-_ALIGNMENT = 8  # of the tensors' bytes, which readers map into memory
+_ALIGNMENT = 8  # bytes: readers map the tensors into memory
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ def write_tensors(
     `file`: name of a single file. `metadata`: added to the header of each file.
 
     `read` returns a contiguous tensor with the shape and dtype of its entry. A tensor that is larger than
-    `max_file_bytes` gets a file of its own.
+    `max_file_bytes` gets a file of its own. Raises WeightsError if the disk has too little free space.
     """
     total, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(folder).free
     if total > free:
         raise WeightsError(f"its tensors have {total / 1e9:,.1f} GB, but the disk of OUT has {free / 1e9:,.1f} GB free")
-    files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)  # keeps all aligned
+    files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)  # so all are aligned
     names = [file] if len(files) == 1 else [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
     for name, group in zip(names, files, strict=True):
         _write_file(folder / name, group, read, metadata or {})
@@ -151,10 +151,11 @@ def _write_file(
 
 
 def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -> Callable[[Entry], Tensor]:
-    """Return a function that returns a tensor of a file, from the parameters of this package that it consists of.
+    """Return a function that makes a tensor of a file from the parameters of this package that the tensor contains.
 
-    `pieces`: places of the parameters. `read` returns a whole parameter. Rows beyond those of the file are dropped. If
-    each expert has a tensor, the function keeps the last parameter, so that `read` is called once for all experts.
+    `pieces`: place of each parameter in the files. `read` returns a whole parameter by its name. Rows beyond those of
+    the file are dropped. If the file has a tensor for each expert, the function keeps the last parameter of experts, so
+    that `read` is called once for all of its tensors.
     """
     names: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for name, piece in pieces.items():
@@ -181,7 +182,8 @@ def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -
 
 
 COMPANIONS = "huggingface"
-"""Folder, in a folder with the names of this package, of the Hugging Face files that the weights came with."""
+"""Name of a folder inside of a weights folder in this package's own format. It has the Hugging Face files that the
+weights came with, such as the tokenizer."""
 
 MODEL_FILES = (CONFIG_FILE, GENERATION_FILE)
 TOKENIZER_FILES = (
@@ -215,8 +217,8 @@ _MOST_COMPANION_BYTES = 256 * MIB
 
 
 def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> None:
-    """Copy the files `names` of a Hugging Face folder, as far as they exist. Raises WeightsError for files of other
-    kinds, and for links out of the folder."""
+    """Copy the files `names` of a Hugging Face folder, as far as they exist. Raises WeightsError for anything but
+    regular files, and for links out of the folder."""
     target.mkdir(exist_ok=True)
     for name in names:
         if os.path.lexists(source / name):

@@ -1,5 +1,5 @@
-"""Python imports this module when it starts with this folder on its path. It lets the phantom GPU replace PyTorch's
-operators as soon as torch is imported. The process need not have titan_launch on its path."""
+"""Hook for processes with a phantom GPU: Python imports this module at its start if this folder is on its path. As soon
+as torch is imported, the module replaces PyTorch's operators. The process need not have titan_launch on its path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _run(spec: ModuleSpec | None) -> ModuleType:
 
 
 class _AfterTorch(PathFinder):
-    """A finder that finds torch, and replaces its operators when it is imported."""
+    """An import finder for torch only. It replaces torch's operators as soon as torch is imported."""
 
     @classmethod
     def find_spec(

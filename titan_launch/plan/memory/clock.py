@@ -1,10 +1,14 @@
 """The time of a rank's step, as FSDP2 orders computation and collectives. No torch.
 
-One stream computes. FSDP2's collectives run one after another beside it. An all-gather begins when the parameters of
-the unit before the last one have been copied out of their buffer, because FSDP2 has at most two buffers. A
-reduce-scatter begins when the gradients exist, and computation waits for the one before it. Computation waits for the
-collectives of tensor, context and expert parallelism. The host works ahead of a GPU, and is waited for at the end of a
-backward, and of the step. On CPUs, every collective counts as if computation waited for it.
+One stream computes. FSDP2's collectives run beside it, one after another. These rules decide what waits:
+
+- An all-gather begins when the second-to-last buffer has been copied into the parameters of its unit, because FSDP2 has
+  at most two buffers.
+- A reduce-scatter begins when the gradients of its unit exist. Before that, computation waits for the previous
+  reduce-scatter.
+- Computation waits for the collectives of tensor, context and expert parallelism.
+- The host works ahead of a GPU. Computation waits for the host at the end of each backward, and at the end of the step.
+- On CPUs, computation waits for every collective and for the host.
 """
 
 from __future__ import annotations
@@ -26,16 +30,18 @@ class Seconds(NamedTuple):
     """Part of `communication` for which computation always waits: that of tensor, context and expert parallelism."""
 
     least_exposed: float = 0.0
-    """Part of `exposed` that is left in any microbatch and any mode of gradient accumulation."""
+    """Lower bound of `exposed` for any microbatch size and any gradient accumulation mode."""
 
     recorded: float = 0.0
-    """Part of `compute` of the model's own operations, which FSDP2 and the update do not change."""
+    """Part of `compute` that the model's own operations take. The copies of FSDP2 and the update do not belong to
+    it."""
 
     least_recorded: float = 0.0
-    """Time that these operations would not fall below in a larger microbatch, in proportion to its samples."""
+    """Lower bound of `recorded` for the same number of samples in larger microbatches, which may be more efficient."""
 
     def with_recorded(self, recorded: float, least: float) -> Seconds:
-        """Return the times with others of the model's own operations."""
+        """Return the times with `recorded` seconds for the model's own operations, and with `least` as their lower
+        bound."""
         more = recorded - self.recorded
         return self._replace(
             total=self.total + more, compute=self.compute + more, recorded=recorded, least_recorded=least
@@ -52,7 +58,7 @@ def seconds_on_line(a: Seconds | None, b: Seconds | None, factor: float) -> Seco
 
 
 class Clock:
-    """The time of a rank while it replays a step."""
+    """The time of a rank while it replays a step. The methods advance the time, or start collectives."""
 
     def __init__(self, speeds: Speeds, rings: Rings):
         self._speeds, self._rings = speeds, rings
@@ -77,34 +83,37 @@ class Clock:
         )
 
     def work(self, work: Work) -> None:
-        """Compute."""
+        """Run operations of the model."""
         seconds = self._speeds.seconds(work)
         self._spend(seconds)
         self._recorded += seconds + self._host(work.times * self._per_operation)
         self._least += self._speeds.least_seconds(work)
 
     def copy(self, num_bytes: int) -> None:
-        """Read and write a number of bytes together."""
+        """Run a copy that reads and writes `num_bytes` in total."""
         if num_bytes:
             self._spend(self._speeds.memory_seconds(num_bytes))
 
     def copy_reduced(self, num_bytes: int) -> None:
-        """Read and write a number of bytes together, in FSDP2's stream for reductions."""
+        """Run a copy that reads and writes `num_bytes` in total, in FSDP2's stream for reductions. On a GPU,
+        computation does not wait for this copy."""
         if self._speeds.overlaps:
             self._end_of_links = max(self._end_of_links, self._now) + self._speeds.memory_seconds(num_bytes)
         else:
             self.copy(num_bytes)
 
     def hooks(self) -> None:
-        """Run FSDP2's hooks of a unit, in forward and backward."""
+        """Let the host run FSDP2's hooks of a unit, in forward and backward."""
         self._host(self._speeds.host_seconds("unit"))
 
     def parameters(self, count: int) -> None:
-        """Clip the gradients of parameters, and update them, beside the memory that this reads and writes."""
+        """Let the host clip the gradients of `count` parameters and update the parameters. (`copy` counts the time of
+        the memory that this reads and writes.)"""
         self._host(count * self._speeds.host_seconds("parameter"))
 
     def _host(self, seconds: float) -> float:
-        """Let the host work. Return the seconds in which nothing else happens."""
+        """Let the host work for some seconds. Return the part of them in which computation stands still: 0 on a GPU,
+        all on CPUs."""
         if self._speeds.overlaps:
             self._end_of_host += seconds
             return 0.0
@@ -116,8 +125,9 @@ class Clock:
         self._compute += seconds
 
     def exchange(self, axis: str, sent_bytes: int, of_gradients: bool = False) -> None:
-        """Communicate along an axis that is not FSDP2's. Computation waits, but not for a send between stages.
-        `of_gradients`: the number of these collectives depends on the mode of gradient accumulation."""
+        """Run a collective along an axis that is not FSDP2's. Computation waits for it, except for a send between
+        pipeline stages on a GPU. `of_gradients`: True if the number of these collectives depends on the gradient
+        accumulation mode."""
         ring: Ring = getattr(self._rings, axis)
         kinds = OF_AXIS[axis]
         seconds = sum(self._seconds(kind, ring, sent_bytes) for kind in kinds) / len(kinds)
@@ -127,7 +137,7 @@ class Clock:
         if axis == "pipeline" and self._speeds.overlaps:
             self._end_of_links = max(self._end_of_links, self._now) + seconds
             return
-        if self._end_of_links > self._now:  # both use the links
+        if self._end_of_links > self._now:  # FSDP2's pending collectives end later, because both use the links
             self._end_of_links += seconds
         self._now += seconds
         if axis != "pipeline":
@@ -154,7 +164,8 @@ class Clock:
         return self._start("all_reduce", self._rings.replicas, buffer_bytes, self._now, passes=2)
 
     def exchange_replicas(self, kind: CollectiveKind, buffer_bytes: int) -> None:
-        """Exchange the gradients or parameters of an optimizer that is sharded over the replicas, and wait."""
+        """Exchange the gradients or parameters of an optimizer that is sharded over the replicas. Computation waits for
+        the end."""
         self.wait(self._start(kind, self._rings.replicas, buffer_bytes, self._now))
 
     def wait(self, until: float) -> None:

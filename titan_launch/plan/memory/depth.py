@@ -45,16 +45,18 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 
 
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
-    """Return a signature of each outer block. Blocks that compute and differentiate the same have equal signatures: its
-    modules with their tensors and units, which of them are checkpointed, the dtypes of the block before it, and whether
-    a parameter before it is trained. Only if one is, backward computes a gradient of the block's inputs.
+    """Return a signature of each outer block. Blocks that compute and differentiate the same have equal signatures.
+
+    A signature consists of the modules of the block with their tensors and units, the checkpointed modules among them,
+    the dtypes of the block before, and True if a parameter before the block is trained. Only in that case, backward
+    computes a gradient of the block's inputs.
     """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
         if block := enclosing(module.path, inside):
             inside[block].append(module)
     modules, embeddings = plan.inventory.by_path, plan.inventory.embeddings
-    # Of a model without a known embedding, the first block most likely is like the others.
+    # If the embedding is not known, assume that it is trained, so that the first block is like the others.
     follows_trained = not embeddings or any(p.requires_grad for path in embeddings for p in modules[path].parameters)
     signatures: list[Hashable] = []
     blocks = [*inside]

@@ -94,8 +94,8 @@ class Context:
         clock: Clock | None = None,
     ):
         """`exchanged`: sizes of the gradients that a sharded optimizer exchanges during the last backward.
-        `splits_backward`: True if the backward of weights is separate (zero-bubble schedules). `clock`: None if the
-        speeds of the device are not known."""
+        `splits_backward`: True if the gradients of weights are computed in a separate backward (zero-bubble schedules).
+        `clock`: None if the speeds of the device are not known."""
         self.clock = clock
         self.ledger = ledger
         self.layout = layout
@@ -111,11 +111,11 @@ class Context:
         self.post_forward_order: list[ShardedUnit] = []
         self.iter_forward_root: ShardedUnit | None = None
         self.traffic: Counter[str] = Counter()
-        """Calls and bytes of collectives since the last `take_traffic`, by field of `Traffic` and of its parts."""
+        """Calls and bytes of collectives since `Replay` last took them, by field of `Traffic` or of its parts."""
         self._accumulation = accumulation
         self._exchanged = exchanged
         self._is_manual = splits_backward and FINALIZES_BACKWARD
-        """True if `finalize_backward` ends a backward, and not the end of autograd."""
+        """True if a call of `finalize_backward` ends a backward. Otherwise a backward ends with autograd's."""
         self._orders: dict[int, list[ShardedUnit]] = {}
         self._exchange: _Exchange | None = None
 
@@ -143,7 +143,8 @@ class Context:
 
     def finish_backward(self) -> None:
         """Finish backward, as FSDP2's `_root_post_backward_final_callback` does."""
-        self.iter_forward_root = None  # set by a unit that the second forward of a block ran only in part
+        # Still set if the second forward of a checkpointed block has run only a part of a unit.
+        self.iter_forward_root = None
         for unit in self.units:
             if unit.parameters:
                 if unit.group_state is not State.POST_BACKWARD:
@@ -225,7 +226,7 @@ class Context:
 
 
 class _Exchange(NamedTuple):
-    """An exchange of the gradients of a unit that has started."""
+    """A started exchange of the gradients of a unit."""
 
     unit: ShardedUnit
     sizes: ExchangedUnit
@@ -238,8 +239,9 @@ class Parameter:
     parameter of experts."""
 
     def __init__(self, info: TensorInfo, policy: Unit, parts: int, shards: int):
-        """`info`: with the shape that tensor parallelism leaves to this rank. `policy`: the unit, or the rule or module
-        in place, whose dtypes the parameter has. `parts`: number of parts into which experts are divided."""
+        """`info`: with the shape that tensor parallelism leaves to this rank. `policy`: the unit or the entry of
+        `ModelPlan.in_place` whose dtypes the parameter has. `parts`: number of ranks over which expert parallelism
+        divides the parameter. `shards`: number of ranks over which FSDP2 shards each part."""
         shape = (info.shape[0] // parts, *info.shape[1:]) if info.shape else info.shape
         self.numel = prod(shape)
         self.is_trained = info.requires_grad
@@ -251,14 +253,15 @@ class Parameter:
         self.is_cast = self.computed != self.stored
         self.padded_bytes = self.padded * DTYPE_BYTES[self.computed]
         self.sent_elements = 0
-        """`Tape.reduced`."""
+        """Elements that this rank sends to reduce the gradient over the ranks of tensor parallelism
+        (`Tape.reduced`)."""
 
 
 class ShardedUnit:
     """A `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
 
     def __init__(self, context: Context, unit: Unit, parameters: Sequence[tuple[TensorInfo, Unit, bool]]):
-        """`parameters`: each as `Parameter` takes it, and the result of `Layout.is_ignored`."""
+        """`parameters`: for each one, `info` and `policy` of `Parameter`, and the result of `Layout.is_ignored`."""
         self.context = context
         self.unit = unit
         self.shards = context.layout.shards_of(unit)
@@ -275,9 +278,10 @@ class ShardedUnit:
         """Units to all-gather ahead in forward: `set_modules_to_forward_prefetch`."""
         self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = True
         self.exchanged: ExchangedUnit | None = None
-        """Sizes of the gradients if they are exchanged between the replicas when they have been reduced."""
+        """Sizes of the gradients that are exchanged between the replicas as soon as they have been reduced; None if
+        they are not exchanged then."""
         self.sharded_gradient: Storage | None = None
-        """Gradients of the local shards, or of this replica's chunks of them after their exchange."""
+        """Gradients of the local shards. After an exchange, those of this replica's chunks of the shards."""
         self.state = self.group_state = State.IDLE
         self._prefetches_forward = False
         self.post_forward_indices: list[int] = []
@@ -315,7 +319,8 @@ class ShardedUnit:
         return Storage(self.context.ledger, num_bytes, category)
 
     def _shards_to_send(self) -> list[Storage]:
-        """Return the temporary inputs of an all-gather: casts of the shards, or copies of shards in host memory."""
+        """Return the temporary inputs of an all-gather: casts of the shards, or copies on the device of shards in host
+        memory."""
         world = self.shards
         if not self.context.offloads:
             cast_bytes = sum(parameter.padded_bytes for parameter in self.parameters if parameter.is_cast)
@@ -358,7 +363,7 @@ class ShardedUnit:
                 copies.append(self._new_bytes(parameter.padded_bytes, Category.UNSHARDED_PARAMETERS))
 
     def _cast_one_by_one(self) -> None:
-        """Copy every parameter from its cast, one after the other. With one shard there is no all-gather."""
+        """Cast and copy every parameter, one after the other. With one shard, this replaces the all-gather."""
         copy = None
         for parameter in self.parameters:
             if not parameter.is_cast:
@@ -411,7 +416,7 @@ class ShardedUnit:
         self.wait_for_unshard()
 
     def prefetch_in_forward(self) -> None:
-        """Start the all-gather of the next units, once for all modules of the unit."""
+        """Start the all-gathers of the units that forward needs next, once for all modules of this unit."""
         if self._prefetches_forward:
             self._prefetches_forward = False
             for unit in self.forward_prefetch:
@@ -419,7 +424,7 @@ class ShardedUnit:
 
     def post_forward(self, in_backward: int) -> None:
         """Reshard after the unit's last module has run. FSDP2 casts its output afterwards. `in_backward`: 1 in the
-        second forward of a checkpointed block."""
+        second forward of a checkpointed block, else 0."""
         if self.state is State.PRE_BACKWARD:
             return
         self.complete_forward(in_backward)
@@ -448,7 +453,8 @@ class ShardedUnit:
     # Backward
 
     def pre_backward(self) -> None:
-        """Begin the unit's backward when the gradient of its output exists. Start the all-gather of the next units."""
+        """Begin the unit's backward. Called when the gradient of the unit's output exists. Start the all-gather of the
+        units that backward needs next."""
         self.state = State.PRE_BACKWARD
         if self.parameters and self.group_state is not State.PRE_BACKWARD:
             self.group_state = State.PRE_BACKWARD
@@ -475,11 +481,12 @@ class ShardedUnit:
         self.group_state = before
 
     def accumulate(self, index: int, gradient: Storage) -> None:
-        """Take the unsharded gradient of a parameter from autograd, whose memory counts under UNSHARDED_GRADIENTS from
-        now on. A second gradient is added in place.
+        """Take an unsharded gradient of the parameter with this index from autograd. From now on, the memory of the
+        gradient counts under UNSHARDED_GRADIENTS. A second gradient of the parameter is added in place.
 
         From torch 2.15 on, autograd first converts the gradient to the dtype that FSDP2's `_set_unsharded_grad_dtypes`
-        has set."""
+        has set.
+        """
         dtype = self.grad_dtype(index, gradient.dtype)
         if dtype != gradient.dtype:
             gradient = self.context.new(gradient.numel, dtype, Category.BACKWARD)
@@ -525,11 +532,12 @@ class ShardedUnit:
             self._reduce(gradients, [parameter for parameter in self.parameters if parameter.is_trained])
 
     def _reduced_by_tensor_parallelism(self, unsharded: dict[int, Storage]) -> list[Storage]:
-        """Return the gradients in the order of the parameters, reduced over the ranks of tensor parallelism where
-        FSDP2 has to. Each is reduced into new memory, which replaces that of the gradient.
+        """Return the gradients in the order of the parameters. Those with `Parameter.sent_elements` are first reduced
+        over the ranks of tensor parallelism, each into new memory, which replaces its old memory.
 
-        Gradients that keep their size are booked together, so that the number of local maxima does not depend on the
-        number of blocks (`ledger.extrapolate`)."""
+        Gradients that keep their size in this reduction are counted together, so that the number of local maxima does
+        not depend on the number of blocks (`ledger.extrapolate`).
+        """
         reduced, largest = [], 0
         for index in sorted(unsharded):
             parameter, gradient = self.parameters[index], unsharded.pop(index)
@@ -567,7 +575,7 @@ class ShardedUnit:
         padded = sum(parameter.padded for parameter in parameters)
         # Before torch 2.15, a loop variable in FSDP2 keeps the last gradient alive until the function ends.
         last = gradients[-1] if world > 1 and not FREES_EARLIER else None
-        chunked = None  # a local variable in FSDP2 keeps the last gradient that is copied alive
+        chunked = None  # in FSDP2, a local variable keeps the last copied gradient alive
         for index, parameter in enumerate(parameters):
             if parameter.is_sharded_inside:
                 chunked = gradients[index]
@@ -611,7 +619,7 @@ class ShardedUnit:
             del cast
         if clock is not None and self.sharded_gradient is not None:
             clock.copy_reduced(3 * output.num_bytes)
-        if self.exchanged is not None:  # in a hook of the parameters; FSDP2 still holds `output`
+        if self.exchanged is not None:  # called in a hook of the parameters, while FSDP2 still holds `output`
             self.context.start_exchange(self, self.exchanged)
         elif self.sharded_gradient is None:
             output.relabel(Category.GRADIENTS)

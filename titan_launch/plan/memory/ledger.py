@@ -115,11 +115,11 @@ class Peak(NamedTuple):
     """Bytes of each `Category` at the peak. Their sum is `total`."""
 
     by_stream: tuple[float, ...]
-    """Peak bytes of each stream. The streams may have their peaks at different times before the maximum, or, for the
-    highest maximum, within the point."""
+    """Peak bytes of each stream. The streams may reach their peaks at different times: of a local maximum, since memory
+    was last freed; of the highest maximum, anywhere within the point."""
 
     in_product: bool = False
-    """True if this is the memory in a matrix product."""
+    """True if this is the memory during a matrix product."""
 
 
 class Ledger:
@@ -132,7 +132,7 @@ class Ledger:
     """
 
     def __init__(self, on_host: Collection[Category] = ()) -> None:
-        """`on_host`: categories that are in host memory (see the function `on_host`). Only the peak of their sum is
+        """`on_host`: categories in host memory (see the function `on_host`). For these, only the peak of their sum is
         counted."""
         self.on_host = frozenset(on_host)
         self._host = self._host_peak = 0
@@ -191,7 +191,7 @@ class Ledger:
         self._is_rising = True
 
     def product(self) -> None:
-        """Note the memory in a matrix product, whose result has just been allocated."""
+        """Note the memory during a matrix product. Its result has just been allocated."""
         self._maxima_here.append(Peak(self.total, tuple(self.live), tuple(self._stream_peaks), in_product=True))
 
     def footprint(self) -> Footprint:
@@ -201,7 +201,8 @@ class Ledger:
         return Footprint(maxima, host_bytes=self._host_peak)
 
     def _end_rise(self) -> None:
-        """Note a local maximum if memory has risen. This is needed only before memory is freed."""
+        """Note a local maximum if memory has risen since the last one. This is needed only before memory is freed, and
+        at the end of a point."""
         if self._is_rising:
             self._is_rising = False
             self._maxima_here.append(Peak(self.total, tuple(self.live), tuple(self._stream_peaks)))
@@ -222,10 +223,10 @@ class Footprint:
     """Peak of the tensors that a job on GPUs keeps in host memory, for CPU offload or activation offloading."""
 
     def with_workspace(self, num_bytes: int) -> Footprint:
-        """Return the footprint with the memory that PyTorch's allocator gives to cuBLAS, `num_bytes` at a time.
+        """Return the footprint with the workspaces of cuBLAS, each of `num_bytes`, which PyTorch's allocator provides.
 
-        From torch 2.15 on, a matrix product has the workspace for its duration. Earlier releases keep one for each
-        thread that runs products, which are those of forward and backward.
+        From torch 2.15 on, a matrix product has a workspace for its duration. Earlier releases keep a workspace for
+        each of the two threads that run products: one runs forward, and one runs backward.
         """
 
         def grown(peak: Peak) -> Peak:
@@ -273,11 +274,11 @@ class Footprint:
 def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footprint | None:
     """Return the footprint at another depth: `shorter + factor * (longer - shorter)` for each local maximum of memory.
 
-    Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not:
-    which local maximum is the highest may depend on the depth. An example is the backward of the first block, if it
-    ends with the reduce-scatter of a unit with modules of all blocks. Return None if a point has another number of
-    local maxima in the two footprints, so that they cannot be paired. Of each point, the result has the
-    highest maximum in a matrix product, and the highest of the others.
+    Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not,
+    because the depth may decide which local maximum is the highest. An example is the backward of the first block, if
+    it ends with the reduce-scatter of a unit with modules of all blocks. So all local maxima are extrapolated. For each
+    point, the result has the highest maximum in a matrix product, and the highest of the others. Return None if the two
+    footprints have different numbers of local maxima at a point, so that these cannot be paired.
 
     This requires that blocks at the front and blocks at the back have the same names at all depths. Points in the
     middle, which only one of the two footprints has, are skipped. Memory there is between that of the neighbouring
@@ -294,10 +295,11 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
 
 
 def with_growth(footprints: Sequence[Footprint], counts: Sequence[int], num_microbatches: int) -> Footprint:
-    """Return the footprint of a step of `num_microbatches`, from those of one or two steps of `counts` microbatches.
+    """Return the footprint of a step of `num_microbatches`. `footprints`: those of one or two steps, with `counts`
+    microbatches.
 
-    Every maximum of a phase in the first step grows like the peak of that phase from the first step to the second. The
-    growth counts as activations.
+    A single footprint is returned as it is. Of two, the peak of each phase is extrapolated linearly, and the growth is
+    added to every maximum of that phase in the first footprint. The growth counts as activations.
     """
     footprint, *others = footprints
     if not others:
@@ -356,14 +358,15 @@ _OF_CPU_OFFLOAD = frozenset(
 
 
 def on_host(training: TrainingConfig, kernels: Kernels) -> frozenset[Category]:
-    """Return the categories in host memory instead of device memory. On a CPU all categories count."""
+    """Return the categories that are in host memory instead of device memory. On a CPU there are none: all categories
+    count as device memory."""
     if kernels != "cuda":
         return frozenset()
     return _IN_HOST_MEMORY | (_OF_CPU_OFFLOAD if training.enable_cpu_offload else frozenset())
 
 
 def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
-    """Return the bytes of optimizer state tensors and fp32 master weights. (Step counts are not counted.)"""
+    """Return the bytes of optimizer state tensors and fp32 master weights. (Step counters are ignored.)"""
     total = 0
     for settings, shards in groups:
         num_tensors = len(ALGORITHMS[settings.algorithm].state(config))
@@ -374,8 +377,8 @@ def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
 
 
 def ema_bytes(config: EMAConfig, groups: Sequence[GroupSizes]) -> int:
-    """Return the bytes of the moving average of the weights, which is in float32. (Its update is never the peak: the
-    gradients are freed before.)"""
+    """Return the bytes of the moving average of the weights, which is in float32; 0 without one. (The update of the
+    average is never the peak, because the gradients are freed before.)"""
     return 0 if config.decay is None else 4 * sum(shard.num_elements for group in groups for shard in group.shards)
 
 
@@ -398,13 +401,15 @@ def temporary_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes], ranks
 def book_update(
     ledger: Ledger, temporaries: int, units: Iterable[ExchangedUnit], layout: Layout, gradients_left: bool
 ) -> None:
-    """Count the memory of the optimizer's update. `temporaries`: result of `temporary_bytes`. `units`: the units whose
-    gradients and parameters are exchanged between the replicas, if the optimizer is sharded over them.
-    `gradients_left`: True if the gradients were exchanged during backward, False if now (`gradients_leave_early`).
+    """Count the memory of the optimizer's update.
 
-    An exchange begins with the largest unit, whose buffer is the peak: later buffers are smaller, and the gradients of
-    earlier units have been freed. The number of local maxima does not depend on the number of units, so that
-    `extrapolate` can pair them.
+    `temporaries`: result of `temporary_bytes`. `units`: the units whose gradients and parameters are exchanged between
+    the replicas, if the optimizer is sharded over them. `gradients_left`: True if the gradients were exchanged during
+    backward, False if they are exchanged now (`gradients_leave_early`).
+
+    An exchange begins with the largest unit. The buffer of that unit is the peak: later buffers are smaller, and the
+    gradients of earlier units have been freed. So only this buffer is counted. The number of local maxima then does not
+    depend on the number of units, and `extrapolate` can pair them.
     """
     units, replicas = list(units), layout.optimizer_replicas
     if units and not gradients_left:

@@ -2,8 +2,8 @@
 user's cache, or are made now. No torch.
 
 A recording does not depend on the number of shards, the mode of gradient accumulation, the optimizer, the length of the
-run or its files. `recorded_job` sets all of these to their defaults: what it returns is what is recorded, and the key
-of the cache.
+run or its files. `recorded_job` sets all of these to their defaults. Its result is the job that is recorded, and it is
+also part of the key in the cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Subject:
 
     inventory: Inventory
     flops_per_sample: int | None
-    """The FLOPs of forward and backward that a user's own model declares."""
+    """The FLOPs of forward and backward that a user's own model declares; None if it declares none."""
 
     second: Inventory | None = None
     """The second model of the loss (`loss.dpo`, `loss.distillation`)."""
@@ -67,11 +67,12 @@ class Recorder(Protocol):
         """Return the files of the user's own modules that this process has imported."""
 
     def works_in_fork(self) -> bool:
-        """Return False in a forked process in which autograd does not work, because its parent has used it."""
+        """Return False in a forked process in which autograd does not work, because the parent process has used
+        autograd."""
 
 
 _PROCESS = os.getpid()
-"""The process that has imported this module. Others are forks of it."""
+"""Number of the process that imported this module. A process with another number is a fork of it."""
 
 
 class NotRecordedError(LookupError):
@@ -121,7 +122,7 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
         data: DataSource = (_Packed if separates_documents(config.data) else SyntheticData)(
             kind="synthetic", vocab_size=2
         )
-    else:  # images have their shapes, and a user's own model is compared with the vocabulary
+    else:  # the shape of images matters, and a user's own model is compared with the vocabulary
         data, sections["tokenizer"] = config.data, config.tokenizer
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
         sections["gradient_accumulation"] = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
@@ -142,7 +143,7 @@ class TapesOf(NamedTuple):
     checkpointing: ActivationCheckpointConfig
     pipeline_rank: int = 0
     counts: tuple[int, ...] = (1,)
-    """With pipeline parallelism: numbers of microbatches of the steps."""
+    """Number of microbatches of each step to record. 1 without pipeline parallelism."""
 
     is_deferred: bool = False
     """True for the first of several microbatches, whose gradients are not reduced."""
@@ -159,8 +160,8 @@ class Recordings:
         recorder: Callable[[], Recorder] | None,
         say: Callable[[str], None] = lambda text: None,
     ):
-        """`recorder`: called when something must be recorded; None: only the cache is asked. `say` shows what is
-        recorded."""
+        """`recorder`: returns the recorder; called when something must be recorded. None: only the cache is used.
+        `say`: shows what is recorded."""
         self.job = recorded_job(config, layout)
         self._kernels = kernels
         self._recorder = None if recorder is None else cache(recorder)
@@ -177,8 +178,8 @@ class Recordings:
         return self._subject
 
     def flops(self, checkpointing: ActivationCheckpointConfig) -> Flops | None:
-        """Return the FLOPs of a sample; None if they are unknown. If the model declares those without activation
-        checkpointing, only what this adds is counted. Raises NotRecordedError."""
+        """Return the FLOPs of a sample; None if they are unknown. If the model declares its FLOPs, only those that
+        activation checkpointing adds are counted. Raises NotRecordedError."""
         if checkpointing.mode == "memory_budget":
             return None
         declared, plain = self.subject().flops_per_sample, ActivationCheckpointConfig()
@@ -211,15 +212,15 @@ class Recordings:
         return self._flops[checkpointing]
 
     def tapes(self, wanted: TapesOf) -> tuple[Tape, ...]:
-        """Return the tape of a microbatch; with pipeline parallelism, that of a step of each number of microbatches.
-        Raises NotRecordedError."""
+        """Return the tape of a microbatch. With pipeline parallelism, return the tape of a step for each number in
+        `TapesOf.counts`. Raises NotRecordedError."""
         if wanted not in self._tapes:
             self._tapes[wanted] = self._recorded(*wanted)
         return self._tapes[wanted]
 
     def record_ahead(self, wanted: Collection[TapesOf]) -> None:
         """Record what several calls of `tapes` and `flops` will return, in one process per core, and store it in the
-        cache. Raises the error of what cannot be recorded.
+        cache. Raises the error of a recording that fails.
 
         The other processes are forked (`in_forks`). They record nothing if this process has run a backward.
         """
@@ -244,7 +245,7 @@ class Recordings:
     ) -> tuple[Tape, ...]:
         training, subject = self.job.training, self.subject()
         assert training.global_batch_size is not None
-        batch = {"global_batch_size": training.global_batch_size * counts[0]}  # a schedule has a least number
+        batch = {"global_batch_size": training.global_batch_size * counts[0]}  # a schedule has a minimum
         job = self.job.model_copy(
             update={"activation_checkpoint": checkpointing, "training": training.model_copy(update=batch)}
         )
@@ -333,14 +334,15 @@ def _version(package: str) -> str | None:
 
 @cache
 def _package_digest() -> str:
-    """Return a digest of the states of this package's files: a recording of other code is not used."""
+    """Return a digest of the states of this package's files, so that a recording of other code is not used."""
     root = Path(__file__).parent.parent.parent
     states = sorted((str(path.relative_to(root)), file_state(path)) for path in root.rglob("*.py"))
     return _digest(json.dumps(states).encode())
 
 
 def _files_named_in(value: Any) -> list[Any]:
-    """Return the states of the files and of the `config.json` of the folders that a job names."""
+    """Return the states of the files that a job names, and of `config.json` and `adapter_config.json` in the folders
+    that it names."""
     if isinstance(value, Mapping):
         return [entry for part in value.values() for entry in _files_named_in(part)]
     if isinstance(value, (list, tuple)):
@@ -356,12 +358,13 @@ def _files_named_in(value: Any) -> list[Any]:
 
 
 def _entry(key: str) -> Path:
-    """Return the file of an entry: a line with the digest of the value and the states of files, and the value."""
+    """Return the file of an entry. Its first line has the digest of the value and the states of files; the value
+    follows."""
     return cache_folder() / "plans" / f"{key}.json"
 
 
 def _load(key: str) -> dict[str, Any] | None:
-    """Return an entry of the cache; None if there is none, or if it is damaged or older than a file of its model."""
+    """Return an entry of the cache; None if there is none, if it is damaged, or if a file of its model has changed."""
     try:
         head, text = _entry(key).read_bytes().split(b"\n", 1)
         digest, files = json.loads(head)
@@ -374,7 +377,7 @@ def _load(key: str) -> dict[str, Any] | None:
 
 
 def _store(key: str, value: dict[str, Any], files: list[str]) -> None:
-    """Write an entry of the cache. A cache that cannot be written is not used."""
+    """Write an entry of the cache. If the cache cannot be written, do nothing."""
     with suppress(OSError):
         path = _entry(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

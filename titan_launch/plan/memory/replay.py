@@ -83,9 +83,12 @@ def local_plan(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> ModelP
 def group_sizes(
     plans: Iterable[tuple[ModelPlan, ModelPlan]], config: OptimizerConfig, layout: Layout
 ) -> list[GroupSizes]:
-    """Return the shards of the trained parameters by optimizer group; with an optimizer that is sharded over replicas,
-    the chunks that this rank updates. A shared parameter is listed once. It belongs to a group if any of its paths
-    matches the glob of the group. `plans`: the plan of each part of the model, and the result of `local_plan`."""
+    """Return the shards of the trained parameters, by optimizer group. If the optimizer is sharded over replicas,
+    return the chunks that this rank updates instead.
+
+    A shared parameter is listed once. It belongs to a group if any of its paths matches the glob of the group. `plans`:
+    the plan of each part of the model, and the result of `local_plan`.
+    """
     paths: defaultdict[str, list[str]] = defaultdict(list)
     undecayed: defaultdict[str, bool] = defaultdict(bool)
     inner: defaultdict[str, bool] = defaultdict(lambda: True)
@@ -143,15 +146,15 @@ _WITH_NUMBER = {
     "pop_forward_order",
     "restore_forward_order",
 }
-"""The steps that take a number."""
+"""Names of the `Step`s whose method takes `Step.number`."""
 
 _OF_CONTEXT = frozenset(dir(Context))
-"""The steps of a root's context, and not of a unit."""
+"""Names of the `Step`s that are methods of a root's `Context`. Other steps are methods of `ShardedUnit`."""
 
 
 def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[ExchangedUnit]:
-    """Return the exchanged units of a rank, with the parts of a unit that several stages have as one: they have one
-    exchange. `whole`: the plan of all stages."""
+    """Return the exchanged units of a rank. If several stages of the rank have parts of one unit, these parts are
+    joined, because they are exchanged together. `whole`: the plan of all stages."""
     found: dict[Unit, ExchangedUnit] = {}
     for unit, part in units.items():
         own = whole.sharded_by[unit.modules[0]]
@@ -182,7 +185,7 @@ class RankModel:
 
     @cached_property
     def local_plans(self) -> list[ModelPlan]:
-        """The plans with what tensor parallelism leaves to this rank."""
+        """The plans, with the parts of the parameters that tensor parallelism leaves to this rank."""
         return [local_plan(plan, self.tape.shapes) for plan in self.plans]
 
     @cached_property
@@ -197,7 +200,7 @@ class RankModel:
 
 
 class Replay:
-    """The parts of a model on a rank with their FSDP2 units, for one step."""
+    """A replay of one step on one rank: the parts of the model, with their FSDP2 units."""
 
     def __init__(
         self,
@@ -207,7 +210,8 @@ class Replay:
         second: SecondModel | None = None,
         clock: Clock | None = None,
     ):
-        """`second`: the second model of the loss. `clock`: a new one, if the speeds of the device are known."""
+        """`second`: the second model of the loss. `clock`: a new clock; None if the speeds of the device are not
+        known."""
         self._config = config
         self._model = model
         self._layout = layout = model.layout
@@ -260,7 +264,7 @@ class Replay:
         self._units |= {prefix + path if path else root: unit for path, unit in by_path.items()}
 
     def step(self, num_microbatches: int) -> ReplayedStep:
-        """Run the step of `num_microbatches`. May be called only once."""
+        """Replay a step of `num_microbatches` microbatches. May be called only once."""
         self._ledger.enter(StepPoint(0, "forward", ""))
         self._allocate_state()
         count, layout, config = num_microbatches, self._layout, self._config
@@ -290,8 +294,11 @@ class Replay:
         return Seconds() if self._clock is None else self._clock.seconds
 
     def _seconds(self, times: Sequence[Seconds], units: Iterable[ExchangedUnit]) -> Seconds | None:
-        """Return the times of the step with its update. `times`: those at the start of the step and after each of its
-        replayed microbatches; of a pipeline, after all. `units`: those whose gradients the replicas exchange."""
+        """Return the times of the whole step, including its update; None without a clock.
+
+        `times`: the times at the start of the step and after each replayed microbatch. With pipeline parallelism, only
+        the time after all microbatches. `units`: the units whose gradients the replicas exchange.
+        """
         if self._clock is None:
             return None
         replicas, every = self._layout.optimizer_replicas, self._layout.num_microbatches
@@ -301,14 +308,15 @@ class Replay:
         groups = self._model.groups
         trained = sum(shard.num_elements * DTYPE_BYTES[shard.dtype] for group in groups for shard in group.shards)
         self._clock.parameters(sum(len(group.shards) for group in groups))
-        # Clipping reads the gradients twice, and writes them. The update reads them, and reads and writes all else.
+        # Clipping reads the gradients twice and writes them once. The update reads the gradients, and it reads and
+        # writes parameters and state.
         passes = 3 * (self._config.training.max_norm > 0) + 3
         self._clock.copy(passes * trained + 2 * state_bytes(self._config.optimizer, groups))
         self._clock.wait_for_all()
         seconds = self._clock.seconds
         if self._layout.pipeline > 1 or every < len(times):
             return seconds
-        # Of the replayed microbatches, the last but one stands for those that are not.
+        # The second-to-last replayed microbatch stands for the microbatches that are not replayed.
         unseen, one = every - len(times) + 1, zip(seconds, times[-3], times[-2], strict=True)
         return Seconds(*(total + unseen * (after - before) for total, before, after in one))
 

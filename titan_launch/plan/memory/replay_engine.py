@@ -54,8 +54,8 @@ class ReplayEngine:
         recordings: Recordings,
         speeds: Speeds | None = None,
     ):
-        """`speeds`: None if times are not asked for, or not known. Without the speed of a link between the ranks, there
-        are no times."""
+        """`speeds`: None if no times are needed, or if the speeds are not known. There are also no times if the speed
+        of a link between the ranks is not known."""
         # A compiled job is planned as an eager one.
         self._config = config.model_copy(update={"compile": CompileConfig()})
         self._layout = layout
@@ -75,7 +75,7 @@ class ReplayEngine:
         return self._step(choice).footprint
 
     def traffic(self, choice: Choice) -> Traffic:
-        """Return the traffic of the same rank in a step."""
+        """Return the traffic of a step, for the rank with the highest peak, as in `__call__`."""
         return self._step(choice).traffic
 
     def seconds(self, choice: Choice) -> Seconds | None:
@@ -93,7 +93,8 @@ class ReplayEngine:
     def _parts_of_rank(
         self, keep_params_unsharded: bool, checkpointing: ActivationCheckpointConfig, rank: int
     ) -> Parts:
-        """Return the plans of a pipeline rank's stages, or of the whole model, and how to shorten it."""
+        """Return the plans of a pipeline rank's stages, or of the whole model. With a single plan, also return its
+        shallower models (`find_shortcut`)."""
         plan = self._plan(keep_params_unsharded)
         plan = replace(plan, checkpointed=checkpointed_modules(plan.inventory, checkpointing))
         plans = parts_on_rank(plan, rank)
@@ -101,7 +102,7 @@ class ReplayEngine:
 
     def _predicted(self, choice: Choice) -> ReplayedStep:
         plan = self._plan(bool(choice.accumulation.keep_params_unsharded))
-        with garbage_collection_disabled():  # a replay makes many objects, all of which their reference counts free
+        with garbage_collection_disabled():  # reference counts free all objects of a replay
             ranks = [self._of_rank(choice, rank) for rank in representative_ranks(plan)]
         fullest = max(ranks, key=lambda step: step.footprint.peak_bytes)
         return replace(fullest, seconds=max((step.seconds for step in ranks if step.seconds is not None), default=None))
@@ -117,13 +118,15 @@ class ReplayEngine:
         self._recordings.record_ahead([tapes for tapes in dict.fromkeys(chain.from_iterable(wanted)) if tapes])
 
     def _wanted(self, choice: Choice, rank: int) -> tuple[TapesOf, TapesOf | None]:
-        """Return the recording of a pipeline rank, and that of the first microbatch if it differs from later ones."""
+        """Return the recording that a prediction needs for a pipeline rank. Return a second recording for the first
+        microbatch if that differs from later ones, else None."""
         checkpointing, layout = choice.activation_checkpoint, self._layout
         own, first = TapesOf(checkpointing, rank, self._counts), TapesOf(checkpointing, is_deferred=True)
         is_deferred = layout.num_microbatches > 1 and not choice.accumulation.row.reduce_scatters_each
         if not (ACCUMULATES_IN_GRAD and is_deferred and layout.pipeline == 1):
             return own, None
-        # Autograd converts each use's gradient of a shared parameter, and adds them in the reduce dtype.
+        # A shared parameter gets a gradient from each of its uses. In a microbatch without a reduction, autograd
+        # converts each of them to the reduce dtype before it adds them.
         return own, first if _is_tied(self._plan(bool(choice.accumulation.keep_params_unsharded))) else None
 
     def _of_rank(self, choice: Choice, rank: int) -> ReplayedStep:
@@ -140,7 +143,8 @@ class ReplayEngine:
         return ReplayedStep(replace(footprint, pipeline_rank=rank), step.traffic, seconds)
 
     def _replayed(self, choice: Choice, rank: int, index: int, num_microbatches: int) -> ReplayedStep:
-        """Replay the tape with an index at two smaller depths and extrapolate, or at the model's own depth."""
+        """Replay the tape with this `index` among those of the recording. Replay two shallower models and extrapolate
+        if possible, else replay the model at its own depth."""
         config, is_kept = with_choice(self._config, choice), bool(choice.accumulation.keep_params_unsharded)
         wanted, first = self._wanted(choice, rank)
         shortcut = self._parts(is_kept, wanted.checkpointing, rank).shortcut
@@ -158,7 +162,8 @@ class ReplayEngine:
             if footprint is not None:
                 seconds = seconds_on_line(shorter.seconds, longer.seconds, shortcut.factor)
                 if seconds is not None and self._speeds is not None:
-                    # Blocks of one signature may compute differently, as those with a window do.
+                    # Blocks with equal signatures may compute differently: attention may have a window in some. So the
+                    # operations of all blocks are summed, instead of extrapolated.
                     microbatches = num_microbatches if self._layout.pipeline == 1 else 1
                     work = self._recordings.tapes(wanted)[index].work
                     seconds = seconds.with_recorded(*self._speeds.of_work(work, microbatches))
@@ -168,8 +173,8 @@ class ReplayEngine:
     def _model_of_rank(
         self, keep_params_unsharded: bool, wanted: TapesOf, first: TapesOf | None, index: int, removed: tuple[str, ...]
     ) -> RankModel:
-        """Return what a rank replays without the `removed` blocks. `first`: the tape of the first microbatch, if it
-        differs from later ones. `index`: that of the tape among those of `wanted`."""
+        """Return what a rank replays without the `removed` blocks. `first`: the recording of the first microbatch, if
+        it differs from later ones. `index`: index of the tape in the recording `wanted`."""
         parts = self._parts(keep_params_unsharded, wanted.checkpointing, wanted.pipeline_rank)
         plans = tuple(without_blocks(plan, removed) for plan in parts.plans) if removed else parts.plans
         tape = with_blocks(self._recordings.tapes(wanted)[index], removed)

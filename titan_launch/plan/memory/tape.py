@@ -68,7 +68,7 @@ class Step(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A parameter takes its gradient from autograd, whose memory the tape has allocated."""
+    """A gradient that a parameter takes from autograd. The tape has already allocated its memory."""
 
     parameter: str
     """Full name."""
@@ -93,11 +93,11 @@ Event = Bytes | Step | Gradient | Sent | Work
 
 @dataclass(frozen=True)
 class Segment:
-    """The events between two points of a step."""
+    """Consecutive events at one point of a step."""
 
     phase: str
     module: str
-    """`StepPoint.phase` and `StepPoint.unit`."""
+    """`phase` and `module` are `StepPoint.phase` and `StepPoint.unit`."""
 
     events: tuple[Event, ...]
     microbatch: int = 0
@@ -109,20 +109,24 @@ class Blocks:
 
     paths: tuple[str, ...]
     likes: Mapping[str, str] = field(default_factory=dict)
-    """The blocks that were not recorded, each with the recorded block that it is like."""
+    """For each block that was not recorded: the recorded block that stands for it."""
 
     equals: Mapping[str, str] = field(default_factory=dict)
-    """The blocks that stand for others, each with another recorded block that must have the same events."""
+    """Pairs of recorded blocks of one kind that must have the same events (`is_uniform`): the second block, which
+    stands for others, and the last but one."""
 
     @classmethod
     def shortened(
         cls, paths: tuple[str, ...], kinds: Sequence[Hashable], variants: Mapping[str, Hashable] | None = None
     ) -> Blocks:
-        """Return blocks of which at most four of each kind are recorded, and at least one of each variant.
+        """Return the blocks `paths`, with the choice which of them are recorded. `kinds`: a kind for each path.
 
-        The first and the last one of a kind may differ from the others. The second one stands for the others; that it
-        equals the last but one shows that they are alike. `variants`: blocks of one kind allocate the same memory, and
-        only those of one variant also compute the same. Each variant has a block that stands for the others.
+        Of each kind, the first two and the last two blocks are recorded. The first and the last may differ from the
+        others. The second block stands for all that are not recorded. `is_uniform` checks that it equals the last but
+        one, which shows that the blocks in between are alike.
+
+        `variants`: blocks of one kind allocate the same memory, but only blocks of one variant also compute the same.
+        So at least one block of each variant is recorded, and stands for the others of its variant.
         """
         variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
@@ -159,12 +163,13 @@ class Tape:
     """This rank's part of each parameter that tensor parallelism divides, by full name."""
 
     reduced: Mapping[str, int] = field(default_factory=dict)
-    """The parameters whose gradients are reduced over the ranks of tensor parallelism before FSDP2 reduces them, by
-    full name, with the elements that this rank sends."""
+    """For each parameter whose gradient is reduced over the ranks of tensor parallelism before FSDP2 reduces it: the
+    number of elements that this rank sends for that, by full name."""
 
     @cached_property
     def sent(self) -> Counter[str]:
-        """Calls and bytes of the collectives outside of FSDP2, by axis and by `AXIS_bytes`."""
+        """Calls and bytes of the collectives outside of FSDP2. The key of the calls is the axis, and the key of the
+        bytes is `AXIS_bytes`."""
         found = Counter[str]()
         for event in (event for segment in self.segments for event in segment.events if isinstance(event, Sent)):
             found[event.axis] += 1
@@ -186,9 +191,9 @@ class Tape:
 def compact(events: Iterable[Event]) -> Iterator[Event]:
     """Yield the events, with each run of allocations and frees reduced to its highest points and its end.
 
-    Between two other events only these count: the highest total, the highest total in a matrix product, and the end.
-    Computation and collectives do not end a run, because they hold no memory. Computation comes before the next call
-    of a hook, and collectives come last.
+    A run ends at the next hook call, gradient or offloaded tensor. Of a run, only three states count: the highest
+    total, the highest total in a matrix product, and the end. Computation and collectives do not end a run, because
+    they hold no memory. Computation is moved to the next hook call, and collectives are moved to the end of the events.
     """
     run, sent, work = list[Bytes](), list[Sent](), Counter[Work]()
     for event in events:
@@ -234,7 +239,8 @@ def _states(run: Sequence[Bytes]) -> Iterator[Bytes]:
 
 
 _Visits = dict[tuple[int, str, str], list[list[Segment]]]
-"""The segments of each run through a module, by microbatch, phase and module. A loss may run the model twice."""
+"""The segments of each run of a module, by microbatch, phase and module. A module may run several times, because a loss
+may run the model twice."""
 
 
 def _visits(tape: Tape) -> _Visits:
@@ -245,8 +251,8 @@ def _visits(tape: Tape) -> _Visits:
 
 
 def is_uniform(tape: Tape, compares_work: bool = False) -> bool:
-    """Return True if the recorded blocks that must have the same events have them (`Blocks.equals`), and if all
-    recorded blocks run equally often. `compares_work`: blocks of one kind must also compute the same."""
+    """Return True if the blocks of each pair in `Blocks.equals` have the same events, and if all recorded blocks run
+    equally often. `compares_work`: True if they must also have the same computation."""
     visits = _visits(tape)
     phases = {(microbatch, phase) for microbatch, phase, _ in visits}
 
@@ -270,8 +276,8 @@ def _without_work(segment: Segment) -> Segment:
 
 
 def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
-    """Return the tape of a model with all of its outer blocks but those that are removed. Blocks that were not recorded
-    are like others (`Blocks.likes`)."""
+    """Return the tape of a model with all of its outer blocks except the `removed` ones. Each block that was not
+    recorded gets a copy of the events of the block that stands for it (`Blocks.likes`)."""
     like = {path: model for part in tape.parts for path, model in part.likes.items() if path not in removed}
     after = {path: own for part in tape.parts for path, own in _not_recorded_after(part).items()}
     visits, seen = _visits(tape), Counter[tuple[int, str, str]]()
@@ -298,7 +304,8 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
 
 
 def _not_recorded_after(part: Blocks) -> dict[str, list[str]]:
-    """Return the recorded blocks, each with those between it and the next recorded one."""
+    """Return, for each recorded block, the blocks that follow it up to the next recorded block. They were not
+    recorded."""
     found: dict[str, list[str]] = {}
     for path in part.paths:
         if path not in part.likes:
@@ -309,7 +316,8 @@ def _not_recorded_after(part: Blocks) -> dict[str, list[str]]:
 
 
 def _of_blocks(by_name: Mapping[str, T], like: Mapping[str, str], removed: Collection[str]) -> dict[str, T]:
-    """Return a table by full names without the `removed` blocks, and with those that are `like` others."""
+    """Return a table by full names, without the `removed` blocks. Each block in `like` gets copies of the entries of
+    the block that stands for it."""
     added = {
         _rename(name, {model: path}): value
         for path, model in like.items()
@@ -357,7 +365,7 @@ def to_json(tape: Tape) -> dict[str, Any]:
 
 
 def from_json(value: Mapping[str, Any]) -> Tape:
-    """Return the tape that `to_json` has written. Raises KeyError, TypeError or ValueError for another value."""
+    """Return the tape from a result of `to_json`. Raises KeyError, TypeError or ValueError for any other value."""
     categories = {int(category): category for category in Category}
 
     def changed(changes: Any, in_product: bool) -> Bytes:

@@ -15,10 +15,10 @@ from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.proof.twin import DEGREES, num_microbatches, splits_backward, world_size
 
 MOST_RANKS = 8
-"""Largest number of processes of a run. Layouts with more axes are run pairwise."""
+"""Largest number of processes of a run. A layout of more ranks is replaced by pairs of its axes."""
 
 AXES = (*DEGREES, "sharded optimizer")
-"""Parts of a layout that a run may have or not. The last one needs replicas."""
+"""Parts of a layout that a run may have or lack. "sharded optimizer" needs "replicas"."""
 
 MODES = ("accumulation", "checkpointing", "chunks", "compile")
 """Parts of a job that are no axes, by the names that a certificate uses."""
@@ -33,7 +33,7 @@ class Case:
     """The axes and modes by which the run differs from one process in the plainest way."""
 
     is_exact: bool = True
-    """True in fp32, False in the precision of the job."""
+    """True if the run is in fp32, False if it is in the precision of the job."""
 
     @property
     def ranks(self) -> int:
@@ -46,8 +46,11 @@ class Case:
         return ", ".join(_in_words(self.config, part) for part in self.parts) or "one process"
 
     def reference(self, has_batch_norm: bool) -> JobConfig:
-        """Return the job of one process that trains the same global batch. Its step is one microbatch. Batch statistics
-        need the same microbatches as the case; synchronized ones, those of all ranks together."""
+        """Return the job of one process that trains the same global batch. Its step is one microbatch.
+
+        With BatchNorm, it has the same microbatches as the case, because these decide the batch statistics. With
+        synchronized statistics, a microbatch has the samples of all ranks.
+        """
         training, degrees = self.config.training, self.config.parallelism
         size = GLOBAL_BATCH
         if has_batch_norm:
@@ -60,7 +63,8 @@ class Case:
 
 
 def cases(twin: JobConfig) -> Iterator[Case]:
-    """Yield the runs of a twin: its modes on one process, then its layout in every mode that the job may take."""
+    """Yield the runs of a twin: first its modes on one process, then its layout in every mode that the job may take. If
+    the layout has more than `MOST_RANKS` ranks, yield pairs of its axes instead."""
     choices = list(_choices(twin))
     axes = tuple(_axes(twin))
     own_modes = tuple(_modes(choices[0]))
@@ -79,7 +83,8 @@ def cases(twin: JobConfig) -> Iterator[Case]:
 
 
 def _without_kernels(config: JobConfig) -> JobConfig:
-    """Return a twin whose compiled graphs run operation by operation, in place of kernels that take a minute."""
+    """Return a twin whose compiled graphs run operation by operation, because inductor takes a minute to compile
+    kernels."""
     if config.compile.backend != "inductor" or not config.compile.enable:
         return config
     return config.model_copy(update={"compile": config.compile.model_copy(update={"backend": "aot_eager"})})
@@ -106,7 +111,7 @@ def pairs_of_parts(case: Case) -> list[Case]:
 
 
 def _with_needed(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Add the axes without which a part does not exist."""
+    """Return the parts, with the axes that they need added."""
     added = list(parts)
     if "expert" in parts and not {"shards", "context"} & {*parts}:
         added.append("shards")
@@ -116,7 +121,7 @@ def _with_needed(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
-    """Return a twin without some of its axes and modes. Its batch is divided anew over the ranks."""
+    """Return a twin without the given axes and modes. Its batch is divided anew over the ranks that remain."""
     degrees: dict[str, Any] = {DEGREES[part]: 1 for part in parts if part in DEGREES}
     if {"sharded optimizer", "replicas"} & {*parts}:
         degrees["shard_optimizer_over_replicas"] = False
@@ -143,7 +148,7 @@ def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
 
 
 _ONCE = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
-"""The only mode of schedules that split backward."""
+"""The only gradient accumulation mode of schedules that split backward."""
 
 
 def with_batch(config: JobConfig) -> JobConfig:
@@ -166,7 +171,8 @@ def _axes(config: JobConfig) -> Iterator[str]:
 
 
 def _modes(config: JobConfig) -> Iterator[str]:
-    """Yield the modes of a twin that its plainest run has not. Every run accumulates."""
+    """Yield the names in `MODES` by which a twin differs from the plainest run. "accumulation" is always among them,
+    because every run accumulates gradients."""
     yield "accumulation"
     if config.activation_checkpoint.mode != "none":
         yield "checkpointing"
@@ -203,7 +209,8 @@ def _all_reduces(parallelism: ParallelismConfig) -> bool:
 
 
 def in_precision(case: Case, twin: JobConfig) -> Case:
-    """Return a case in the precision of a twin."""
+    """Return a case with the dtypes of `twin`: an fp32 case in the precision of the job, or the reverse. `is_exact` is
+    inverted."""
     sections = {name: getattr(twin, name) for name in ("precision", "optimizer")}
     return replace(case, config=case.config.model_copy(update=sections), is_exact=not case.is_exact)
 

@@ -32,7 +32,7 @@ class Row:
 
     @property
     def exceeded(self) -> list[str]:
-        """The kinds whose largest difference is above its tolerance."""
+        """The kinds of results whose largest difference is above their tolerance."""
         return [kind for kind, error in self.errors.items() if not error <= self.tolerances[kind]]
 
 
@@ -57,10 +57,10 @@ class Finding:
     """The tensor of the module that departs, and by how much: `its output departs by 1.6e-01`."""
 
     parts: tuple[str, ...]
-    """The axes or modes which show the difference alone, or in pairs."""
+    """The runs with a single axis or mode that show the difference, or else the runs with two of them."""
 
     is_alone: bool = True
-    """False if no single part shows the difference."""
+    """False if no run with a single axis or mode shows the difference."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Certificate:
     """Digest of the job's structure, and of all code that computes it."""
 
     twin: str
-    """Sizes of the twin."""
+    """Sizes of the twin, in words."""
 
     num_parameters: int
     steps: int

@@ -1,7 +1,7 @@
 """Certificates in the user's cache, or in a file that the job names. No torch.
 
 A certificate is found by a digest of the twin that it proves, and of all code that computed it. The digest does not
-depend on the degrees above 1, on sizes, or on the host: it is the same on the laptop and on the cluster.
+depend on how large a degree above 1 is, on sizes, or on the host. So it is the same on the laptop and on the cluster.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def digest_of(config: JobConfig) -> str:
 
 
 def _digest_of_weights(config: JobConfig) -> str | None:
-    """Return the digest of the folder in `model.weights`, whose values are part of a proof; None without a folder."""
+    """Return the digest of the folder in `model.weights`, whose values are part of a proof. None: there is no folder,
+    or it cannot be read."""
     if config.model.weights is None:
         return None
     files = sorted(Path(config.model.weights).glob("*.safetensors"))
@@ -64,7 +65,8 @@ def _digest_of_package() -> str:
 
 
 def digests_of_files(files: Iterable[str]) -> dict[str, str]:
-    """Return a digest of the content of each file, by its path relative to the working directory if it is below."""
+    """Return a digest of the content of each file, by its path. The path of a file below the working directory is
+    relative to that directory."""
     found = {}
     for file in map(Path, files):
         name = str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
@@ -74,12 +76,12 @@ def digests_of_files(files: Iterable[str]) -> dict[str, str]:
 
 def find(config: JobConfig) -> Certificate | None:
     """Return the certificate of a job: from `prove.certificate` if the job sets it, else from the cache. None if there
-    is none, or if it is of another structure or of other code.
+    is no certificate, or if it belongs to a different structure or to different code.
 
     Raises ConfigError if `prove.certificate` cannot be read.
     """
     named = config.prove.certificate
-    if named is None and not _folder().exists():  # so most runs need no digest
+    if named is None and not _folder().exists():  # so that most runs compute no digest
         return None
     try:
         digest = digest_of(config)
@@ -99,7 +101,7 @@ def find(config: JobConfig) -> Certificate | None:
 
 
 def store(certificate: Certificate) -> None:
-    """Write a certificate into the cache. A cache that cannot be written is not used."""
+    """Write a certificate into the cache. If the cache cannot be written, do nothing."""
     with suppress(OSError):
         path = _entry(certificate.digest)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -28,14 +28,15 @@ from titan_launch.models.architectures import ALL_IN_ARGS, images_taken, resolve
 from titan_launch.models.args import TwinNeeds
 
 STEPS = 3
-"""Steps that each run of a proof trains. The first step of LoRA's A and of layers behind zeros has gradient 0."""
+"""Steps that each run of a proof trains. One step is not enough: LoRA's A, and layers whose outputs are first
+multiplied by zeros, have gradient 0 in the first step."""
 
 SEQ_LEN = 16
 VOCABULARY = 64
 SAMPLES = "titan_launch.prove.samples:Samples"
 
 _UNKNOWN_SHARDS = 8
-"""Number of shards that counts for `data_parallel_shard_degree = -1`: usual numbers of GPUs are multiples of 8."""
+"""Number of shards to assume for `data_parallel_shard_degree = -1`. Usual numbers of GPUs are multiples of 8."""
 
 SECOND = "TWIN_OF_SECOND_MODEL"
 """Stands for the folder of the second model's twin, which is written for each proof."""
@@ -150,7 +151,8 @@ def _small_ranks(lora: LoRAConfig) -> dict[str, Any]:
 
 
 def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> ParallelismConfig:
-    """Return the same axes with 2 ranks each. Experts are divided over the ranks of shards or of context."""
+    """Return the same axes with 2 ranks each. Expert parallelism needs no ranks of its own: it uses those of shards or
+    of context."""
     degrees = {key: 1 if getattr(parallelism, key) == 1 else 2 for key in DEGREES.values()}
     if parallelism.pipeline_parallel_split_points:
         unshrunk.append("parallelism.pipeline_parallel_split_points: the twin's stages are divided evenly")
@@ -266,7 +268,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
 """Keys of `config.json`, as patterns, with the sizes of a twin."""
 
 _STAGES = {"depths": 1, "layer_depths": 1, "hidden_sizes": 16, "embed_dims": 16, "num_attention_heads": 2}
-"""Keys with an entry for each stage of a model of images, with the sizes of a twin."""
+"""Keys with an entry for each stage of a model for images, with the sizes of a twin."""
 
 _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Keys with an entry for each layer."""
@@ -275,7 +277,8 @@ _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 def _of_transformers(
     config: JobConfig, model: ModelConfig, wanted: dict[str, Any], seq_len: int, unshrunk: list[str]
 ) -> ModelConfig:
-    """Return a class of `transformers` with small sizes: keys of `_SIZES`, no dropout, and one layer of each type."""
+    """Return the config of a class of `transformers` with small sizes: keys of `_SIZES`, no dropout, and one layer of
+    each type."""
     args = dict(model.args)
     if _names_layers(config):
         unshrunk.append(f"model {args.get('model_type')} keeps its arguments; [prove.args] names smaller ones")
@@ -290,7 +293,7 @@ def _of_transformers(
             small[key] = [min(value, size) for value in args[key]]
     image, patch = args.get("image_size"), args.get("patch_size")
     if isinstance(image, int) and isinstance(patch, int) and image > 2 * patch and "depths" not in args:
-        small["image_size"] = 2 * patch  # stages would make it smaller
+        small["image_size"] = 2 * patch  # a model with stages would reduce it further
     depth = next((key for key in args if re.fullmatch(_SIZES[0][0], key)), None)
     for key in _LISTS:
         if depth is not None and isinstance(args.get(key), list):
@@ -327,7 +330,8 @@ def _without_dropout(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
-    """Return random samples of the same form, with different numbers of ignored targets in each."""
+    """Return a section `[data]` with random samples of the same form as the job's. Samples have different numbers of
+    ignored targets."""
     if config.data.unit == "images":
         taken = images_taken(model)
         if taken is None or taken.height is None or taken.width is None:
@@ -374,7 +378,7 @@ def size_of(config: JobConfig) -> str:
 
 
 def structure(config: JobConfig) -> str:
-    """Return the job as text without the names of files, for a digest."""
+    """Return a job as text. Two jobs have the same text if all their keys are equal."""
     return json.dumps(config.model_dump(mode="json"), sort_keys=True)
 
 

@@ -40,7 +40,7 @@ def _grid(layout: Layout) -> str:
 
 
 def format_result(result: Result, hardware: Hardware) -> str:
-    """Return the best jobs as a table, with the reason for the first."""
+    """Return the best jobs as a table, after a sentence about the parts of the first job's step time."""
     best = result.best
     counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or are not faster."
     refused = sum(result.refused.values())
@@ -105,7 +105,7 @@ def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
 
 
 class _UnsetError(ValueError):
-    """Raised for a key that one job sets and the other does not."""
+    """Raised if `base` sets a key that the other job leaves unset."""
 
 
 def _tables(base: JobConfig, config: JobConfig) -> Iterator[tuple[str, list[str]]]:

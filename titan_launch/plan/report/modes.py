@@ -128,7 +128,7 @@ def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subj
     else:  # no speeds are known, or the compiler decides the operations
         of_layers = Traffic(tensor=traffic.tensor, context=traffic.context, expert=traffic.expert)
         exposed = link_traffic_of_step(of_layers, layout, hardware.gpus_per_node)
-        excess = min(config.planner.expert_load, layout.expert) - 1  # of the busiest rank's rows over the mean
+        excess = min(config.planner.expert_load, layout.expert) - 1  # relative excess of the busiest rank's rows
         busiest = None if flops is None or per_rank is None else per_rank * (1 + excess * flops.experts_share)
         time = estimate_step_time(busiest, link_traffic, hardware, bubble, exposed)
     reserved = estimate_reserved(footprint, hardware)

@@ -34,7 +34,8 @@ from titan_launch.plan.types import Inventory, ModelPlan, TensorInfo, Unit, encl
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_batch_norm
 
 IN_PLACE = "in place"
-"""Placement of a rule whose parameters the units around its modules shard, among their own."""
+"""Placement of a rule without units of its own: the units around its modules shard its parameters together with their
+own."""
 
 KeyLocator = Callable[[KeyPath], str]
 """Returns the file and line of a key of the job: `configs/job.toml:33`."""
@@ -234,7 +235,8 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
 
 
 def _length(training: TrainingConfig) -> Line:
-    """Return the number of steps, or of epochs if the data, which decides the number of steps, is not open."""
+    """Return the line with the number of steps, or with the number of epochs if `training.steps` is unset. (Only the
+    data decides the number of steps then, and it is not open yet.)"""
     return ("steps", f"{training.steps:,}") if training.steps is not None else ("epochs", f"{training.epochs:g}")
 
 

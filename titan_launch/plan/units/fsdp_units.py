@@ -49,7 +49,7 @@ from titan_launch.plan.units.rule_assignment import (
 from titan_launch.plan.units.rule_problems import check_rules
 
 _SMALL_UNIT = 2**20
-"""Units of rules with at most this number of elements are not divided for their size. They take at most 4 MB per
+"""Largest number of elements of a rule's unit that is never divided for its size. Such a unit takes at most 4 MB per
 rank."""
 
 
@@ -111,13 +111,14 @@ def _latest_first(phase: _Phase) -> float:
 
 
 def _kept(phases: Iterable[_Phase]) -> _Phase:
-    """Return the phase of the parameters that a unit keeps if it has parameters of several phases: the latest one."""
+    """Return the phase of the parameters that stay in a unit, if the unit has parameters of several phases: the latest
+    phase. None (never trained) counts as the latest of all."""
     return min(phases, key=_latest_first, default=None)
 
 
 def _without_casts(policy: Policy) -> Policy:
-    """Return the policy of a module inside of a module of a unit. Its inputs and outputs are those that it has if all
-    parameters of the unit are trained."""
+    """Return the policy of a module that is taken out of a unit, and that lies inside of one of the unit's modules. It
+    casts neither inputs nor outputs, so that both are the same as if the module had stayed in the unit."""
     return replace(policy, output_dtype=None, cast_forward_inputs=False)
 
 
@@ -143,11 +144,11 @@ class _UnitPlanner:
         """Paths of the modules that expert parallelism divides. Each is a unit, because FSDP2 shards its parameters
         over other ranks than those of its block."""
         self._own_because: dict[str, str] = {}
-        """Reasons, by rule, why rules are not carried out in place."""
+        """Reasons why rules are not carried out in place, by rule."""
 
     def units(self, share: bool) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """Return the units, and what is in place in them. Raises ConfigError if a rule cannot be in place that must
-        be."""
+        """Return the units, and the entries in place in them. Raises ConfigError for a rule that must be in place but
+        cannot be."""
         drafts = self._drafts(share)
         while why := self._not_in_place(drafts):
             self._own_because |= why
@@ -170,7 +171,8 @@ class _UnitPlanner:
         ]
 
     def _not_in_place(self, drafts: Sequence[Unit]) -> dict[str, str]:
-        """Return, by rule, why rules that `drafts` assume in place cannot be. Raises ConfigError if they must be."""
+        """Return the reasons why rules that `drafts` assume to be in place cannot be, by rule. Raises ConfigError if
+        the job requires these rules to be in place."""
         owners, parameters = unit_by_module(self.inventory, drafts), parameters_by_unit(self.inventory, drafts)
         around: list[set[_Phase]] = [set() for _ in drafts]
         for (index, _), phase in self._kept_phases(drafts, [*drafts, *self._in_place_units()]).items():
@@ -204,7 +206,7 @@ class _UnitPlanner:
         return None
 
     def _why_own_unit(self, rule: PrecisionRule) -> str | None:
-        """Return why a rule makes units of its own, wherever its modules are; None if it need not."""
+        """Return the reason why a rule needs units of its own, wherever its modules are; None if it may be in place."""
         if self._why_nothing_in_place:
             return self._why_nothing_in_place
         if rule.unit_per != "model":
@@ -216,10 +218,10 @@ class _UnitPlanner:
     def _why_not_inside(
         self, path: str, policy: Policy, assignment: RuleAssignment, unit: Unit, others: int
     ) -> str | None:
-        """Return why a module cannot be inside of `unit`; None if it can. `policy`, `assignment`: those of its rule.
-        `others`: number of other parameter elements in the unit.
+        """Return the reason why a module cannot be inside of `unit`; None if it can. `policy`, `assignment`: those of
+        the module's rule. `others`: number of elements of the other parameters in the unit.
 
-        FSDP2 requires one storage dtype and one reduce dtype of the trained parameters of a unit.
+        FSDP2 requires one storage dtype and one reduce dtype for all trained parameters of a unit.
         """
         phases = self._phases_within[path]
         stored = {self._storage_dtype(assignment, phase) for phase in phases}
@@ -237,7 +239,7 @@ class _UnitPlanner:
         return None
 
     def _why_not_together(self, one: _Phase, other: _Phase, unit: Unit) -> str | None:
-        """Return why parameters of two phases cannot be in one FSDP2 unit; None if they can."""
+        """Return the reason why parameters of two phases cannot be in one FSDP2 unit; None if they can."""
         if one == other:
             return None
         if {one, other} != {None, 0}:
@@ -247,8 +249,8 @@ class _UnitPlanner:
         return self._why_nothing_in_place
 
     def _why_not_shared(self, path: str, owners: Mapping[str, int]) -> str | None:
-        """Return why a module cannot be inside of its unit: a different unit uses a parameter in the module, too. None
-        if no unit does. `owners`: result of `unit_by_module`."""
+        """Return the reason why a module cannot be inside of its unit: it shares a parameter with a module of a
+        different unit. None if it does not. `owners`: result of `unit_by_module`."""
         for one, other in self._sharing:
             if owners[one] != owners[other] and (is_within(one, path) or is_within(other, path)):
                 return f"{one} and {other} share parameters"
@@ -276,8 +278,8 @@ class _UnitPlanner:
         ]
 
     def _governing(self, path: str) -> RuleAssignment | None:
-        """Return the assignment whose policy the unit of a module has: that of the module, or of the nearest enclosing
-        module whose rule is not in place."""
+        """Return the assignment that sets the policy of a module's unit: the assignment of the module itself, or of the
+        nearest enclosing module. Rules in place are skipped. None: no rule sets the policy."""
         while path:
             assignment = self.assignments.own.get(path)
             if assignment is not None and (assignment.reason in self._own_because or self._has_own_unit(path)):
@@ -289,8 +291,8 @@ class _UnitPlanner:
         return path in self.inventory.blocks or path in self.experts
 
     def _finished(self, unit: Unit, assignment: RuleAssignment | None, before: Sequence[str]) -> Unit:
-        """Return a unit with the dtype of its storage, and its gathers in backward. `assignment`: the rule that sets
-        its policy. `before`: result of `_before_gradients`."""
+        """Return a unit with its final `storage_dtype` and `unshard_in_backward`. `assignment`: the rule that sets its
+        policy, or None. `before`: result of `_before_gradients`."""
         has_no_backward = unit.reshard_after_forward and all(enclosing(path, before) for path in unit.modules)
         is_frozen = unit.num_parameters > 0 and not unit.is_trained
         return replace(
@@ -300,8 +302,8 @@ class _UnitPlanner:
         )
 
     def _before_gradients(self) -> tuple[str, ...]:
-        """Return the embeddings and blocks in front of all trained parameters. They have no backward, but FSDP2 would
-        prefetch their parameters for it.
+        """Return the embeddings and the blocks that run before all trained parameters. They have no backward, but FSDP2
+        would prefetch their parameters for one.
 
         The result is empty if the order of modules is unknown, and with pipeline parallelism, where the inputs of later
         stages take gradients.
@@ -321,13 +323,13 @@ class _UnitPlanner:
         return ruled or frozen or self.precision.storage_dtype
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit], share: bool) -> tuple[list[Unit], list[Unit]]:
-        """Return the units, and the rules in place in them, divided so that all parameters of an entry are trained from
-        the same step, or never. `rules`: the rules in place before the division.
+        """Return the units, and the rules in place in them, divided so that all parameters of an entry have the same
+        phase. `rules`: the rules in place before the division.
 
-        FSDP2 all-gathers, reshards and reduces a unit as a whole. Modules that are trained are taken out of a unit
-        with frozen ones, or they are in place. Modules that are taken out of equal units share a unit, as those of a
-        rule do (see `_parts`). Parameters of one module stay together, and so do those of a module with others inside,
-        because FSDP2 wraps whole modules.
+        FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
+        frozen modules, or they are in place in it. Modules that are taken out of equal units share a unit, like the
+        modules of one rule (see `_parts`). The parameters of one module stay together. So do those of a module and of
+        the modules inside of it, because FSDP2 wraps whole modules.
         """
         boundaries, shards = [*drafts, *rules], unit_by_module(self.inventory, drafts)
         kept_in = self._kept_phases(drafts, boundaries)
@@ -360,8 +362,8 @@ class _UnitPlanner:
     def _taken_units(
         self, phase: _Phase, like: Unit, paths: list[str], share: bool, own_because: str | None
     ) -> Iterator[Unit]:
-        """Yield the units of modules that `_uniform` takes out of units like `like`. `own_because`: None if the modules
-        are in place; then they share an entry."""
+        """Yield the units of modules that `_uniform` takes out of units like `like`. `own_because`: the reason for
+        units of their own. None: the modules are in place, and share one entry."""
         what = "trained" if not phase else f"trained after step {phase}"
         assignment = self.assignments.governing(paths[0])
         reason = what if assignment is None else f"{what}, {assignment.reason}"
@@ -374,14 +376,15 @@ class _UnitPlanner:
                 name=part[0] if len(part) == 1 else reason,
                 modules=tuple(part),
                 reshard_after_forward=None if own_because is None else reshard,
-                unshard_in_backward=True,  # the backward of an embedding's adapter reads it
+                unshard_in_backward=True,  # even in an embedding, the backward of an adapter reads its parameters
                 reason=reason,
                 own_because=own_because or "",
             )
 
     @cached_property
     def _phases(self) -> dict[str, _Phase]:
-        """The first step from which a parameter of a module is trained, by path of each module with parameters."""
+        """The phase of each module with parameters, by path. If its parameters have several phases, the one in which
+        training begins first."""
         return {
             module.path: max(map(_phase, module.parameters), key=_latest_first)
             for module in self.inventory.modules
@@ -398,8 +401,8 @@ class _UnitPlanner:
         return found
 
     def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
-        """Return the phase of the parameters that each of `boundaries` keeps in each of `drafts`, by the indices of
-        the draft and the boundary."""
+        """Return the phase of the parameters that each of `boundaries` keeps in each of `drafts`. The key is a pair:
+        index of the draft, index of the boundary."""
         shards, policies = unit_by_module(self.inventory, drafts), unit_by_module(self.inventory, boundaries)
         found: dict[tuple[int, int], list[_Phase]] = {}
         for path, phase in self._phases.items():
@@ -407,7 +410,7 @@ class _UnitPlanner:
         return {key: _kept(phases) for key, phases in found.items()}
 
     def _modules_by_unit(self, units: Sequence[Unit]) -> list[dict[str, _Phase]]:
-        """Return the phases of the modules with parameters of each unit, by path."""
+        """Return, for each unit, the phases of its modules that own parameters, by path."""
         owners = unit_by_module(self.inventory, units)
         found: list[dict[str, _Phase]] = [{} for _ in units]
         for path, phase in self._phases.items():
@@ -415,8 +418,8 @@ class _UnitPlanner:
         return found
 
     def _can_be_taken(self, path: str, own: Mapping[str, _Phase], unit: Unit) -> bool:
-        """Return True if `fully_shard` can take a module out of a unit, with all modules inside of it. `own`: the
-        modules of the unit that own parameters."""
+        """Return True if `fully_shard` can take a module out of a unit, with all modules inside of it. `own`: phases of
+        the modules of the unit that own parameters, by path."""
         module = self.inventory.by_path[path]
         if not path or not module.has_forward or (unit.expert_parallel > 1 and not module.is_adapter):
             return False
@@ -447,7 +450,8 @@ class _UnitPlanner:
 
     @cached_property
     def _rule_groups(self) -> dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]]:
-        """Return the modules with parameters that rules match, except blocks, by rule and policy."""
+        """The modules with parameters that rules match, except blocks, by rule and policy. Each entry has the rule's
+        assignment."""
         groups: dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]] = {}
         for path, assignment in self.assignments.own.items():
             if not self._has_own_unit(path) and self._needs_unit(path, assignment):
@@ -518,8 +522,8 @@ class _UnitPlanner:
         ]
 
     def _own_unit(self, path: str, reason: str) -> Unit:
-        """Return a unit of one module, with the policy of the rule that governs the module. `reason`: reason of the
-        unit if no rule does."""
+        """Return a unit of one module, with the policy of the rule that governs the module. `reason`: the reason for
+        the unit if no rule governs it."""
         assignment = self._governing(path)
         if assignment is None:
             return self._unit(path, [path], self._reshard_near([path]), reason)
@@ -561,8 +565,8 @@ class _UnitPlanner:
         return self._reshard_near(modules)
 
     def _reshard_near(self, modules: Sequence[str]) -> bool:
-        """Return True if a unit with modules of one block reshards. The last block has the setting `Resharding.late`,
-        because the backward of the last block follows soon after its forward."""
+        """Return True if a unit with modules of one block, or outside of blocks, reshards after forward. The last block
+        and the head have the setting `Resharding.late`, because their backward follows soon after their forward."""
         is_late = any(is_within(path, last) for path in modules for last in self._last)
         return self.resharding.late if is_late else self.resharding.blocks
 

@@ -47,10 +47,11 @@ _OWN_PLACE = ("block", "head", "embedding", "root")
 def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
     """Return, by module, the modules whose units FSDP2 prefetches in the backward of that module's unit.
 
-    FSDP2 prefetches one unit ahead: when backward enters a unit, it starts the all-gather of the unit whose forward ran
-    just before. If that is the small unit of a precision rule, the long all-gather of the next block starts late, in
-    the short backward of the small unit. So each block also prefetches the block before it, and the experts of that
-    block that expert parallelism divides: the backward of a block begins with its experts.
+    By default, FSDP2 prefetches one unit ahead: when backward enters a unit, it starts the all-gather of the unit whose
+    forward ran just before. That may be the small unit of a precision rule. The long all-gather of the next block then
+    starts late, in the short backward of the small unit. So each block also prefetches the block before it. It
+    prefetches the divided experts of that block, too (expert parallelism), because the backward of a block begins with
+    its experts.
 
     The result is empty without precision rules and expert parallelism, because FSDP2's default is sufficient then.
     """
@@ -69,9 +70,9 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
 def plan_forward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
     """Return, by block, the modules whose units FSDP2 prefetches in the forward of that block.
 
-    The result is empty without expert parallelism. The host then starts each all-gather long before the device needs
-    it. But with expert parallelism the host waits in every layer for the numbers of tokens that are sent. So each block
-    starts the all-gathers of its experts, of the next block, and of the next block's experts.
+    The result is empty without expert parallelism, because the host then starts each all-gather long before the device
+    needs it. With expert parallelism, the host waits in every layer for the numbers of tokens that are sent. So each
+    block starts the all-gathers of its experts, of the next block, and of the next block's experts.
     """
     blocks = plan.inventory.blocks
     if all(unit.expert_parallel == 1 for unit in plan.units):

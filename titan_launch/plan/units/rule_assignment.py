@@ -36,7 +36,8 @@ class RuleAssignments:
 
     def __init__(self, own: Mapping[str, RuleAssignment], precision: PrecisionConfig):
         self.own = own
-        """Assignments of the modules that rules match directly, by path; parents come first within a rule."""
+        """Assignment of each module that a rule matches directly, by path. Within a rule, parents come before
+        children."""
         self._precision = precision
 
     def governing(self, path: str) -> RuleAssignment | None:
@@ -190,8 +191,11 @@ def nothing_matched(pattern: str, paths: Sequence[str], containers: Sequence[str
 
 
 def suggestion(glob: str, paths: Collection[str]) -> str:
-    """Return a hint for a glob that matches none of the paths of modules or parameters: paths that end in what it
-    matches, by their own names or those of `transformers`, or else a similar path."""
+    """Return a hint for a glob that matches none of `paths`, which are paths of modules or of parameters.
+
+    The hint names the paths whose last parts match the glob, in the names of this package or of `transformers`. If
+    there are none, it names a similar path.
+    """
     for ends in (glob, f"{glob}.*"):
         found = ends_in(ends, paths)
         if any(matches(f"**.{ends}", path) for path in found):

@@ -34,7 +34,8 @@ _MOST_BYTES = 256 * MIB
 """Limit of a record. A record of 20,000 collectives with stack traces has about 60 MiB."""
 
 _MOST_OPCODES = 8_000_000
-"""Limit of the values in a record, and of the operations that build them. One takes up to 70 bytes of memory."""
+"""Limit of the pickle opcodes in a record: the values, and the operations that build them. Each takes up to 70 bytes of
+memory."""
 
 _LONGEST_TEXT = 1000
 
@@ -77,8 +78,9 @@ def record_path(run_folder: Path, folder: str, rank: int | str) -> Path:
 
 
 def unfinished_collectives(run_folder: Path, since: float) -> Iterator[str]:
-    """Yield a description of the first unfinished collective of every rank, without duplicates. It names the ranks that
-    started the collective, and the ranks that did not. `since`: start time of the ranks. Older records are ignored."""
+    """Yield a description of the first unfinished collective of every rank, without duplicates. A description names the
+    ranks that started the collective, and the ranks that did not. `since`: start time of the ranks. Older records are
+    ignored."""
     for folder in (FOLDER, GLOO_FOLDER):
         records = dict(sorted(_read_records(run_folder / folder, since)))
         for collective in dict.fromkeys(record.unfinished for record in records.values() if record.unfinished):

@@ -1,4 +1,5 @@
-"""The error of a run that is out of memory: what was allocated where, the plan, and the cheapest changes."""
+"""The error of a run that is out of memory: the failed allocation, the memory in use, the plan, and the cheapest
+changes."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
 def explain_out_of_memory(error: BaseException, run: Run) -> RunError | None:
-    """Return the RunError, with a report, for an error of an allocator; None for a different error. Write a snapshot of
-    GPU memory if the job records allocations. The planner runs only then."""
+    """Return the RunError, with a report, for an out-of-memory error; None for a different error. For an out-of-memory
+    error, also run the planner, and write a snapshot of GPU memory if the job records allocations."""
     if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
         return None
     if isinstance(error, torch.OutOfMemoryError):
@@ -36,7 +37,7 @@ def explain_out_of_memory(error: BaseException, run: Run) -> RunError | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for the error of PyTorch's allocator of a GPU or of the host."""
+    """Return True for an out-of-memory error of PyTorch's allocator for a GPU or for the host."""
     return isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATION.search(str(error)) is not None
 
 
@@ -67,7 +68,8 @@ def _allocation(error: BaseException) -> str:
 
 
 def _where(run: Run, error: BaseException) -> str:
-    """Return the phase and the innermost module in the traceback; in backward, the FSDP2 unit that was used last."""
+    """Return a clause with the phase, and with the innermost module in the traceback. If the traceback has no module,
+    as in backward, name the FSDP2 unit that was used last."""
     phase = run.observers.meter.timeline.part
     paths = {id(module): path for path, module in run.model.named_modules()}
     innermost, trace = "", error.__traceback__
@@ -81,7 +83,8 @@ def _where(run: Run, error: BaseException) -> str:
 
 
 def _held(run: Run) -> list[str]:
-    """Return the memory that is known to be held now."""
+    """Return a line with the memory of parameters, optimizer state and gradients; on a GPU, also with the allocator's
+    numbers."""
     parameters = list(run.model.parameters())
     states = [value for state in run.optimizer.state.values() for value in state.values()]
     held = {

@@ -79,8 +79,9 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
 def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     """Raise ConfigError if the earlier run in the folder prevents this run from starting.
 
-    There are three cases. The folder has checkpoints of another experiment. The checkpoint to load is in a folder that
-    will be moved away. An entry of the folder has the wrong kind, for example a FIFO.
+    There are four cases. The folder has checkpoints of another experiment. One of the two runs has a phantom GPU, and
+    the other has none. The checkpoint or weights to load are in a folder that will be moved away. An entry of the
+    folder has the wrong kind, for example a FIFO.
 
     `config`: job with its global batch size resolved. This function only reads files.
     """

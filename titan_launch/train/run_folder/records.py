@@ -1,4 +1,5 @@
-"""Records in the run folder: configuration, launch, unit table and precision audit. A resume reads the first two."""
+"""Records in the run folder: configuration, launch, unit table, precision audit and proof of the layout. A resume reads
+the first two."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
     """Write `launch.json` and `config.json` to the run folder. `config.json` is the resolved configuration, and can be
     passed as `--config`. Log the keys that have changed since the run began.
 
-    Call this function after everything that can fail, because a restart of this launch then loads the newest
+    Call this function after everything that can fail: after this call, a restart of this launch loads the newest
     checkpoint instead of `checkpoint.load` (see `effective_load`). When `stack` is closed without an error, or because
     a signal stops the run, the launch is recorded as ended.
     """
@@ -75,7 +76,7 @@ def record_units(folder: Path, units: list[dict[str, Any]]) -> None:
 
 
 def record_proof(folder: Path, certificate: Certificate | None) -> None:
-    """Write the certificate of the layout. Without one, remove that of an earlier start."""
+    """Write the certificate of the layout. If it is None, remove the certificate of an earlier start."""
     if certificate is None:
         (folder / PROOF_FILE).unlink(missing_ok=True)
     else:

@@ -82,9 +82,9 @@ class Resumable:
 def load_run(config: JobConfig, folder: Path, load: Load, run: Resumable) -> bool:
     """Load the checkpoint with which a run starts, if any. Return False if there is none. Collective.
 
-    `load`: result of `effective_load`.
-    Raises ConfigError or UserError on all ranks in two cases. The checkpoint is missing, damaged or of another model.
-    The training data has changed since this run saved the checkpoint.
+    `load`: result of `effective_load`. Raises ConfigError or UserError on all ranks in two cases. The checkpoint is
+    missing, damaged or of another model. The training data, or other files that this run depends on, have changed since
+    the checkpoint was saved.
     """
     found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
     if found is not None:
@@ -148,7 +148,7 @@ def advice_without_folder(config: JobConfig) -> str:
 
 def _own_checkpoint(folder: Path, load: Load) -> Path | None:
     """Return the checkpoint of the run folder that `load` selects; None if `load` is a path or `"none"`, or if the
-    folder has no checkpoint."""
+    folder has no checkpoint. Raises ConfigError if `load` is a step whose checkpoint cannot be loaded."""
     checkpoints = checkpoint_folder(folder)
     if load == "latest":
         return newest_valid(checkpoints, set_damaged_aside=True)
@@ -237,8 +237,8 @@ class ConsumedSamples:
         return {str(index): torch.tensor(count) for index, count in enumerate(consumed)}
 
     def load_state_dict(self, state: Values) -> None:
-        """Check the saved numbers. Raises ConfigError if they are not those of this run's order. An empty state is not
-        checked: the run does not take over the position in the data."""
+        """Check the saved numbers. Raises ConfigError if this run's order gives other numbers at the same position in
+        the data. An empty state is not checked, because the run then does not continue at the saved position."""
         ours = self._order.consumed(self._progress.data_position)
         saved = tuple(int(state.get(str(index), 0)) for index in range(len(ours)))
         if state and ours != saved:
@@ -268,7 +268,7 @@ def _data_change(
     """Return a clause that describes how the data of a section has changed since a checkpoint was saved. Collective.
 
     Return "" if no rank finds a change. Also return "" if the checkpoint or this job has no data for the section.
-    `compare` returns the change of one fingerprint to another.
+    `compare`: function of the saved and the present fingerprint that returns the clause, or "" if they are equal.
     """
     before = read_manifest(checkpoint).data.get(section)
     if before is None or section not in sources:
