@@ -567,7 +567,7 @@ def test_launched_runs_end_with_status_0_and_print_no_error(job: Path) -> None:
 def test_a_first_plan_without_torch_says_that_it_needs_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     result = run_without_torch("plan", "--config", "configs/resnet_bn.toml", "--world-size", "2")
-    assert result.returncode == 2 and "a plan of model resnet needs torch: pip install torch" in result.stderr
+    assert result.returncode == 2 and "this plan of the model resnet needs torch: pip install torch" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -188,7 +188,9 @@ def test_the_way_from_text_to_text(tmp_path: Path) -> None:
         return "".join(lines)
 
     stopped = re.search(
-        r"^stopped by SIGINT after step (\d+) of 40, which is saved", launched(train, "step  1"), re.MULTILINE
+        r"^stopped by SIGINT after step (\d+) of 40; a checkpoint of step \1 is saved",
+        launched(train, "step  1"),
+        re.MULTILINE,
     )
     assert stopped is not None
     resumed = launched(resume)

@@ -48,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit:  # argparse has printed the help or the version
             return OK if args else BAD_INPUT
         return int(arguments.run(arguments))
-    except ConfigError as error:  # of a tokenizer that fails while a command without a job uses it
+    except ConfigError as error:  # such as the error of a tokenizer in a command without a job
         announce_once(f"error: {error}")
         return BAD_INPUT
     except UserError as error:
         announce_once(str(error))
         return BAD_INPUT
-    except BrokenPipeError:  # `| head`
+    except BrokenPipeError:  # the reader of the output has ended, such as `| head`
         return FAILED
     except OSError as error:
         if (text := wrong_path(error)) is None:
@@ -76,7 +76,7 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
         known = f"the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
         raise UserError(f'error: unknown command "{name}"; {known} (see titan-launch --help)')
     command = command_module(name)
-    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # only this one: a parser takes 1 ms
+    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # not of all commands: each takes 1 ms
     command.add_arguments(parser)
     arguments = parser.parse(rest)
     arguments.run = command.run

@@ -205,7 +205,7 @@ def test_named_attacks_are_refused(
                 forge(copy, INDEX_FILE, json.dumps(index).encode())
             paths.append(copy)
             refusal = f"{DCP_INDEX_FILE} and {INDEX_FILE} are not from the same save"
-            refusal = f"checkpoint.load: it has no checkpoint that can be loaded: {refusal}; name another one"
+            refusal = f"checkpoint.load: cannot be loaded as a checkpoint: {refusal}; name another checkpoint"
             expected.append("" if knows_index else refusal)
     for results in run_ranks(load_all, 2, paths, tmp_path):
         assert [problem for problem, _ in results] == expected

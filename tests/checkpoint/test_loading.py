@@ -61,14 +61,14 @@ def test_only_copies_with_the_name_of_another_step_are_damaged(copied: Path) -> 
     (copied / "step-60").rename(copied / "copy")
     write_manifest(copied / "copy", replace(read_manifest(copied / "copy"), step=60))
     (copied / "copy").rename(copied / "step-60")
-    refusal = "checkpoint.load: it has no checkpoint that can be loaded: manifest.json is of step "
+    refusal = "checkpoint.load: cannot be loaded as a checkpoint: manifest.json is of step "
     assert (
         run_ranks(attempt, 1, copied / "step-50", EVERYTHING)[0][0]
-        == f"{refusal}1, but the folder has the name of another step; name another one"
+        == f"{refusal}1, but the folder has the name of another step; name another checkpoint"
     )
     assert (
         run_ranks(attempt, 2, copied / "step-60", EVERYTHING)[1][0]
-        == f"{refusal}60, but the tensors are of step 1; name another one"
+        == f"{refusal}60, but the tensors are of step 1; name another checkpoint"
     )
     there = ["latest", "step-1", "step-2", "step-3", "step-50.damaged-1", "step-60.damaged-1"]
     assert run_ranks(choose, 2, copied) == [("step-3", there)] * 2
@@ -133,7 +133,7 @@ def without(state: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
 def test_a_path_must_hold_a_checkpoint(tmp_path: Path, copied: Path) -> None:
     assert "there is no such folder" in run_ranks(attempt, 2, tmp_path / "nowhere", EVERYTHING)[1][0]
     (tmp_path / "empty").mkdir()
-    assert "has no checkpoint that can be loaded" in run_ranks(attempt, 1, tmp_path / "empty", EVERYTHING)[0][0]
+    assert "cannot be loaded as a checkpoint" in run_ranks(attempt, 1, tmp_path / "empty", EVERYTHING)[0][0]
     assert run_ranks(attempt, 1, copied / "latest", EVERYTHING)[0][2] == 3
 
 

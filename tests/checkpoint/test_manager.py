@@ -163,7 +163,7 @@ def test_a_failed_save_leaves_nothing_and_the_next_save_succeeds(tmp_path: Path)
     for no_space, nothing, too_large, still_nothing, flipped, success, failed in run_ranks(save_in_vain, 2, tmp_path):
         assert no_space.startswith(f"step 1 could not be saved to {tmp_path}: ") and "0.000 GiB free" in no_space
         assert no_space.endswith("there is no checkpoint yet")
-        assert "File too large" in too_large and "__1_0.distcp has other bytes on the disk than were" in flipped
+        assert "File too large" in too_large and "__1_0.distcp does not have the bytes that were written" in flipped
         assert (nothing, still_nothing, success, failed) == ([], [], "", 3)
     assert complete_steps(tmp_path) == [4]
 
@@ -268,8 +268,8 @@ def reserve_before_the_first_save(folder: Path, mode: str) -> tuple[bool, bool, 
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_the_memory_of_the_copy_is_reserved_before_the_first_save(tmp_path: Path, mode: str) -> None:
     expected = (
-        "no host memory for the copy of the state that a checkpoint is written from: no memory. Training continues. "
-        "Each save tries again to get the memory, and fails without it"
+        "could not allocate host memory for checkpoints: no memory. Training continues. Each save tries to allocate "
+        "the memory again, and fails if it cannot"
     )
     assert run_ranks(reserve_before_the_first_save, 1, tmp_path, mode) == [(True, True, [expected])]
 

@@ -156,7 +156,7 @@ def test_a_shipped_llama_file_passes_check_and_plan(name: str, capsys: pytest.Ca
     Path("old.toml").write_text(toml(JOBS[name]))
     assert main(["migrate", "old.toml", "--out", "new.toml"]) == 0
     out = capsys.readouterr().out
-    lost = re.search(r"^not carried:\n((?:  .*\n)*)", out, flags=re.MULTILINE)
+    lost = re.search(r"^keys not converted \(the run may differ\):\n((?:  .*\n)*)", out, flags=re.MULTILINE)
     keys = re.findall(r"^  old.toml:\d+: ([\w.]+) = ", lost[1] if lost else "", flags=re.MULTILINE)
     assert sorted(keys) == LOST[name] and "to do before" not in out
     assert main(["check", "--config", "new.toml", "--world-size", "64"]) == 0, capsys.readouterr().err

@@ -165,7 +165,7 @@ def test_synchronized_statistics_have_their_own_collectives(tmp_path: Path, caps
     batchnorm = {"statistics": "synchronized"}
     job = tiny_job(tmp_path, model={"args": {"norm": "batchnorm"}}, batchnorm=batchnorm)
     print_plan(JobConfig.model_validate(job), 4, str, OWN_VERBOSE)
-    assert "synchronized BatchNorm: 5 all-gathers + 5 all-reduces more per microbatch" in capsys.readouterr().out
+    assert "synchronized BatchNorm adds 5 all-gathers + 5 all-reduces per microbatch" in capsys.readouterr().out
     print_plan(JobConfig.model_validate(job), 1, str, OWN_VERBOSE)
     assert "synchronized" not in capsys.readouterr().out
 
@@ -196,7 +196,9 @@ def test_a_long_plan_names_the_shorter_one(
     monkeypatch.setattr(plan, "_LONG", 0.0)
     for options in (TEXT, OWN_TEXT):
         print_plan(JobConfig.model_validate(tiny_job(tmp_path)), 2, str, options)
-        assert ("--rows own plans only the modes of the job" in capsys.readouterr().err) is not options.only_own
+        assert (
+            "--rows own is faster: it plans only the modes that the job sets" in capsys.readouterr().err
+        ) is not options.only_own
 
 
 def test_a_plan_says_what_it_records(

@@ -115,7 +115,7 @@ def test_the_first_lines_decide(
             'several sorts (1 .jsonl, 1 .txt); name the files of one sort by a glob such as "mixed/**/*.jsonl"',
         ),
         (["empty.jsonl"], "empty.jsonl: its files have no lines"),
-        (["array.json"], "of an array, jq -c '.[]' FILE writes each object as a line"),
+        (["array.json"], "the file may be one JSON array: jq -c '.[]' FILE writes each object as a line"),
         (["nested.jsonl"], 'a key of an inner object needs data.field, such as "meta.text"'),
         (["nowhere"], "nowhere: no such file or folder, or no files in it"),
     ],
@@ -155,7 +155,10 @@ def test_the_command_prepares_what_it_has_chosen(tmp_path: Path) -> None:
     assert status == 0 and "o: 1 files, 0.0 MB, in parts: 1; not read: 1 .md\n" in printed
 
 
-MIXED = 'has 1 .jsonl beside 1 .txt, and kind = "text" would read the format of records as text; name the files of one '
+MIXED = (
+    'has 1 .jsonl beside 1 .txt, and kind = "text" would read the JSON or Parquet encoding of records as text; '
+    "name the files of one "
+)
 
 
 @pytest.mark.parametrize(
@@ -167,14 +170,16 @@ MIXED = 'has 1 .jsonl beside 1 .txt, and kind = "text" would read the format of 
         ),
         (
             "only/inner",
-            'has 1 .jsonl, and kind = "text" would read the format of records as text; set kind = "jsonl", ',
+            'has 1 .jsonl, and kind = "text" would read the JSON or Parquet encoding of records as text; '
+            'set kind = "jsonl", ',
         ),
         ("text.jsonl", 'ends in .jsonl, and kind = "text" would read'),
         ("text.jsonl.gz", 'ends in .jsonl.gz, and kind = "text" would read'),
         ("*.jsonl", 'ends in .jsonl, and kind = "text" would read'),
         (
             "table.parquet",
-            'ends in .parquet, and kind = "text" would read the format of records as text; set kind = "parquet"\n',
+            'ends in .parquet, and kind = "text" would read the JSON or Parquet encoding of records as text; '
+            'set kind = "parquet"\n',
         ),
     ],
 )

@@ -11,9 +11,9 @@ import pytest
 from titan_launch.core.json_files import JsonError, parse_json, parse_record, read_json
 
 REFUSED = {
-    '{"a": 1, "b": {"c": 1, "c": 2}}': 'the key "c" stands twice in an object',
-    "[1e999]": "the number 1e999, which is beyond float64",
-    "[NaN]": "NaN, which JSON does not have",
+    '{"a": 1, "b": {"c": 1, "c": 2}}': 'the key "c" occurs twice in an object',
+    "[1e999]": "the number 1e999 is outside the range of float64",
+    "[NaN]": "NaN is not a JSON value",
     "9" * 301: "a number of more than 300 digits",
     '"\\ud800"': "a string with half of a surrogate pair",
     '{"\\udfff": 1}': "a string with half of a surrogate pair",

@@ -204,7 +204,7 @@ def test_verification_finds_changes_of_equal_size(tmp_path: Path) -> None:
     assert verify_token_files(folder).num_documents == len(DOCUMENTS)
     content = (folder / "00001.tokens").read_bytes()
     (folder / "00001.tokens").write_bytes(content[::-1])
-    with pytest.raises(TokenFilesError, match="the content of shard 00001 has another digest"):
+    with pytest.raises(TokenFilesError, match="the digest of shard 00001 is not that of the header"):
         verify_token_files(folder)
     (folder / "00001.tokens").write_bytes(content)
     header = json.loads((folder / "tokens.json").read_text())

@@ -79,7 +79,7 @@ BAD_FILES: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
         "it has more than 2,000,000 arrays",
     ),
     "digits": ("jsonl", "a.jsonl", lambda: b'{"text": ' + b"9" * 5000 + b"}", "is not valid JSON (a number of more"),
-    "two keys": ("jsonl", "a.jsonl", lambda: b'{"text": "a", "text": "b"}', "stands twice"),
+    "two keys": ("jsonl", "a.jsonl", lambda: b'{"text": "a", "text": "b"}', "occurs twice"),
     "surrogate": ("jsonl", "a.jsonl", lambda: b'{"text": "\\ud800"}', "is not valid Unicode"),
     "key of lines": ("jsonl", "a.jsonl", lambda: b'{"\\nerror: a\\u001b[2J": 1}', r"its keys: \nerror: a\x1b[2J"),
     "long key": ("jsonl", "a.jsonl", lambda: b'{"' + b"k" * MIB + b'": 1}', "its keys: kkk"),
@@ -235,7 +235,10 @@ def test_wrong_values_in_a_header(tmp_path: Path) -> None:
 
 
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "vocabulary": (lambda header: header.update(vocab_size=60_000), "says that its tokenizer has 60,000 tokens"),
+    "vocabulary": (
+        lambda header: header.update(vocab_size=60_000),
+        "has a header with a vocabulary of 60,000 tokens, but the tokenizer has ",
+    ),
     "path": (lambda header: header["shards"][0].update(name="../secret"), "that titan-launch prepare did not write"),
     "count": (lambda header: header["shards"][0].update(num_tokens=10**200), "titan-launch prepare did not write"),
     "digest": (lambda header: header.update(tokenizer="\nerror: fake"), r"another tokenizer (digest \nerror: fake;"),

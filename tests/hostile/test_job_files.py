@@ -35,7 +35,7 @@ TEXTS: dict[str, tuple[str | bytes, str]] = {
     "not_utf8.toml": (b"[training]\n\xff=1", "not UTF-8 text"),
     "long_key.toml": (f"[training]\n{'k' * MANY}=1", "has a key of 5,000 characters"),
     "long_string.toml": (f'[training]\nsteps="{"k" * MANY}"', "kkkk ... kkkk"),
-    "digits.toml": (f"[training]\nsteps={'9' * MANY}", "a number of thousands of digits"),
+    "digits.toml": (f"[training]\nsteps={'9' * MANY}", "a number has thousands of digits; write a shorter number"),
     "int65.toml": (f"[training]\nsteps={2**63}", "must be a whole number of 64 bits"),
     "brackets.toml": ("[[[[", "not valid TOML"),
     "open_arrays.toml": (f"a={'[' * 100_000}", "nested too deeply"),
@@ -50,8 +50,8 @@ TEXTS: dict[str, tuple[str | bytes, str]] = {
     "float.toml": ("[optimizer]\nlr=1e999", "must be a finite number"),
     "nan.toml": ("[optimizer]\nlr=nan", "must be a finite number"),
     "dates.toml": ("[training]\nsteps=1979-05-27T07:32:00Z\n[job]\nname=07:32:00", "must be a whole number"),
-    "repeated.json": ('{"training":{"steps":1,"steps":2}}', 'the key "steps" stands twice'),
-    "nan.json": ('{"optimizer":{"lr":NaN}}', "NaN, which JSON does not have"),
+    "repeated.json": ('{"training":{"steps":1,"steps":2}}', 'the key "steps" occurs twice'),
+    "nan.json": ('{"optimizer":{"lr":NaN}}', "NaN is not a JSON value"),
     "digits.json": (f'{{"training":{{"steps":{"9" * MANY}}}}}', "more than 300 digits"),
     "deep.json": (f'{{"training":{{"steps":{"[" * 900}{"]" * 900}}}}}', "nested"),
     "surrogate.json": ('{"job":{"name":"\\ud800"}}', "half of a surrogate pair"),
@@ -136,7 +136,7 @@ def test_every_command_reads_jobs_in_this_way(command: str, name: str, folder: P
 
 
 OVERRIDES = {
-    f"--training.steps={'9' * MANY}": "a number of thousands of digits",
+    f"--training.steps={'9' * MANY}": "a number has thousands of digits; write a shorter number",
     f"--training.steps={2**63}": "must be a whole number of 64 bits",
     f"--training.steps={'[' * MANY}": "nested too deeply",
     f"--training.steps={'[' * 90}{']' * 90}": "nested too deeply",

@@ -727,11 +727,11 @@ def test_flight_records_that_would_take_forever_are_passed_over(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"[" + b"[1]," * 200_000 + b"1]", "more entries than the files have tensors"),
-        (b"[" + b"1," * 400_000 + b"1]", "more entries than the files have tensors"),
-        (b'{"tensors": {' + b" " * (3 << 20) + b"}}", "more entries than the files have tensors"),
-        (b"[" * 100_000, "more entries than the files have tensors"),
-        (b"{", "index.json has more entries|index.json is damaged"),
+        (b"[" + b"[1]," * 200_000 + b"1]", "more bytes or values than an index of this checkpoint can have"),
+        (b"[" + b"1," * 400_000 + b"1]", "more bytes or values than an index of this checkpoint can have"),
+        (b'{"tensors": {' + b" " * (3 << 20) + b"}}", "more bytes or values than an index of this checkpoint can have"),
+        (b"[" * 100_000, "more bytes or values than an index of this checkpoint can have"),
+        (b"{", "index.json has more bytes or values|index.json is damaged"),
         (b"", "index.json is damaged"),
     ],
 )

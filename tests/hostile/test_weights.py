@@ -130,8 +130,8 @@ _BUILT = {
         | {"num_layers": 2, "attention_types": [[["global"], 2]]},
         "bytes of buffers",
     ),
-    "activation": ({"hidden_act": "\x1b[2J\nerror: x"}, "cannot be built from them: KeyError"),
-    "rope": ({"rope_scaling": {"rope_type": "x"}}, "cannot be built from them: KeyError"),
+    "activation": ({"hidden_act": "\x1b[2J\nerror: x"}, "cannot be built from these arguments: KeyError"),
+    "rope": ({"rope_scaling": {"rope_type": "x"}}, "cannot be built from these arguments: KeyError"),
 }
 
 

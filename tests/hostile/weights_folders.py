@@ -169,7 +169,7 @@ def _own(**model: Any) -> Callable[[Path], object]:
 
 _HUGE = header_of({name: (2**36, 16) if name == "lm_head.weight" else shape for name, shape in SHAPES.items()})
 _NOT_COPIED = dict.fromkeys(("check", "plan", "train", "generate"))
-_NEITHER = "neither of Hugging Face nor"
+_NEITHER = "neither the format of Hugging Face nor"
 
 CASES: dict[str, Hostile] = {
     "layers_thousands": _case(keys(num_hidden_layers=900), "has 900 layers, but its files have 21 tensors"),
@@ -192,10 +192,10 @@ CASES: dict[str, Hostile] = {
     "key_escape": _case(keys(**{"\x1b[2J\nerror: x": 1}), "\\x1b[2J\\nerror: x"),
     "many_keys": _case(keys(**{f"k{number}": 1 for number in range(100_000)}), "99990 further keys"),
     "long_key": _case(keys(**{"k" * 1_000_000: 1}), "kkk ... kkk"),
-    "nan": _case(_text("config.json", '{"rms_norm_eps": NaN}'), "NaN, which JSON does not have"),
+    "nan": _case(_text("config.json", '{"rms_norm_eps": NaN}'), "NaN is not a JSON value"),
     "infinity": _case(_text("config.json", '{"rms_norm_eps": Infinity}'), '{"__float__": "Infinity"}'),
     "deep": _case(_text("config.json", '{"a":' * 100_000), "64 nested"),
-    "twice": _case(_text("config.json", '{"hidden_size": 1, "hidden_size": 2}'), "stands twice"),
+    "twice": _case(_text("config.json", '{"hidden_size": 1, "hidden_size": 2}'), "occurs twice"),
     "surrogate": _case(_text("config.json", '{"a": "\\ud800"}'), "surrogate"),
     "bytes": _case(_text("config.json", b"\xff\xfe{\0}\0"), "not UTF-8 text"),
     "empty": _case(_text("config.json", ""), "not valid JSON"),
@@ -207,7 +207,7 @@ CASES: dict[str, Hostile] = {
     "config_is_zero": _case(_link("config.json", "/dev/zero"), "a link to a file outside of the folder"),
     "config_is_link": _case(_link("config.json", "/etc/hostname"), "a link to a file outside of the folder"),
     "config_is_itself": _case(_link("config.json", "config.json"), "config.json cannot be read"),
-    "own_factory": _case(_own(name="os:system"), "may not choose code", import_="", export=""),
+    "own_factory": _case(_own(name="os:system"), "code that only a folder names is not run", import_="", export=""),
     "own_unknown": _case(_own(name="x" * 3), 'its model.name is "xxx": unknown model'),
     "own_types": _case(
         _own(name="llama3", flavor=["a"]), "its config.json is not that", check=_NEITHER, plan=_NEITHER, train=_NEITHER
@@ -251,7 +251,9 @@ CASES: dict[str, Hostile] = {
     "index_lines": _case(_index({"a": "\nerror: \x1b.safetensors"}), "are missing: \\nerror"),
     "index_long": _case(_index({"a": "a" * 5000 + ".safetensors"}), "are missing: aaa"),
     "index_of_itself": _case(_index({"a": INDEX}), "not a *.safetensors file in the folder"),
-    "index_of_many": _case(_index({f"a{n}": f"{n}.safetensors" for n in range(100_000)}), "100000 are missing"),
+    "index_of_many": _case(
+        _index({f"a{n}": f"{n}.safetensors" for n in range(100_000)}), "100000 of its 100000 files are missing"
+    ),
     "index_is_fifo": _case(
         lambda folder: [(folder / FILE).unlink(), os.mkfifo(folder / INDEX)], "index.json cannot be read: not a regular"
     ),
@@ -285,11 +287,11 @@ CASES: dict[str, Hostile] = {
 
 _LOADS = "can load code or files by name"
 CLASSES: dict[str, tuple[Mapping[str, Any], str]] = {
-    "layers_million": ({"num_hidden_layers": 10**6}, "larger than any model has; write 256"),
-    "layers_billion": ({"num_hidden_layers": 10**9}, "larger than any model has; write 256"),
-    "vocabulary": ({"vocab_size": 10**12}, "larger than any model has"),
-    "labels": ({"num_labels": 10**9}, "larger than any model has"),
-    "experts": ({"num_local_experts": 10**6}, "larger than any model has"),
+    "layers_million": ({"num_hidden_layers": 10**6}, "larger than in any real model; write 256"),
+    "layers_billion": ({"num_hidden_layers": 10**9}, "larger than in any real model; write 256"),
+    "vocabulary": ({"vocab_size": 10**12}, "larger than in any real model"),
+    "labels": ({"num_labels": 10**9}, "larger than in any real model"),
+    "experts": ({"num_local_experts": 10**6}, "larger than in any real model"),
     "nested": ({"text_config": {"num_hidden_layers": 10**6}}, "text_config.num_hidden_layers"),
     "list": ({"depths": [3, 10**9]}, "depths.1"),
     "type_unknown": ({"model_type": "lama"}, 'has no such model_type; did you mean "llama"?'),
@@ -344,7 +346,10 @@ _NEVER_ENDS = "(?:[a-z0-9_.]+)+!"
 
 ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "rank": (_adapter(r=10**9), "r: Input should be less than or equal to 1048576"),
-    "alpha": (_text("adapter_config.json", '{"peft_type": "LORA", "r": 2, "lora_alpha": NaN}'), "NaN, which JSON does"),
+    "alpha": (
+        _text("adapter_config.json", '{"peft_type": "LORA", "r": 2, "lora_alpha": NaN}'),
+        "NaN is not a JSON value",
+    ),
     "types": (_adapter(rank_pattern=[1]), "rank_pattern: Input should be a valid dictionary"),
     "pattern_ends_never": (_adapter(target_modules=_NEVER_ENDS), "take too long to match"),
     "rank_pattern_ends_never": (_adapter(rank_pattern={_NEVER_ENDS: 2}), "take too long to match"),

@@ -258,7 +258,7 @@ FILES = (
             {},
             None,
             edit=added(name),
-            error=f"neither of LoRA, nor equal to those of the base: base_model.model.{name}",
+            error=f"neither LoRA matrices nor copies of tensors of the base: base_model.model.{name}",
         )
         for name in (
             f"{_Q}.lora_magnitude_vector",
@@ -272,7 +272,7 @@ FILES = (
         {"target_modules": ["embed_tokens"]},
         None,
         edit=lambda tensors: tensors.update({_EMBEDDING: tensors[_EMBEDDING] + 0.5}),
-        error=f"1 tensors are neither of LoRA, nor equal to those of the base: {_EMBEDDING}",
+        error=f"1 tensors are neither LoRA matrices nor copies of tensors of the base: {_EMBEDDING}",
     ),
     Change({}, None, edit=added("model.layers.0.mlp.up_proj.lora_A.weight"), error="lora.targets does not match"),
     Change({}, None, edit=added("model.layers.7.self_attn.q_proj.lora_A.weight"), error="1 tensors are unexpected"),

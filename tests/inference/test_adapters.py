@@ -180,7 +180,10 @@ def test_scales_of_one_module_of_transformers_are_not_exported(
         logits_of_runs, 1, [job_file(tmp_path, ("layers.*.attention.w[qkv]",), lora={"rules": rules})], samples()[0]
     )
     assert main(["export", str(tmp_path / "tiny"), "--out", str(tmp_path / "adapter"), "--adapter"]) == 2
-    assert "are one in model.layers.1.self_attn.qkv_proj, and have several scales" in capsys.readouterr().err
+    assert (
+        "share one adapter in peft (model.layers.1.self_attn.qkv_proj), but have different scales"
+        in capsys.readouterr().err
+    )
     assert (
         main(["export", str(tmp_path / "tiny"), "--out", str(tmp_path / "plain"), "--adapter", "--format=plain"]) == 0
     )
@@ -204,11 +207,12 @@ def test_the_base_may_move_and_is_never_written_to(tmp_path: Path, capsys: pytes
         assert main([str(word) for word in command]) == 2
         return capsys.readouterr().err
 
-    inside = f"is in {base}, which holds weights, and is never written to; choose another path"
+    nothing = "nothing is written into such a folder"
+    inside = f"is in {base}, a folder with weights (*.safetensors); {nothing}; choose another path"
     assert inside in failure("export", run, "--out", base / "merged") and inside in failure(
         "import", tmp_path / "other", "--out", base / "own"
     )
-    written = f"{base / 'tiny'} is in {base}, which holds weights, and is never written to; choose another folder"
+    written = f"{base / 'tiny'} is in {base}, a folder with weights (*.safetensors); {nothing}; choose another folder"
     assert written in failure("check", "--config", job, f"--job.dump_folder={base}")
     base.rename(moved)
     digest = WeightsFolder(moved).fingerprint().digest

@@ -201,12 +201,13 @@ def test_a_piped_conversation(
     )
     assert chat("üße\n", "--system=Gr", "--max-new-tokens=4") == (" 世\n", [cut[0].replace(f"{new}", "4"), cut[1]])
     assert chat("Grüße", "--stop=界")[0] == " 世\n"
-    note = "note: the answer was cut after 9 tokens: the model takes 48 tokens at most; begin anew with /reset"
+    note = "note: the answer was cut after 9 tokens: the model takes at most 48 tokens; "
+    note += "type /reset to begin a new conversation"
     assert note in chat(f"{TEXT}{TEXT[:-3]}\n")[1]
     error = (
         "error: the conversation has 51 tokens, but the model takes 48 at most, with its answer; shorten the message"
     )
-    assert f"{error}, or begin anew with /reset" in chat(f"{TEXT}{TEXT}Grüß\n", status=2)[1]
+    assert f"{error}, or type /reset to begin a new one" in chat(f"{TEXT}{TEXT}Grüß\n", status=2)[1]
     drawn = [chat("Grüße\n", "--temperature=3", "--top-k=50", f"--seed={seed}")[0] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert (
@@ -296,7 +297,7 @@ def test_bad_requests_are_one_line_and_status_2(
         (["chat", base, "--template=bad.jinja"], "--template: is not a Jinja template: line 2: "),
         (["chat", own, "--template=picky.jinja"], "the conversation is refused by the chat template (no a)"),
         (["chat", gemma, "--system=Be brief."], "refused by the chat template (System role not supported)"),
-        (["chat", "images", chatml], "images: its model, resnet, takes images; name a model of text"),
+        (["chat", "images", chatml], "images: its model, resnet, takes images; give the folder of a language model"),
         (["chat", "no_such_folder"], "no_such_folder: there is no such folder"),
         (["chat", own, chatml], "the conversation has 51 tokens, but the model takes 48 at most, with its answer"),
         (
@@ -305,7 +306,7 @@ def test_bad_requests_are_one_line_and_status_2(
         ),
         (["chat", own, chatml, "--template-arg=a=[1"], "--template-arg: a: not valid TOML"),
         (["chat", own, chatml, "--date=1 May"], '--date: must be a date, such as "2024-07-26", not "1 May"'),
-        (["chat", own, chatml, "--top-p=0.5"], "--top-p has no effect without --temperature"),
+        (["chat", own, chatml, "--top-p=0.5"], "--top-p has no effect at temperature 0"),
         (["chat", own, chatml, "--step=7"], "it has no checkpoint of step 7; steps: 28"),
         (["chat", own, chatml, "--chat"], "unknown option --chat"),
         (["generate", own, "--prompt=a", chatml], "--template has no effect without --chat; add --chat"),

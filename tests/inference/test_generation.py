@@ -161,12 +161,15 @@ def test_every_kind_of_model_generates_what_plain_pytorch_does(
         assert list(generate_tokens(model, prompt, 12, Sampling())) == tokens[3:]
         options = ["--max-new-tokens=5", *(["--model", OWN] if name else [])]
         assert main(["generate", str(run), "--prompt=Gr", *options]) == 0
-        assert ("each token computes the whole sequence again" in capsys.readouterr().err) != is_cached
+        assert ("the whole sequence is computed again for each token" in capsys.readouterr().err) != is_cached
         monkeypatch.setattr(sys, "stdin", io.StringIO("Gr\nGr\n"))
         assert main(["chat", str(run), f"--template={tmp_path}/own.jinja", *options]) == 0
         assert capsys.readouterr().err.count("\nprompt: ") == 2
     assert main(["generate", str(run), "--prompt=Gr"]) == 2
-    assert f"a folder may not choose code: add --model {OWN}" in capsys.readouterr().err
+    assert (
+        f"its model is the factory {OWN}, and code that only a folder names is not run; add --model {OWN}"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_run_prints_what_it_has_learned(
@@ -260,10 +263,10 @@ def test_bad_requests_are_one_line_and_status_2(
         (["no_such_folder", *prompt], "no_such_folder: there is no such folder"),
         ([".", *prompt], "it has no config.json"),
         (["begun", *prompt], "it has neither checkpoints nor *.safetensors"),
-        (["images", *prompt], "its model, resnet, takes images; name a model of text"),
+        (["images", *prompt], "its model, resnet, takes images; give the folder of a language model"),
         (["unknown", *prompt], 'its model.name is "lama3": unknown model; must be "llama3"'),
         (["unknown", *prompt], '"huggingface", or package.module:factory'),
-        (["code", *prompt], "a folder may not choose code: add --model os:system"),
+        (["code", *prompt], "code that only a folder names is not run; add --model os:system"),
         (["opt", *prompt], 'any other class trains with model.name = "huggingface"'),
         (["synthetic", *prompt], 'its model was trained on data.kind = "synthetic", which is not text'),
         (["no_tokenizer", *prompt], "it has no tokenizer.json"),
@@ -281,7 +284,7 @@ def test_bad_requests_are_one_line_and_status_2(
         ([own, *prompt, "--temperature=-1"], '--temperature: must be a number of at least 0, not "-1"'),
         ([own, *prompt, "--temperature=nan"], '--temperature: must be a number of at least 0, not "nan"'),
         ([own, *prompt, "--top-p=1.5"], '--top-p: must be a number from 0 to 1, not "1.5"'),
-        ([own, *prompt, "--top-p=0.5"], "--top-p has no effect without --temperature"),
+        ([own, *prompt, "--top-p=0.5"], "--top-p has no effect at temperature 0"),
         ([own, *prompt, "--dtype=int8"], "--dtype: invalid choice"),
         ([own, *prompt, "--training.steps=3"], "unknown option --training.steps"),
     ):

@@ -131,7 +131,8 @@ def test_a_killed_rank_and_a_signal_do_not_change_the_result(
     stopped = int(read_metrics(tmp_path)[-1]["step"])
     # The restart prints no such line, although torchrun then stops the other ranks with SIGTERM.
     assert output.count("SIGTERM: the run ends after this step") == 1
-    assert f"stopped by SIGTERM after step {stopped} of {STEPS}, which is saved; to resume, " in output.splitlines()[-1]
+    ended = f"stopped by SIGTERM after step {stopped} of {STEPS}; a checkpoint of step {stopped} is saved; to resume, "
+    assert ended in output.splitlines()[-1]
     assert "killed by SIGKILL" in errors and "starting all ranks again: restart 1 of at most 1" in errors
     assert "Traceback" not in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

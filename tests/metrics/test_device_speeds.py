@@ -70,7 +70,7 @@ def test_groups_divide_the_ranks_and_know_whether_they_cross_nodes() -> None:
         ("missing/speeds.json", "there is no folder missing"),
         ("notes.txt", "exists, and is not a file of measurements, so it is not replaced"),
         ("folder", "exists, and is not a file of measurements"),
-        ("weights/speeds.json", "holds weights"),
+        ("weights/speeds.json", "a folder with weights"),
         ("", "--out needs a value"),
     ],
 )

@@ -43,7 +43,7 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope_scaling beside rope_parameters": (
         "Qwen 2.5",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN},
-        "rope_scaling = .*rope_parameters says something else.*put all parameters into rope_parameters",
+        "rope_scaling = .*it differs from rope_parameters.*put all parameters into rope_parameters",
     ),
     "the same rope_scaling beside rope_parameters": (
         "Qwen 2.5",
@@ -53,7 +53,7 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope_scaling beside the rope_parameters of Gemma 3": (
         "Gemma 3",
         {"rope_scaling": {**LINEAR, "factor": 4.0}},
-        "rope_scaling = .*says something else",
+        "rope_scaling = .*it differs from rope_parameters",
     ),
     **{
         f"is_causal of {model_type}": (case, {"is_causal": False}, "is_causal = false, which is not supported")
@@ -81,21 +81,21 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         EQUAL,
     ),
-    "two names of one key": ("GPT-2", {"hidden_size": 64}, "hidden_size = 64.*n_embd = 32 is the same key"),
+    "two names of one key": ("GPT-2", {"hidden_size": 64}, "hidden_size = 64.*another name of n_embd, but n_embd = 32"),
     "per_layer_config": (
         "Llama 2",
         {"per_layer_config": {"0": {"intermediate_size": 24}}},
-        r"per_layer_config = \{.*no key that LlamaForCausalLM is known to read",
+        r"per_layer_config = \{.*which is not a known key of LlamaForCausalLM",
     ),
     "sliding_window_pattern of Gemma 2": (
         "Gemma 2",
         {"sliding_window_pattern": 1},
-        "sliding_window_pattern = 1, no key",
+        "sliding_window_pattern = 1, which is not a known key",
     ),
     "sliding_window_pattern of GPT-OSS": (
         "GPT-OSS",
         {"sliding_window_pattern": 1},
-        "sliding_window_pattern = 1, no key",
+        "sliding_window_pattern = 1, which is not a known key",
     ),
     "_sliding_window_pattern": ("Gemma 3", {"_sliding_window_pattern": 2}, EQUAL),
     "attn_logit_softcapping of Gemma 3": (
@@ -148,8 +148,16 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "the width of a rotated head": ("DeepSeek-V3", {"head_dim": 8}, "head_dim = 8.*4 by qk_nope_head_dim and"),
     "true is not 1": ("Llama 2", {"pretraining_tp": True}, "pretraining_tp = true"),
     "a string of true": ("Llama 2", {"attention_bias": "x"}, 'attention_bias = "x"'),
-    "an unknown key": ("Llama 2", {"hidden_sizes": 3}, 'hidden_sizes = 3, no key .* did you mean "hidden_size"'),
-    "an unknown key with null": ("Llama 2", {"residual_multiplier": None}, "residual_multiplier = null, no key"),
+    "an unknown key": (
+        "Llama 2",
+        {"hidden_sizes": 3},
+        'hidden_sizes = 3, which is not a known key .* did you mean "hidden_size"',
+    ),
+    "an unknown key with null": (
+        "Llama 2",
+        {"residual_multiplier": None},
+        "residual_multiplier = null, which is not a known key",
+    ),
     "a padding token beyond the vocabulary": ("Llama 2", {"pad_token_id": VOCABULARY}, "pad_token_id = 61.*vocabulary"),
     "several keys": ("Llama 2", {"is_causal": False, "surprise": 1}, "surprise = 1.*is_causal = false"),
 }

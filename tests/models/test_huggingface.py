@@ -139,7 +139,7 @@ def _check_weights(folder: Path) -> None:
     assert _found("gpt2", folder / "gpt2") == own  # the files are those of the base model
     head = {"num_labels": 5, "id2label": None, "label2id": None}
     assert _found("vit", folder / "vit", **head) == (
-        "model.weights: its tensors are not those of the model: 2 of another shape: classifier.weight [3, 32], not "
+        "model.weights: its tensors do not match the model: 2 of another shape: classifier.weight [3, 32], not "
         "[5, 32], classifier.bias [3], not [5] model.exclude_from_weights names tensors that are not loaded"
     )
     assert _found("vit", folder / "vit", ("classifier.*",), **head) == vit - {"classifier.weight", "classifier.bias"}
@@ -174,7 +174,7 @@ ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a wrong value": (
         {"name": "llama", "hidden_size": "wide"},
         {},
-        "model.args: LlamaConfig refuses them: ",
+        "model.args: LlamaConfig refuses these arguments: ",
     ),
     "long sequences": (
         {"name": "gpt2", "seq_len": POSITIONS + 1},

@@ -88,7 +88,11 @@ class Net(nn.Module):
     [
         (["smal"], ("lora", "targets", 0), 'matches no module of the model; did you mean "small"?'),
         (["small", "conv"], ("lora", "targets", 1), "matches only conv (Conv1d); adapters are for linear layers"),
-        (["small"], ("lora", "rank"), "is above the smaller side of small, 3; set 3 or less, or name only larger"),
+        (
+            ["small"],
+            ("lora", "rank"),
+            "is above 3, the smaller dimension of the weight of small; set 3 or less, or name only larger",
+        ),
         (["attention.*"], ("lora", "targets"), "whose weight nn.MultiheadAttention reads without a call of the layer"),
         (["own"], ("lora", "targets"), "own (OwnProduct), whose forward (OwnProduct.forward) does not call super()"),
         (["all-linear"], ("lora", "targets", 0), "finds no linear layers in the model's blocks; name the blocks"),
@@ -147,7 +151,7 @@ def test_names_as_in_peft_choose_the_modules_that_peft_chooses(case: str, names:
         ("llama3", ARGS, "self_attn", "self_attn of transformers is layers.*.attention.wq, layers.*.attention.wk, "),
         ("llama3", ARGS, "post_attention_layernorm", "matches only layers.0.ffn_norm (RMSNorm)"),
         ("gemma2", {**ARGS, "post_norms": True}, "post_attention_layernorm", "only layers.0.attention_post_norm"),
-        ("qwen3_moe", MIXTURE, "up_proj", "up_proj is in layers.*.feed_forward.w3, layers.*.moe.experts here"),
+        ("qwen3_moe", MIXTURE, "up_proj", "contain up_proj instead: layers.*.feed_forward.w3, layers.*.moe.experts"),
         ("llama3", ARGS, "experts", "matches no module of the model"),
         ("resnet", {}, "all-linear", "finds no linear layers in the model's blocks"),
     ],

@@ -319,7 +319,7 @@ Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_pro
 BAD: dict[str, tuple[Change, str]] = {
     "architecture": (
         config(model_type="bert"),
-        'model_type "bert", which no model .* known: llama, qwen2.*"huggingface"',
+        'model_type "bert", which no built-in model .* known: llama, qwen2.*"huggingface"',
     ),
     "rope": (
         config(rope_parameters={"rope_type": "longrope", "factor": 4.0}),
@@ -351,7 +351,7 @@ BAD: dict[str, tuple[Change, str]] = {
         "pytorch_model.bin: pickles, which can run code .* convert",
     ),
     "outside": (index(a="../y.safetensors"), r'names "../y.safetensors", which is not a \*.safetensors file in the'),
-    "missing_shards": (index(a="y.safetensors", b="z.safetensors"), "of its 3 files 2 are missing: y.safetensors, z"),
+    "missing_shards": (index(a="y.safetensors", b="z.safetensors"), "2 of its 3 files are missing: y.safetensors, z"),
     "not_in_its_shard": (index(a="x.safetensors"), "x.safetensors lacks tensors that .* lists: a"),
     "fifo": (
         lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")),
@@ -394,7 +394,10 @@ def test_a_bad_folder_is_one_error(
         (["--model.name=qwen2"], 'model.name = "qwen2": hf holds the weights of llama3'),
         (["--model.name=qwen2", "--model.flavor=debug"], "holds the weights of llama3, not of qwen2"),
         (["--model.weights=no"], "there is no such folder; name a folder with config.json"),
-        (["--checkpoint.initial_load_path=outputs/x"], "a run starts with one set of weights"),
+        (
+            ["--checkpoint.initial_load_path=outputs/x"],
+            "names the initial weights, and so does checkpoint.initial_load_path",
+        ),
     ],
 )
 def test_the_job_is_compared_with_the_folder(

@@ -125,7 +125,7 @@ def test_a_parameter_that_muon_cannot_update_is_an_error() -> None:
     (reason,) = reasons(Model(), name="Muon")
     assert 'match = "output.*", algorithm = "AdamW"' in reason
     (reason,) = reasons(nn.Sequential(nn.Conv1d(2, 2, 2), nn.Linear(2, 2)), ("1",), name="Muon")
-    assert reason.startswith("the model has no matrix for this algorithm")
+    assert reason.startswith("the model has no matrix that this algorithm can update")
 
 
 def test_groups_carry_their_settings() -> None:

@@ -191,7 +191,9 @@ def test_a_host_that_cannot_have_phantoms_is_told_why(monkeypatch: pytest.Monkey
         headers.touch()
         patch.setenv("TITAN_LAUNCH_CACHE", str(tmp_path / "cache"))
         patch.setattr(shutil, "which", lambda _: None)
-        assert "gcc is not there; install a C compiler" in reason()
+        assert (
+            "gcc is not installed, but the phantom GPU is compiled at its first use; install a C compiler" in reason()
+        )
 
 
 def test_the_command_needs_a_command_and_a_known_device() -> None:

@@ -31,7 +31,8 @@ def test_a_run_without_values_is_marked_and_refused(phantom: Phantom, tmp_path: 
     for line in (run / "metrics.jsonl").read_text().splitlines():
         assert all(tag.startswith(TAG_PREFIX) for tag in json.loads(line) if tag not in ("step", "time")), line
     assert "no values" in (run / FILE).read_text()
-    assert "holds a run without values" in real(tmp_path, "train", *options, "--training.steps=4", "--job.device=cpu")
+    refused = real(tmp_path, "train", *options, "--training.steps=4", "--job.device=cpu")
+    assert "holds a run on a phantom GPU, and this run is on real devices" in refused
     assert "phantom GPU" in real(tmp_path, "report", str(run))
     assert "phantom GPU" in real(tmp_path, "compare", str(run), str(run))
     assert "phantom GPU, and has no values" in real(tmp_path, "export", str(run), "--out", str(tmp_path / "out"))
@@ -49,7 +50,7 @@ def test_a_phantom_does_not_write_into_a_run_with_values(phantom: Phantom, tmp_p
     options = [*JOB, f"--job.dump_folder={tmp_path}", "--training.steps=1", "--job.device=cpu"]
     assert run_command(options, REPO)[0] == 0
     ended = phantom.run("-m", "titan_launch", *options[:-1], "--training.steps=2")
-    assert ended.returncode == 2 and "holds a run with values" in ended.stderr
+    assert ended.returncode == 2 and "holds a run on real devices, and this run is on a phantom GPU" in ended.stderr
 
 
 @pytest.mark.phantom

@@ -106,13 +106,13 @@ def test_a_block_without_a_module_to_compile_is_an_error() -> None:
         "placement": "own_unit",
         "rules": [{"match": ["layers.*.*.w1", "layers.*.*.wo"], "param_dtype": "float32"}],
     }
-    with pytest.raises(ConfigError, match=r"nothing of layers.0, layers.1, layers.2 .*precision.rules.0.*remove those"):
+    with pytest.raises(ConfigError, match=r"no part of layers.0, layers.1, layers.2 .*precision.rules.0.*remove those"):
         planned(precision=linears)
 
 
 def test_checkpointed_layers_that_leave_nothing_to_compile_are_an_error() -> None:
     layers = {"mode": "full", "modules": ["layers.*.*.w?"]}
-    with pytest.raises(ConfigError, match=r"outside of checkpointed modules .*remove these modules from activation_ch"):
+    with pytest.raises(ConfigError, match=r"apart from the checkpointed modules .*remove these modules from activation"):
         planned(layers, parallelism={"tensor_parallel_degree": 2})
 
 

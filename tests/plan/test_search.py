@@ -170,7 +170,10 @@ def test_the_best_job_is_written_and_keeps_what_is_held(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--search", "--hold=training.steps=5"], "--hold training.steps: the search does not set this key; it holds"),
+        (
+            ["--search", "--hold=training.steps=5"],
+            "--hold training.steps: the search does not change this key; --hold takes",
+        ),
         (["--hold=loss.chunks"], "--hold needs --search"),
         (["--max-gpus"], "--max-gpus needs --search"),
         (["--search", "--measure"], "--search and --measure: a search plans many layouts"),
@@ -214,7 +217,7 @@ def test_speeds_without_a_link_that_layouts_need_are_refused(tmp_path: Path) -> 
     options = ["--planner.memory_gib=1", "--job.device=cpu", f"--planner.speeds={tmp_path / 'speeds.json'}"]
     alone = load_job("llama_debug", [*JOB[:5], *options]).config
     assert search_layouts(alone, 1, [*HELD, *AXES]).best[0].seconds > 0
-    with pytest.raises(ConfigError, match="a search needs the memory and the speed of a device"):
+    with pytest.raises(ConfigError, match="a search needs the memory and the speed of the device"):
         search_layouts(alone, 2, HELD)
 
 

@@ -140,8 +140,8 @@ def test_only_known_devices_and_measurements_have_speeds(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("device", "words"),
     [
-        ("NVIDIA H100 80GB HBM3", "measured on NVIDIA H100 80GB HBM3, and the job is planned for cpu kernels"),
-        ("NVIDIA H200", "measured on NVIDIA H200, not on h100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "was measured on NVIDIA H100 80GB HBM3, but the job is planned for cpu kernels"),
+        ("NVIDIA H200", "was measured on NVIDIA H200, not on h100-80gb"),
     ],
 )
 def test_speeds_of_another_device_are_refused(device: str, words: str, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def either(match: str) -> tuple[tuple[dict[str, Any], ...], ...]:
 
 def meeting(module: str, match: str, dtypes: str = '"float32"') -> str:
     return (
-        f"an operation in {module} has inputs of two dtypes (test_diagnosis.py:LINE); cast them there, or add "
+        f"an operation in {module} has inputs of two dtypes (test_diagnosis.py:LINE); cast them to one dtype, or add "
         f'[[precision.rules]] with match = "{match}" and param_dtype = {dtypes} (inputs are cast)'
     )
 
@@ -307,14 +307,14 @@ CASES = (
     Case("ScattersFloat", meeting("layers.0 (ScattersFloat)", "layers.*"), helps=FLOAT_BLOCKS),
     Case(
         "Transforms",
-        "an operation in layers.0 (Transforms) (test_diagnosis.py:LINE) does not take bfloat16; cast to float32 "
-        'there, or add [[precision.rules]] with match = "layers.*" and param_dtype = "float32" (inputs are cast)',
+        "an operation in layers.0 (Transforms) (test_diagnosis.py:LINE) does not take bfloat16; cast its inputs to "
+        'float32, or add [[precision.rules]] with match = "layers.*" and param_dtype = "float32" (inputs are cast)',
         helps=FLOAT_BLOCKS,
     ),
     Case(
         "Transforms",
-        "an operation in layers.0 (Transforms) (test_diagnosis.py:LINE) does not take bfloat16; cast to float32 "
-        'there, or set "float32", and remove cast_forward_inputs = false, so that inputs are cast',
+        "an operation in layers.0 (Transforms) (test_diagnosis.py:LINE) does not take bfloat16; cast its inputs to "
+        'float32, or set "float32", and remove cast_forward_inputs = false, so that inputs are cast',
         key="precision.rules.0.param_dtype",
         value="bfloat16",
         rules=(rule("layers.*", "bfloat16", cast_forward_inputs=False),),
@@ -345,7 +345,7 @@ CASES = (
     Case(
         "HasProjection",
         "an operation in layers.0.layer (Projection) has inputs of two dtypes (test_diagnosis.py:LINE); cast them "
-        'there, or set "float32", so that inputs are cast',
+        'to one dtype, or set "float32", so that inputs are cast',
         key="precision.rules.0.param_dtype",
         rules=(rule("layers.*.layer"),),
         helps=((rule("layers.*.layer", "float32"),),),
@@ -353,7 +353,7 @@ CASES = (
     Case(
         "HasProjection",
         "an operation in layers.0.layer (Projection) has inputs of two dtypes (test_diagnosis.py:LINE); cast them "
-        "there, or remove this key, so that inputs are cast",
+        "to one dtype, or remove this key, so that inputs are cast",
         key="precision.rules.0.cast_forward_inputs",
         value=False,
         rules=(rule("layers.*.layer", "float32", cast_forward_inputs=False),),

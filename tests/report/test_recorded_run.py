@@ -68,7 +68,7 @@ def test_a_rollback_is_shown_and_its_reports_do_not_count(tmp_path: Path) -> Non
     run = load_run(folder)
     assert [*run.values("train/loss")] == [(1, 1), (2, 1), (3, 3)]
     assert run.rolled_back == [3, 4]
-    assert "There were 2 steps skipped, 1 rollback." in summary(run)
+    assert "Skipped steps: 2. Rollbacks: 1." in summary(run)
 
 
 def test_a_run_that_ended_early_names_its_best_checkpoint(tmp_path: Path) -> None:

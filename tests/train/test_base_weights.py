@@ -104,7 +104,7 @@ def test_a_resume_reads_the_omitted_parameters(tmp_path: Path) -> None:
     checkpoint = tmp_path / "parts/tiny/checkpoints/step-2"
     needed = (
         f"{checkpoint} omits 9 parameters that are never trained; their values are in {base}, with the fingerprint "
-        f"{fingerprints[0]}; name this folder, wherever it is now"
+        f"{fingerprints[0]}; set model.weights to the present path of this folder"
     )
     assert refusals[0].startswith(f"{other}: has the fingerprint {fingerprints[1]} (")
     assert refusals[1].startswith(f"{tmp_path}/nothing: there is no such folder")

@@ -249,10 +249,12 @@ def test_what_the_steps_contradict_is_an_error_before_the_first_step(tmp_path: P
     config["training"]["unfreeze"] = [{"match": "output.*", "after_step": STEPS}]
     config |= {"profiling": {"start_step": STEPS, "num_steps": 2}, "ema": {"decay": 0.9, "start_step": STEPS}}
     assert run_ranks(refusal, 1, config)[0].splitlines() == [
-        "profiling.start_step: begins a profile of 2 steps, but the run has 4 (training.epochs); set less",
-        "training.unfreeze.0.after_step: is not before the last step, 4 (training.epochs); set less, or freeze for "
-        "good",
-        "ema.start_step: leaves no update of the average in 4 steps (training.epochs); set less",
+        "profiling.start_step: begins a profile of 2 steps, but the run ends after step 4 (training.epochs); set a "
+        "smaller start_step or num_steps",
+        "training.unfreeze.0.after_step: unfreezes the parameters only after the last step, 4 (training.epochs); set a "
+        "smaller number, or remove this entry and set training.frozen or training.trainable",
+        "ema.start_step: is so large that the average is never updated in the run of 4 steps (training.epochs); set a "
+        "smaller number",
     ]
     config = job(tmp_path, "stream")
     config["data"] = {"kind": "tests.data.sources.test_factory:Stream", "shuffle": False, "args": {"number": 11}}
@@ -270,7 +272,7 @@ def test_commands_take_epochs_and_warn_of_many(tmp_path: Path) -> None:
     assert "300 steps of 4 samples (2 ranks): 1,200 samples of 16 tokens, 30 epochs" in printed
     assert "warning" not in printed
     assert "epochs:                    30\n" in run_command(["plan", *command], tmp_path)[1]
-    warning = "training.steps = 300 is 30 epochs of the 40 training samples; set less, or training.epochs for as many"
+    warning = "training.steps = 300 is 30 epochs of the 40 training samples; set fewer, or training.epochs for as many"
     many = [*command, "--training.steps=300"]
     assert warning in run_command(["check", *many], tmp_path)[2]
     assert f"warning                 {warning}" in run_command(["data", *many, "--samples=0"], tmp_path)[1]
@@ -280,4 +282,4 @@ def test_commands_take_epochs_and_warn_of_many(tmp_path: Path) -> None:
     (tmp_path / "mixed.toml").write_text(JOB.format(length="steps = 300").partition("[data]")[0] + mixture)
     mixed = ["data", "--config=mixed.toml", "--training.seq_len=16", "--training.steps=300", "--samples=0", "--json"]
     (found,) = json.loads(run_command(mixed, tmp_path)[1])["warnings"]
-    assert "epochs of the 10 training samples of the source few; set less, or a smaller weight" in found
+    assert "epochs of the 10 training samples of the source few; set fewer, or a smaller weight" in found

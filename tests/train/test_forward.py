@@ -148,7 +148,7 @@ WRONG = {
     ),
     "a loss": (
         ("self, tokens", "return self.loss(tokens, tokens)"),
-        f"returns a scalar, as if it computed the loss{IS_GIVEN}",
+        f"returns a scalar, probably the loss, instead of logits{IS_GIVEN}",
     ),
     "a tuple": (
         ("self, tokens", "return None, self.logits(tokens)[:, 1:]"),

@@ -89,7 +89,7 @@ def launch(folder: Path, *overrides: str) -> tuple[int, str]:
 def test_auto_trains_where_one_sample_more_does_not_and_the_first_advice_helps(tmp_path: Path) -> None:
     status, output = launch(tmp_path)
     assert status == 0, output
-    assert "auto: microbatches of 2 samples, with which two steps were tried" in output
+    assert "auto: microbatches of 2 samples; a trial of three steps fitted into memory" in output
     status, output = launch(tmp_path, "--training.local_batch_size=3")
     assert status == 1
     assert output.count("out of memory") == 1

@@ -71,7 +71,7 @@ def test_auto_chooses_deferred_accumulation_if_memory_allows_and_results_are_equ
     for name, tensor in plenty[0][0].items():
         torch.testing.assert_close(scarce[0][0][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
     ((printed,), (nothing,)) = ([log[1] for log in logs][:1] for logs in (plenty, scarce))
-    assert printed[0] == nothing[0] == "auto: the job is planned"
+    assert printed[0] == nothing[0] == "auto: planning the job"
     assert printed[1].startswith(
         f"auto: {label('deferred')}, because it has the least link traffic among the 2 of 2 choices"
     )

@@ -61,7 +61,8 @@ def stop_and_go_on(folder: Path, parallelism: dict[str, Any]) -> None:
     job = tiny_job(folder, checkpoint={"enable": True, "interval": 100}, **sections)
     assert run_stopped(job, nth=1) == "stopped by SIGTERM before step 1 of 4; to go on, run the same command again"
     text = run_stopped(job, nth=3)
-    assert text == "stopped by SIGTERM after step 2 of 4, which is saved; to resume, run the same command again"
+    stopped = "stopped by SIGTERM after step 2 of 4; a checkpoint of step 2 is saved"
+    assert text == f"{stopped}; to resume, run the same command again"
     assert_equal(run_job(job), whole)
 
 
@@ -98,7 +99,7 @@ def stop_and_enable_checkpoints(folder: Path) -> None:
     assert text == "stopped by SIGTERM before step 1 of 4; to go on, run the same command again"
     text = run_stopped(tiny_job(folder, checkpoint=only_last, **batchnorm), nth=3)
     again = "run the same command again with --checkpoint.enable=true"
-    assert text == f"stopped by SIGTERM after step 2 of 4, which is saved; to resume, {again}"
+    assert text == f"stopped by SIGTERM after step 2 of 4; a checkpoint of step 2 is saved; to resume, {again}"
     assert [path.name for path in (folder / "tiny/checkpoints").glob("step-*")] == ["step-2"]
     enabled = {**only_last, "enable": True, "async_mode": "thread"}  # a process takes seconds to start
     assert_equal(run_job(tiny_job(folder, checkpoint=enabled, **batchnorm)), whole)

@@ -208,7 +208,7 @@ def test_a_model_of_the_users_own_goes_out_and_comes_in(tmp_path: Path, capsys: 
     assert_equal(state, trained)
     path = job_file(tmp_path, tmp_path / "plain", data=data)
     assert main(["check", "--config", path]) == 2
-    assert "a folder may not choose code: set model.name" in capsys.readouterr().err
+    assert "code that only a folder names is not run; set model.name" in capsys.readouterr().err
 
 
 def test_bad_exports_are_one_error_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,8 @@ class Background(ABC):
         """Begin a save, and return its future, which has the same outcome on all ranks. Collective.
 
         The previous save must have ended. After this function returns, the caller may change the tensors of `state`.
-        Raises OSError if there is no memory for the copy.
+        If the writer of any rank is broken or has died, all ranks first start new writers. Raises OSError if there is
+        no memory for the copy.
         """
         if any(on_all_ranks(lambda: self._is_broken or self._has_died())):
             self.close()
@@ -54,7 +55,8 @@ class Background(ABC):
         self._is_broken = error is not None and not isinstance(error, OSError)
 
     def _has_died(self) -> bool:
-        """Return True if this rank's writer has died. Other ranks' writers would wait for it for up to an hour."""
+        """Return True if this rank's writer has died. In a save, the writers of other ranks would wait for the dead
+        writer for up to an hour."""
         return False
 
     @abstractmethod
@@ -76,8 +78,8 @@ def build_background(mode: AsyncMode, device: torch.device) -> Background:
 
 
 class Inline(Background):
-    """Writes in the training thread, without a copy of the state, so training waits for the whole save. The first save
-    creates the process group for the collectives of saves."""
+    """A writer that runs in the training thread, without a copy of the state. Training waits for the whole save. The
+    first save creates the process group for the collectives of saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class Inline(Background):
 
 
 class InThread(Background):
-    """Writes a copy of the state in another thread."""
+    """A writer that writes a copy of the state in another thread."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -124,10 +126,11 @@ class InThread(Background):
 
 
 class InProcess(Background):
-    """Writes a copy of the state in another process of each rank. The copy is in shared memory.
+    """A writer that writes a copy of the state in a second process of each rank. The copy is in shared memory.
 
     The writer processes have their own process group, so the training process only makes the copy. Creating this object
-    starts the writer process in the background. The operating system ends it together with the training process.
+    starts the writer process in the background. The operating system ends the writer process together with the training
+    process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -141,7 +144,7 @@ class InProcess(Background):
         self._writer = WriterProcess()
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
-        """Reserve the memory of the copy. The writer process imports the writer itself."""
+        """Reserve the memory of the copy. The import of DCP is left to the writer process."""
         _reserve(make_state(), self._arena)
 
     def _has_died(self) -> bool:
@@ -165,22 +168,22 @@ def _write(request: WriteRequest, state: State, group: dist.ProcessGroup) -> Wri
 
 
 def _copied(state: State, arena: Arena) -> State:
-    """Copy the state into the arena, and return the state with slots. Collective: if one rank has too little memory,
-    all ranks raise OSError."""
+    """Copy the state into the arena. Return the state with a `Slot` in place of each tensor. Collective: if one rank
+    has too little memory, all ranks raise OSError."""
     slots = _reserve(state, arena)
     arena.fill(state, slots)
     return slots
 
 
 def _reserve(state: State, arena: Arena) -> State:
-    """Reserve memory for a copy of the state, and return the state with slots. Collective: if one rank has too little
-    memory, all ranks raise OSError."""
+    """Reserve memory for a copy of the state. Return the state with a `Slot` in place of each tensor. Collective: if
+    one rank has too little memory, all ranks raise OSError."""
     slots, size = lay_out(state)
     on_all_ranks(lambda: arena.reserve(size))
     return slots
 
 
 def _own_group() -> dist.ProcessGroup:
-    """Return a new process group for the collectives of a save. In the default group they would mix with the
-    collectives of training, which continues."""
+    """Return a new process group for the collectives of saves. In the default group, these collectives would mix with
+    those of training, which continues during a save."""
     return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="checkpoint")

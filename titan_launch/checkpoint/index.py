@@ -1,7 +1,7 @@
 """The index of a checkpoint's tensors as JSON, and functions that read tensors as plain bytes.
 
-The launcher never unpickles a checkpoint. The index of torch.distributed.checkpoint (DCP), `.metadata`, and the headers
-of DCP's records are pickles for other tools.
+The launcher never unpickles a checkpoint. A checkpoint also has the pickles of torch.distributed.checkpoint (DCP): its
+index `.metadata`, and the headers of its records. The launcher writes them only for tools that load such checkpoints.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Count = Annotated[int, Field(ge=0, lt=2**62)]
 """A number of elements or bytes."""
 
 _HAS_ENDED = "early_stopping.has_ended"
-"""Name of the tensor with 1 in a checkpoint with which early stopping ended the run (`train.early_stopping`)."""
+"""Name of a tensor that is 1 in the checkpoint with which early stopping ended the run (`train.early_stopping`)."""
 
 _LOCAL_HEADER_BYTES = 30
 _NAME_LENGTHS_AT = 26  # offset of two 2-byte lengths in a zip file's local header: name, extra field
@@ -99,10 +99,11 @@ class _IndexFile:
 _INDEX = TypeAdapter(_IndexFile)
 
 _MOST_BYTES = 1 << 30
-"""Limit of the index, and of DCP's index. A checkpoint of 3,000 tensors on 1,024 ranks has 400 MiB."""
+"""Limit of the bytes of the index, and of DCP's index. The index of 3,000 tensors from 1,024 ranks has 400 MiB."""
 
 _BYTES_PER_VALUE = 6
-"""Least number of bytes of an index for each of its values. A value takes up to 500 bytes of memory."""
+"""An index with fewer bytes than this for each of its values is refused, because each value takes up to 500 bytes of
+memory."""
 
 
 def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
@@ -124,7 +125,7 @@ def _written_chunk(name: str, chunk: ChunkStorageMetadata, places: Mapping[Metad
 
 
 def index_text(index: Index, dcp_index: bytes) -> str:
-    """Return an index as JSON, with the SHA-256 digest of `dcp_index`. `dcp_index`: content of DCP's index."""
+    """Return an index as JSON, with the SHA-256 digest of `dcp_index`, the content of DCP's index file."""
     file = _IndexFile(index, hashlib.sha256(dcp_index).hexdigest())
     return json.dumps(asdict(file)) + "\n"
 
@@ -134,14 +135,14 @@ def read_index(folder: Path) -> Index:
     try:
         content = read_regular(folder / INDEX_FILE, _MOST_BYTES)
         dcp_index = read_regular(folder / DCP_INDEX_FILE, _MOST_BYTES)
-        # `sizes` has only regular files of the folder: an entry of the index must not refer to a link or a FIFO.
+        # Only regular files, because an entry of the index must not refer to a link or a FIFO.
         sizes = {
             entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)
         }
     except OSError as error:
         raise DamagedCheckpointError(f"{Path(error.filename).name} cannot be read: {error.strerror}") from None
     if len(content) > MIB + sum(sizes.values()) / 4 or _number_of_values(content) > len(content) / _BYTES_PER_VALUE:
-        raise DamagedCheckpointError(f"{INDEX_FILE} has more entries than the files have tensors")
+        raise DamagedCheckpointError(f"{INDEX_FILE} has more bytes or values than an index of this checkpoint can have")
     try:
         file = _INDEX.validate_json(content, strict=True)
     except ValidationError:
@@ -193,7 +194,7 @@ def ended_early(folder: Path) -> bool:
 
 def _saved_number(folder: Path, index: Index, name: str) -> int:
     tensor = index.get(name)
-    if tensor is None or (tensor.dtype, tensor.shape) != ("int64", ()):  # `read_index` ensures that it has one part
+    if tensor is None or (tensor.dtype, tensor.shape) != ("int64", ()):  # `read_index` has checked that it has one part
         raise DamagedCheckpointError(f"{INDEX_FILE} has no valid entry for the tensor {name}")
     return int(read_chunk(folder, tensor.chunks[0], torch.int64))
 
@@ -239,16 +240,16 @@ class IndexReader(FileSystemReader):
 
 
 class ShardPlanner(DefaultLoadPlanner):
-    """DCP's planner of a load, in which some plain tensors are parts of saved tensors."""
+    """DCP's planner of a load. Some of the plain tensors to fill are parts of saved tensors."""
 
     def __init__(self, places: Mapping[str, Shard]):
-        """`places`: the place of each of these tensors in its saved tensor, by full name."""
+        """`places`: for each tensor that is a part, its position in the saved tensor, by full name."""
         super().__init__()
         self._places = places
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan the parts to read. Raises ValueError if a saved tensor has a different shape, and RuntimeError if it
-        is missing."""
+        """Return the plan of the parts to read. Raises ValueError if a saved tensor has a different shape, and
+        RuntimeError if a tensor is missing in the checkpoint."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         others = {name: value for name, value in self.state_dict.items() if name not in self._places}
@@ -265,18 +266,18 @@ class ShardPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor that an item reads into."""
+        """Return the tensor into which an item of the plan is read."""
         place = self._places.get(index.fqn)
         tensor: Tensor = super().lookup_tensor(index) if place is None else place.local
         return tensor
 
 
 def model_tensors(folder: Path, ema: bool = False) -> Index:
-    """Return the parameters and buffers of the model in a checkpoint, by full name.
+    """Return the index entries of the model's parameters and buffers in a checkpoint, by name in the model.
 
-    With `ema`, return the moving average in place of each parameter that has one. A moving average has the key
-    `ema.NAME`, and the tensor itself `model.NAME`. Raises DamagedCheckpointError, and UserError if the checkpoint has
-    no moving average.
+    With `ema`, return the entry of the moving average for each parameter that has one. In the index, a parameter has
+    the key `model.NAME`, and its moving average `ema.NAME`. Raises DamagedCheckpointError, and UserError if the
+    checkpoint has no moving average.
     """
     index = read_index(folder)
     if ema and not any(key.startswith("ema.") for key in index):
@@ -286,7 +287,7 @@ def model_tensors(folder: Path, ema: bool = False) -> Index:
 
 
 def read_tensor(folder: Path, tensor: IndexedTensor) -> Tensor:
-    """Read a whole tensor, which any number of ranks may have written. Raises DamagedCheckpointError."""
+    """Read a tensor, and join its parts, one from each rank that wrote the tensor. Raises DamagedCheckpointError."""
     dtype = getattr(torch, tensor.dtype)
     if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
         return read_chunk(folder, tensor.chunks[0], dtype)
@@ -317,9 +318,10 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 
 
 def read_weights(folder: Path, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer of a valid checkpoint, unsharded on the host, with its name in the model.
+    """Yield (name in the model, tensor) for every parameter and buffer of a valid checkpoint. The tensors are unsharded
+    and on the host.
 
-    `ema` and the errors are those of `model_tensors`.
+    See `model_tensors` for `ema` and for the errors.
     """
     for name, tensor in model_tensors(folder, ema).items():
         yield name, read_tensor(folder, tensor)

@@ -35,7 +35,7 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool, remedy: str = _START_
 
     Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside`, damaged
     checkpoints are renamed if an older undamaged checkpoint is found. Raises UserError if all checkpoints are damaged.
-    `remedy`: last words of this error.
+    `remedy`: last clause of the message of this error.
     """
     damaged: list[Path] = []
     for step in on_rank_0(lambda: checkpoint_steps(folder)):
@@ -75,10 +75,11 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def result_step(folder: Path, newest: int) -> int:
-    """Return the step of the checkpoint that is the result of a run: the newest, or the best if early stopping ended
-    the run with the newest. Raises DamagedCheckpointError if the index of the newest is invalid.
+    """Return the step of the checkpoint that is the result of a run. Raises DamagedCheckpointError if the index of the
+    newest checkpoint is invalid.
 
-    `folder`: folder of the run's checkpoints. `newest`: step of the newest.
+    The result is the newest checkpoint or, if early stopping ended the run, the one with the lowest validation loss.
+    `folder`: folder of the run's checkpoints. `newest`: step of the newest checkpoint.
     """
     from titan_launch.checkpoint.index import ended_early  # imports DCP
 
@@ -104,13 +105,16 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
         raise config_error(key, reason, str(path))
     damaged = damage(path)
     if damaged is not None:
-        raise config_error(key, f"it has no checkpoint that can be loaded: {damaged}; name another one", str(path))
+        raise config_error(key, f"cannot be loaded as a checkpoint: {damaged}; name another checkpoint", str(path))
     return path
 
 
 def find_result(path: Path, key: KeyPath) -> Path:
-    """Return the checkpoint that a path in the job file names: the best one of the folder of a run that early stopping
-    ended, else that of `find_checkpoint`. The errors are those of `find_checkpoint`. Collective."""
+    """Return the checkpoint that a path in the job file names. Collective. Raises the errors of `find_checkpoint`.
+
+    If the path is the folder of a run that early stopping ended, this is the checkpoint with the lowest validation
+    loss. Otherwise it is the checkpoint that `find_checkpoint` returns.
+    """
     found = find_checkpoint(path, key)
     if found == path:  # the path names a checkpoint
         return found
@@ -219,7 +223,8 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
 
 
 def _without_places(target: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, Shard]]:
-    """Return nested dicts with the tensor of each `Shard` in place of it, and the shards by full name."""
+    """Return `target` with each `Shard` replaced by its tensor, and all shards by full name. `prefix`: prefix of the
+    full names."""
     tensors: dict[str, Any] = {}
     places: dict[str, Shard] = {}
     for name, value in target.items():
@@ -234,8 +239,11 @@ def _without_places(target: Mapping[str, Any], prefix: str = "") -> tuple[dict[s
 
 
 def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], selection: Selection) -> Collection[str]:
-    """Return those of the tensors `missing` in a checkpoint that the checkpoint omits, because their values are in the
-    folder that its manifest names. Raises ConfigError if that is not the folder of this run."""
+    """Return the names in `missing` of the tensors that the checkpoint omits on purpose, because the folder that its
+    manifest names has their values. Raises ConfigError if this run does not have the same folder.
+
+    `missing`: names of all tensors that the checkpoint lacks.
+    """
     base = read_manifest(checkpoint).base
     missing = [name for name in missing if selection.takes_tensor(name)]
     if base is None or not base.omitted or not missing or state.base is None:
@@ -269,7 +277,7 @@ def _takes(selection: Selection, part: str, key: str) -> bool:
 
 
 def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selection) -> None:
-    """Log if the run begins a moving average of the weights, or drops that of the checkpoint."""
+    """Log if the run begins a moving average of the weights, or drops the moving average of the checkpoint."""
     is_loaded = selection.takes("ema") and bool(_below("ema", saved))
     if "ema" in state.parts and not is_loaded:
         reason = "it is not loaded" if _below("ema", saved) else "the checkpoint has none"
@@ -279,12 +287,13 @@ def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selectio
 
 
 def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries below a prefix, with the prefix and the dot removed from their keys."""
+    """Return the entries whose keys begin with `prefix` and a dot. The returned keys do not have this beginning."""
     return {key[len(prefix) + 1 :]: value for key, value in saved.items() if key.startswith(f"{prefix}.")}
 
 
 def _known(values: Mapping[str, Any], prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` without the keys that the checkpoint lacks. `prefix`: prefix of these keys in the checkpoint."""
+    """Return `values` without the keys that the checkpoint lacks. `prefix`: prefix of the keys in the checkpoint.
+    `saved`: all keys of the checkpoint."""
     there = _below(prefix, saved)
     return {key: value for key, value in values.items() if key in there}
 
@@ -295,8 +304,8 @@ def _check_model(
     saved: Mapping[str, tuple[int, ...]],
     selection: Selection,
 ) -> set[str]:
-    """Return the names of the tensors to load. Raises UserError if names or shapes of the models differ, and
-    ConfigError if a glob matches nothing."""
+    """Return the names of the tensors to load. Raises UserError if the tensors of the model and of the checkpoint have
+    different names or shapes, and ConfigError if a glob matches nothing."""
     for glob in selection.globs:
         if not any(matches(glob, name) for name in (*own, *saved)):
             reason = f'"{glob}" matches no parameter or buffer; other allowed values: {", ".join(EXCLUDED_PARTS)}'

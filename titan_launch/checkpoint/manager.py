@@ -50,9 +50,9 @@ class Origin:
 class CheckpointManager:
     """Saves checkpoints to `step-N` folders, and loads them again.
 
-    A folder with such a name is complete and is never written again. At most one save is in flight. After a failed save
-    a warning is logged, older checkpoints stay, and training continues. If the last save of the run fails, `finish`
-    raises an error.
+    A folder `step-N` is complete as soon as it exists, and is never written again. At most one save is in flight. After
+    a failed save a warning is logged, older checkpoints stay, and training continues. If the last save of the run
+    fails, `finish` raises an error.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class CheckpointManager:
         origin: Origin,
         device: torch.device,
     ):
-        """Create the manager, and the writer for `checkpoint.async_mode`. Collective. `progress`: the same object as
-        the part `progress` of `state`."""
+        """Create the manager, and the writer for `checkpoint.async_mode`. Collective.
+
+        `folder`: folder of all checkpoints. `progress`: the same object as the part `progress` of `state`.
+        """
         self._folder = folder
         self._state = state
         self._progress = progress
@@ -90,14 +92,14 @@ class CheckpointManager:
         except OSError as error:  # all ranks have the same error
             warn(
                 _log,
-                "no host memory for the copy of the state that a checkpoint is written from: %s. Training continues. "
-                "Each save tries again to get the memory, and fails without it",
+                "could not allocate host memory for checkpoints: %s. Training continues. Each save tries to allocate "
+                "the memory again, and fails if it cannot",
                 error,
             )
 
     def save(self, validation_loss: float | None = None) -> None:
-        """Begin a checkpoint of the last finished step. Collective. `validation_loss`: validation loss of
-        that step, or None if the run did not validate after that step.
+        """Begin a checkpoint of the last finished step. Collective. `validation_loss`: validation loss of that step, or
+        None if the run did not validate after that step.
 
         Waits until the previous save has ended, and until training may change the state.
         """
@@ -148,7 +150,7 @@ class CheckpointManager:
     def return_to_last(self) -> Path | None:
         """Load the whole state of this run's newest valid checkpoint. Collective. Waits for the save in flight.
 
-        Return the checkpoint's folder, or None if there is no checkpoint.
+        Return the checkpoint's folder, or None if there is no checkpoint. Newer damaged checkpoints are renamed.
         """
         self._finish_pending()
         checkpoint = newest_valid(self._folder, set_damaged_aside=True)
@@ -164,8 +166,9 @@ class CheckpointManager:
             except FutureTimeoutError:
                 warn(
                     _log,
-                    "%s is not saved: the run ended in an error during the save",
+                    "%s was not saved: the save was still running %d s after the run ended with an error",
                     checkpoint_name(self._pending_step),
+                    _SECONDS_AFTER_AN_ERROR,
                 )
             else:
                 self._finish_pending()

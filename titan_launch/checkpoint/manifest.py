@@ -40,16 +40,17 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Base:
-    """The folder of `model.weights`, with whose values a run began."""
+    """Facts about the folder of `model.weights`. The run began with the values in this folder."""
 
     folder: str
     """Absolute path of the folder when the checkpoint was saved."""
 
     fingerprint: Fingerprint
-    """Fingerprint of its files. Its seed does not depend on that of the run."""
+    """Fingerprint of the folder's files. The seed of the fingerprint does not depend on the seed of the run."""
 
     omitted: int
-    """Number of parameters that the checkpoint lacks: they are never trained, and their values are in the folder."""
+    """Number of parameters that the checkpoint omits, because they are never trained and the folder has their
+    values."""
 
     omitted_bytes: int
     """Bytes of these parameters in the folder."""
@@ -65,10 +66,10 @@ class Manifest:
     """SHA-256 of the run's resolved configuration."""
 
     gradient_accumulation: Mapping[str, Any]
-    """Section of the resolved job, without `auto`."""
+    """This section of the resolved job: the planner's choices are in place of `auto`."""
 
     activation_checkpoint: Mapping[str, Any]
-    """Section of the resolved job, without `auto`."""
+    """This section of the resolved job: the planner's choices are in place of `auto`."""
 
     data: Mapping[str, Fingerprint]
     """Fingerprints of the data that the run has read, by section: `data`, `validation.data`."""
@@ -129,11 +130,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError for a missing or invalid manifest.
 
-    Also raises this error if the folder has the name of another step than the manifest. Such a folder is a copy.
+    Also raises this error if the name of the folder has another step than the manifest (such a folder is a copy), or if
+    a run on a phantom GPU saved the checkpoint and this process has no phantom GPU.
     """
     try:
         content = read_regular(folder / MANIFEST_FILE, MOST_BYTES)
-        file = parse_as(_MANIFEST, content, allows_nan=True)  # of a run with a validation loss that is NaN
+        file = parse_as(_MANIFEST, content, allows_nan=True)  # the validation loss may be NaN
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} is missing") from None
     except OSError as error:
@@ -154,7 +156,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check(folder: Path, share: slice = slice(None)) -> Manifest:
-    """Return the manifest of a checkpoint, after a check of all file sizes and of the checksums of some files.
+    """Check the sizes of all files of a checkpoint and the checksums of some files. Return the manifest.
 
     `share`: slice of the sorted file names whose checksums are checked. Raises DamagedCheckpointError if a check fails.
     """

@@ -33,7 +33,7 @@ class Retention:
     best: int
 
     def expendable(self, losses: Mapping[int, float | None]) -> list[int]:
-        """Return the steps whose checkpoints are to be deleted, never the newest step.
+        """Return the steps whose checkpoints are to be deleted, never the newest step. If `latest` is 0, return none.
 
         `losses`: validation loss of every checkpoint, by step.
         """
@@ -86,8 +86,8 @@ def tidy(folder: Path, newest: int, retention: Retention) -> tuple[list[int], li
     """Update the links, then delete the expendable checkpoints. Return the deleted steps and one clause for each
     problem.
 
-    A link or folder that cannot be changed does not stop the work on the others. A folder whose manifest cannot be read
-    stays. `newest`: the step that was just saved.
+    If a link or folder cannot be changed, this function continues with the other links and folders. A folder whose
+    manifest cannot be read stays. `newest`: the step that was just saved.
     """
     losses = validation_losses(folder)
     links: dict[str, int | None] = {LATEST: newest}
@@ -148,7 +148,7 @@ def delete(checkpoint: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove the temporary folders of killed saves and deletions. They hold no complete checkpoint."""
+    """Remove the temporary folders that killed saves and deletions have left. They hold no complete checkpoint."""
     for entry in folder.glob(f"*{TEMPORARY}"):
         remove(entry)
 
@@ -161,7 +161,8 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def validation_losses(folder: Path) -> dict[int, float | None]:
-    """Return the validation loss of every checkpoint with a readable manifest, by step."""
+    """Return the validation loss of every checkpoint with a readable manifest, by step. The loss is None if the run did
+    not validate after the step."""
     losses: dict[int, float | None] = {}
     for step in checkpoint_steps(folder):
         try:

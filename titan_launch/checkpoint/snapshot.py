@@ -1,7 +1,7 @@
 """A rank's part of the training state in the form that is written: shards of tensors, and their copies on the host.
 
-Functions that write or read import torch.distributed.checkpoint (DCP) themselves. The import takes 0.1 s, and does not
-delay a run's first step.
+This module does not import torch.distributed.checkpoint (DCP), which takes 0.1 s and would delay a run's first step.
+Functions that write or read a checkpoint import DCP when they are called.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) ->
     """Call the CUDA runtime in a new thread. Return True on success. Otherwise log `failure` and return False.
 
     CUDA keeps the last error of each thread. After an error in the training thread, PyTorch would raise that error at
-    the next kernel launch. A new thread starts on GPU 0, so the device is set: otherwise all ranks of a host would open
-    a context on GPU 0.
+    the next kernel launch.
     """
 
     def checked() -> None:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device):  # a new thread starts on GPU 0, where all ranks of a host would open a context
             torch.cuda.check_error(call(torch.cuda.cudart()))
 
     with ThreadPoolExecutor(1) as thread:
@@ -80,7 +79,7 @@ def shards_of(state: Mapping[str, Any]) -> State:
 
 
 def total_bytes(state: State) -> int:
-    """Return the bytes of all tensors of a state. A shard counts as its whole tensor."""
+    """Return the bytes of all tensors of a state. For a shard, the bytes of the whole tensor are counted."""
     return sum(
         torch.Size(leaf.size).numel() * leaf.local.element_size() if isinstance(leaf, Shard) else leaf.nbytes
         for leaf in leaves(state)
@@ -132,7 +131,7 @@ class Arena:
         """Allocate memory if there are fewer than `size` bytes. Raises OSError if the host has too little memory.
 
         The free shared memory is checked before the allocation, so that the error can name a remedy. Another rank may
-        still take that memory in between.
+        take that memory between the check and the allocation.
         """
         if self.memory.numel() >= size:
             return
@@ -194,22 +193,22 @@ class Slot:
     shape: tuple[int, ...]
 
     def view(self, memory: Tensor) -> Tensor:
-        """Return the tensor in the arena's memory. The tensor has its own storage, because DCP copies a view of a
-        larger storage before it writes the view."""
+        """Return the tensor at this position of the arena's memory `memory`, without a copy."""
         count = torch.Size(self.shape).numel()
         if not count:
             return torch.empty(self.shape, dtype=self.dtype)
+        # Not a view of `memory`: DCP would copy a view of a larger storage before writing it.
         flat = torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start)
         return flat.view(self.shape)
 
 
 def in_memory(slots: State, memory: Tensor) -> State:
-    """Return the state with the tensor of every `Slot`, which `fill` has copied into the arena's memory."""
+    """Return the state with each `Slot` replaced by its tensor in the arena's memory, where `fill` has copied it."""
     return _map_parts(slots, Slot, lambda slot: slot.view(memory))
 
 
 def _map_parts(state: State, kind: type, change: Callable[[Any], Any]) -> State:
-    """Return the state with every value of type `kind` changed, also the tensors of shards."""
+    """Return the state with `change` applied to every value of type `kind`, and to the content of every shard."""
 
     def change_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Shard):

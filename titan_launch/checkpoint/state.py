@@ -17,8 +17,8 @@ from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
-"""A flat dict of tensors: DTensors, or plain tensors that are equal on all ranks. (A `Shard` in place of a tensor is
-this rank's part of one; only the optimizer and the moving average of the weights have them.)"""
+"""A flat dict of tensors: DTensors, or plain tensors that are equal on all ranks. The values of the optimizer and of
+the moving average of the weights may also be `Shard`s. A `Shard` is this rank's part of a tensor."""
 
 
 class Part(Protocol):
@@ -28,11 +28,11 @@ class Part(Protocol):
         """Return the state as tensors."""
 
     def load_state_dict(self, state: Values) -> None:
-        """Load a state. Keys that did not exist when the state was saved may be missing."""
+        """Load a state. Keys may be missing if an earlier version of the launcher saved the state without them."""
 
 
 class SizedPart(Part):
-    """A base class of parts whose tensors have other sizes in each checkpoint, and other keys on each rank."""
+    """Base class of parts whose tensors have different sizes in each checkpoint, and different keys on each rank."""
 
     def targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Values:
         """Return the tensors into which a checkpoint is read. `shapes`: the saved shapes, by key."""
@@ -53,7 +53,7 @@ class Progress:
     """Number of steps without an update, because the loss or the gradient was non-finite or an outlier."""
 
     samples_skipped: int = 0
-    """Number of samples that are not used again after rollbacks. The steps that consumed these samples were undone, so
+    """Number of samples that were consumed by steps which rollbacks have undone. These samples are not used again, and
     `samples_seen` does not count them."""
 
     rollbacks: int = 0
@@ -65,7 +65,7 @@ class Progress:
         return self.samples_seen + self.samples_skipped
 
     def state_dict(self) -> Values:
-        """Return the numbers as tensors, because a checkpoint holds only tensors."""
+        """Return the numbers of this object as tensors, because a checkpoint holds only tensors."""
         return {name: torch.tensor(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Values) -> None:
@@ -100,8 +100,11 @@ class ModelAndOptimizer:
         return {"model": model, "optimizer": {name: _states(optimizer)[name] for name in updated}}
 
     def targets(self, tensors: Collection[str], updated: Collection[str]) -> dict[str, Any]:
-        """Return tensors to read a checkpoint into. `tensors`: names of the model's tensors. `updated`: names of the
-        parameters with optimizer state. The current optimizer state is dropped."""
+        """Return tensors into which a checkpoint is read. The current optimizer state is dropped.
+
+        `tensors`: names of the model's tensors to read. `updated`: names of the parameters whose optimizer state is
+        read.
+        """
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         self._optimizer.state.clear()  # get_state_dict then creates the state of all parameters
@@ -120,7 +123,7 @@ class ModelAndOptimizer:
         return {name: tuple(tensor.shape) for name, tensor in model.items() if isinstance(tensor, Tensor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the tensors that were read into `targets`. The optimizer keeps its settings and groups. A
+        """Load the tensors that were read into the result of `targets`. The optimizer keeps its settings and groups. A
         parameter without optimizer state in the checkpoint loses its current state."""
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -151,9 +154,10 @@ def rank_key() -> str:
 class LocalStatistics(Part, Protocol):
     """Each rank's own running statistics of BatchNorm (`parallel.batchnorm.RunningStatistics`).
 
-    A checkpoint always has the pooled statistics. If a checkpoint is due only by time or because of a signal, the
-    statistics were pooled only for this checkpoint. Such a checkpoint also has each rank's own statistics, under a key
-    for each rank. A run on the same number of ranks resumes with them, so the checkpoint does not change later steps.
+    A checkpoint always has the pooled statistics. If only the time or a signal is the reason for a checkpoint, the
+    statistics are pooled only for this checkpoint, and each rank then continues with its own statistics. Such a
+    checkpoint also has the own statistics of each rank, under a key for each rank. A run on the same number of ranks
+    resumes with its ranks' own statistics, as if there had been no checkpoint.
     """
 
     def targets(self) -> Values:
@@ -173,17 +177,17 @@ class BaseWeights(Protocol):
         """The facts about the folder for a manifest; None without a folder."""
 
     def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
-        """Return those of `names` that the folder has values of. Collective.
+        """Return the names in `names` for which the folder has values. Collective.
 
-        `names`: tensors of the model that `checkpoint` lacks. `base`: the folder in its manifest. Raises ConfigError if
-        the folder of this run cannot be read, or is another one.
+        `names`: tensors of the model that `checkpoint` lacks. `base`: the folder that the checkpoint's manifest names.
+        Raises ConfigError if `model.weights` is not set, cannot be read, or has other content than `base`.
         """
 
     def read(self, missing: Collection[str]) -> None:
         """Read the parameters `missing` from the folder, unless they have been read before. Collective.
 
-        The other parameters of the model have been loaded from a checkpoint. Those that are never trained and equal the
-        values in the folder are omitted from now on.
+        The other parameters of the model have already been loaded from a checkpoint. After this call, checkpoints omit
+        each parameter that is never trained and equals its value in the folder.
         """
 
 
@@ -199,10 +203,10 @@ class TrainingState:
         pipeline: dist.ProcessGroup | None = None,
         base: BaseWeights | None = None,
     ):
-        """`parts`: by name in a checkpoint, in the order in which they are loaded, after the weights; None: a part that
-        this run does not have. `pipeline`: process group of the ranks that hold the pipeline stages of the model. None
-        without pipeline parallelism. `base`: the folder with the values of parameters that checkpoints omit. None:
-        checkpoints omit nothing."""
+        """`parts`: further parts by name in a checkpoint, in the order in which they are loaded, after the weights. The
+        value is None for a part that this run does not have. `pipeline`: process group of the ranks that hold the
+        pipeline stages of the model; None without pipeline parallelism. `base`: the folder with the values of
+        parameters that checkpoints omit. If it is None, checkpoints omit nothing."""
         self._pipeline = pipeline
         self.base = base
         self.weights = weights

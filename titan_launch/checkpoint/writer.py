@@ -1,4 +1,4 @@
-"""The function that writes a checkpoint: into a temporary folder, which is verified and then renamed."""
+"""The function that writes a checkpoint into a temporary folder, verifies the files, and then renames the folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGro
     """
     start = time.perf_counter()
     temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"
-    # Ranks of one pipeline stage have shards of the same tensors, which count once.
+    # Ranks of one pipeline stage have shards of the same tensors. The dict counts each pipeline stage once.
     needed = sum(dict(on_all_ranks(lambda: (hash_of_names(state), total_bytes(state)), group)).values())
     on_rank_0(lambda: _make_room(request, temporary, needed), group)
     try:
@@ -94,7 +94,9 @@ def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None)
 def _read_back(temporary: Path, written: dict[str, FileRecord]) -> dict[str, FileRecord]:
     for name, record in written.items():
         if record_of(temporary / name) != record:
-            raise OSError(f"{temporary / name} has other bytes on the disk than were written to it")
+            raise OSError(
+                f"{temporary / name} does not have the bytes that were written to it; check the disk or the file system"
+            )
     return written
 
 
@@ -110,7 +112,7 @@ def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRec
         )
     write_manifest(temporary, replace(request.manifest, files=records))  # also syncs the folder
     final = request.folder / checkpoint_name(request.manifest.step)
-    if final.exists():  # this checkpoint is damaged, and the run has not resumed from it
+    if final.exists():  # an earlier checkpoint of this step, from which the run did not resume, because it is damaged
         set_aside(final)
     temporary.rename(final)
     sync_folder(request.folder)
@@ -137,7 +139,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner of a save, for state with entries of the class `Shard` of this package, which hold a tensor each.
+    """DCP's planner of a save. It also accepts the class `Shard` of this package, and then saves the tensor in it.
 
     Tensors are made contiguous, because a checkpoint is read as plain bytes."""
 
@@ -155,7 +157,7 @@ class _RecordingFileSystem(FileSystem):
         self.records: dict[str, FileRecord] = {}
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Create the folder, but not the folders above it: the run folder may have been moved away."""
+        """Create a folder, but not its missing parents: the run folder may have been moved away."""
         try:
             Path(path).mkdir(exist_ok=True)
         except FileNotFoundError:
@@ -174,7 +176,7 @@ class _RecordingFileSystem(FileSystem):
 
 
 class _RecordedStream:
-    """A file that is written sequentially, with its size and checksum so far."""
+    """A file that is written sequentially. It counts the size and the checksum of what has been written."""
 
     def __init__(self, stream: Any):
         self._stream = stream

@@ -30,7 +30,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 files."""
 
 _PATIENCE = 2 * COLLECTIVE_TIMEOUT
-"""Timeout of a whole save."""
+"""Time after which a writer process that has not finished a save is killed."""
 
 _TIMEOUT_OF_JOINING = timedelta(minutes=5)
 """Timeout for creating the process group of the writer processes."""
@@ -63,7 +63,7 @@ class WriterProcess:
 
     def write(self, order: WriteOrder) -> Written:
         """Send an order, and wait for the result. Raises OSError for errors of the file system, such as a full disk.
-        Raises RuntimeError for other errors, also if the process has died."""
+        Raises RuntimeError for other errors, and if the process has died or takes longer than _PATIENCE."""
         try:
             self._connection.send(order)
             if not self._connection.poll(_PATIENCE.total_seconds()):
@@ -114,7 +114,10 @@ class _Failure:
 
 
 def _meeting_point() -> tuple[str, int, dist.Store | None]:
-    """Return the host and port of a store for the writer processes, and on rank 0 the store. Collective."""
+    """Create a store on rank 0 through which the writer processes find each other. Collective.
+
+    Return its host and port, and on rank 0 the store. With one rank there is no store: the port is 0.
+    """
     store: dist.TCPStore | None = None
     if dist.get_rank() == 0 and dist.get_world_size() > 1:
         store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
@@ -123,8 +126,9 @@ def _meeting_point() -> tuple[str, int, dist.Store | None]:
 
 
 def _own_address() -> str:
-    """Return the address of this host that other hosts can reach. It is the source address of packets to the host of
-    torchrun's store, which need not be the host of rank 0. Without torchrun, all ranks are on this host."""
+    """Return an address under which other hosts can reach this host: the address from which this host sends packets to
+    the host of torchrun's store. (Rank 0 may be on a different host than this store.) Without torchrun, all ranks are
+    on this host, and the address is a local one."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]

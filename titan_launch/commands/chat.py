@@ -34,7 +34,7 @@ _NEW_TOKENS = 1024
 """Default of `--max-new-tokens`, unless the longest sequence of the model leaves fewer."""
 
 _RESET, _QUIT = "/reset", "/quit"
-"""Lines that are no messages."""
+"""Lines that are commands, not messages."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -104,7 +104,7 @@ def _say(answer: Answer, sequence: TokenSequence, is_terminal: bool) -> None:
 
 def _say_limit(answer: Answer, most: int, longest: int) -> None:
     if answer.max_new_tokens < most:
-        reason = f"the model takes {longest} tokens at most; begin anew with {_RESET}"
+        reason = f"the model takes at most {longest} tokens; type {_RESET} to begin a new conversation"
     else:
         reason = "--max-new-tokens allows no more"
     say(f"note: the answer was cut after {answer.max_new_tokens} tokens: {reason}", sys.stderr)
@@ -112,8 +112,11 @@ def _say_limit(answer: Answer, most: int, longest: int) -> None:
 
 @contextmanager
 def _first_interrupt_noted(is_terminal: bool) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after a first Ctrl-C in the block, which does not interrupt the model within a
-    forward. The next Ctrl-C raises KeyboardInterrupt, and without a terminal also the first."""
+    """Yield a function that returns True after the first Ctrl-C in the block.
+
+    On a terminal, the first Ctrl-C raises no error, so that it does not interrupt the model within a forward. The next
+    Ctrl-C raises KeyboardInterrupt. Without a terminal, the first Ctrl-C already does so.
+    """
     noted: list[int] = []
 
     def note(number: int, frame: object) -> None:

@@ -31,8 +31,11 @@ def run(arguments: Namespace) -> int:
 
 
 def _warning_of_epochs(config: JobConfig, world_size: int | None) -> str | None:
-    """Return a warning if the steps of the job are too many epochs of data whose samples are counted in a moment.
-    `world_size`: number of ranks, which decides the batch of a job that does not set it; None if unknown."""
+    """Return a warning if the steps of the job are too many epochs of its data, else None.
+
+    The result is also None if the global batch size or the number of samples is not known at once. `world_size`: number
+    of ranks, from which the global batch size follows if the job does not set it; None if unknown.
+    """
     from titan_launch.data.epochs import known_samples, too_many_epochs
 
     batch, steps = config.training.global_batch_size, config.training.steps

@@ -1,4 +1,4 @@
-"""The command `compare`: runs beside each other."""
+"""The command `compare`: a comparison of the configuration, loss, speed and memory of runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def percentage(text: str) -> float:
-    """Return the number of a percentage: 3 for `3%`."""
+    """Return 3 for `3%`. This is an argparse type."""
     if not text.endswith("%"):
         raise ArgumentTypeError(f'must be a percentage such as 3%, not "{text}"')
     return number_from(0, 100)(text.removesuffix("%").strip())

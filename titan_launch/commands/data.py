@@ -1,4 +1,4 @@
-"""The command `data`: what the data of a job is, without a process group and without a GPU."""
+"""The command `data`: a description of a job's data and its first samples, without a process group and a GPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def run(arguments: Namespace) -> NoReturn:
 
 
 def _marks() -> tuple[str, str]:
-    """Return what stands before and after tokens that are not targets."""
+    """Return the strings to print before and after tokens that are not targets: escapes for faint text on a terminal,
+    else brackets."""
     is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return ("\x1b[2m", "\x1b[0m") if is_coloured else ("[-", "-]")
 

@@ -81,7 +81,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _prompts(arguments: Namespace) -> list[str] | None:
-    """Return the prompts of the command line; None for those of the standard input."""
+    """Return the prompts of the command line. Return None if the prompts come from the standard input."""
     if arguments.prompt is not None and arguments.prompt_file is not None:
         raise UserError("error: --prompt and --prompt-file are both set; remove one")
     if arguments.prompt_file is not None:

@@ -1,4 +1,4 @@
-"""The command `import`: a Hugging Face folder, written in the names of this package."""
+"""The command `import`: a copy of a Hugging Face folder with the tensor names of this package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def run(arguments: Namespace) -> int:
     try:
         saved = open_saved_model(folder)
         if saved.companions != folder:
-            raise WeightsError("it is not a Hugging Face folder; a job can start from it: set model.weights")
+            raise WeightsError(
+                "it is not a Hugging Face folder, and needs no import; to start a job from it, set model.weights, or "
+                "checkpoint.initial_load_path for a run folder"
+            )
         summary = _write(folder, saved, Path(arguments.out))
     except WeightsError as error:
         raise UserError(f"error: {folder}: {error}") from None

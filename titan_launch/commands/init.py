@@ -86,9 +86,9 @@ def _first_sentence(path: Path) -> str:
 
 
 def _copy(name: str, file: str) -> str:
-    """Return the text of a config for a file in another folder.
+    """Return the text of the config `name` of the package, changed for the job file `file` in another folder.
 
-    `extends` names the configs of the package instead of files, and the commands in comments name `file`.
+    In the text, `extends` names configs of the package instead of files, and the commands in comments name `file`.
     """
     path = carried_configs()[name]
     by_path = {carried.resolve(): other for other, carried in carried_configs().items()}
@@ -108,8 +108,8 @@ def _copy(name: str, file: str) -> str:
 
 
 def _recipe(arguments: Namespace, file: str) -> str:
-    """Return the text of a recipe. With a GPU it is written twice: the sizes of the second text follow from the
-    first."""
+    """Return the text of a job file from a recipe. If sizes can be planned for a GPU, the text is made twice: the
+    sizes in the second text are planned from the job in the first."""
     name = arguments.name
     model = None if arguments.model is None else look_at_model(arguments.model)
     data, machine = find_data(name, arguments.data), _machine(arguments)
@@ -134,7 +134,8 @@ def _recipe(arguments: Namespace, file: str) -> str:
 
 
 def _sizes(config: JobConfig, machine: Machine) -> Sizes:
-    """Return the sizes for the machine; the small ones of the recipe if the job must be recorded without torch."""
+    """Return the planned sizes for the machine. If the plan needs torch, and torch is not installed, return the small
+    sizes of the recipe."""
     try:
         return planned_sizes(config, machine, recordings_of)
     except NoTorchError:
@@ -145,7 +146,7 @@ def _sizes(config: JobConfig, machine: Machine) -> Sizes:
 
 
 def _machine(arguments: Namespace) -> Machine | None:
-    """Return the GPUs to choose sizes for; None if no device is named, and this machine has none."""
+    """Return the GPUs to choose sizes for. Return None if `--device` names no GPU and this machine has no GPU."""
     if arguments.device is not None:
         planned = JobConfig(planner=PlannerConfig(device=arguments.device))
         if problem := next(planned_device_exists(planned), None):

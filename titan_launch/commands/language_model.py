@@ -1,4 +1,4 @@
-"""Parts of the commands that run a trained language model: options, the model, typed lines, and messages."""
+"""Shared parts of the commands that run a trained language model: options, the model, typed lines, and messages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from titan_launch.inference.language_model import LanguageModel
 
 MOST_PROMPT = 1 << 22
-"""Limit of the characters of a prompt, which may be in a file or a pipe. A million tokens of text have about as many.
-If each character is a token, they take 0.7 GB."""
+"""Limit of the number of characters of a prompt, also from a file or a pipe: about a million tokens of text. If each
+character is a token, the prompt takes 0.7 GB of memory."""
 
 
 def add_model(parser: Parser) -> None:
     """Add the arguments that choose a trained language model."""
     add_source(parser)
-    text = "the model of the run if it is code, package.module:factory: a folder alone may not choose code"
+    text = (
+        "package.module:factory of the run's model, if it is your own code (code that only a folder names is not run)"
+    )
     parser.add_argument("--model", metavar="NAME", help=text)
     text = "dtype of the parameters and of the computation (default: that of the saved parameters)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
@@ -37,8 +39,8 @@ def add_model(parser: Parser) -> None:
 
 
 def add_chat(parser: Parser, switch: str | None = None) -> None:
-    """Add the options of the chat template. `switch`: help text of the option `--chat`, without which they are an
-    error. None: the command always uses the template."""
+    """Add the options of the chat template. `switch`: help text of the option `--chat`. If it is None, there is no such
+    option, and the command always uses the template."""
     group = parser.add_argument_group("chat")
     if switch is None:
         parser.set_defaults(chat=True)
@@ -75,7 +77,8 @@ def _date(text: str) -> str:
 
 
 def check_chat(arguments: Namespace, *further: str) -> None:
-    """Raise UserError for options that need `--chat`. `further`: those of the command."""
+    """Raise UserError if an option is given that needs `--chat`, and `--chat` is not given. `further`: names of such
+    options that only this command has."""
     given = [name for name in ("system", "template", "template_arg", "date", *further) if getattr(arguments, name)]
     if given and not arguments.chat:
         raise UserError(f"error: --{given[0].replace('_', '-')} has no effect without --chat; add --chat")
@@ -128,19 +131,21 @@ def check_sampling(arguments: Namespace) -> None:
     if arguments.temperature == 0:
         for option in ("top_k", "top_p", "seed"):
             if getattr(arguments, option) is not None:
-                reason = "has no effect without --temperature, which chooses at random"
+                reason = "has no effect at temperature 0 (the default), which always takes the most probable token"
                 raise UserError(f"error: --{option.replace('_', '-')} {reason}; set --temperature above 0")
 
 
 def sampling_of(arguments: Namespace, model: LanguageModel) -> tuple[Sampling, torch.Generator]:
-    """Return the choice of tokens that the options describe, and its generator. Note it if the model has no cache."""
+    """Return the sampling of tokens that the options describe, and the random generator for it. Print a note if the
+    model has no key-value cache."""
     import torch
 
     from titan_launch.inference.generation import Sampling, has_cache
 
     if not has_cache(model.module):
         name = type(model.module).__name__
-        say(f"note: {name} has no cache: each token computes the whole sequence again", file=sys.stderr)
+        consequence = "the whole sequence is computed again for each token"
+        say(f"note: {name} has no key-value cache, so {consequence}", file=sys.stderr)
     top_p = 1.0 if arguments.top_p is None else arguments.top_p
     return Sampling(arguments.temperature, arguments.top_k, top_p), torch.Generator().manual_seed(arguments.seed or 0)
 
@@ -153,7 +158,8 @@ def bounded(prompt: str, where: str) -> str:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield the lines of the standard input. A terminal shows where to type, and lets the line be edited."""
+    """Yield the lines of the standard input. On a terminal, print `> ` before each line, and let the user edit the
+    line."""
     is_terminal = sys.stdin.isatty()
     has_editor = is_terminal and sys.stdout.isatty()
     if has_editor:
@@ -175,14 +181,14 @@ def typed_lines() -> Iterator[str]:
 
 
 def say_error(error: UserError) -> None:
-    """Print an error after which the command goes on."""
+    """Print an error that does not end the command."""
     text = f"error: {error}" if isinstance(error, ConfigError) else str(error)
     say(as_message(text), sys.stderr, flush=True)
 
 
 def say_speed(num_tokens: int, num_kept: int, num_new: int, seconds: float) -> None:
-    """Print the numbers of tokens and the speed to the standard error. `num_kept`: tokens of the prompt whose keys and
-    values were kept."""
+    """Print the numbers of tokens and the speed to the standard error. `num_kept`: number of tokens of the prompt whose
+    keys and values were already in the cache."""
     kept = f" ({num_kept} kept)" if num_kept else ""
     speed = f"{num_new / seconds:,.1f} tokens/s"
     say(f"prompt: {num_tokens} tokens{kept}; new: {num_new} tokens in {seconds:.2f} s, {speed}", file=sys.stderr)

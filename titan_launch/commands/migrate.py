@@ -1,4 +1,4 @@
-"""The command `migrate`: a job file of TorchTitan, as a job file of this launcher."""
+"""The command `migrate`: the conversion of a job file of TorchTitan to a job file of this launcher."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Write the new job file, and print a line for each key that it does not have."""
+    """Write the new job file. Print a line for each key of the old file that the new file does not have."""
     new = arguments.out or str(Path(arguments.old).with_suffix(".migrated.toml"))
     check_new(new, "migrate")
     (old,) = read_job(arguments.old)[-1:]
@@ -47,7 +47,8 @@ def run(arguments: Namespace) -> int:
     write_new(new, job_text(head, _tables(migration)))
     lost, needless = ([note for note in migration.notes if note.changes_run is value] for value in (True, False))
     say(one_line(f"wrote {new}: {len(migration.new)} keys"))
-    for title, notes in (("not carried", lost), ("left out, without a change of the run", needless)):
+    titles = "keys not converted (the run may differ)", "keys not needed (the run is the same without them)"
+    for title, notes in zip(titles, (lost, needless), strict=True):
         if notes:
             say("\n".join([f"{title}:", *(f"  {one_line(line)}" for line in _lines(old, notes))]))
     print_open_problems(new)

@@ -170,7 +170,8 @@ def load(
     arguments: Namespace, world_size: int | None, is_elastic: bool = False, more_rules: Sequence[Rule] = ()
 ) -> LoadedJob:
     """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks,
-    and that the global batch can be divided among the ranks.
+    and that the global batch can be divided among the ranks. After this call, Python refuses imports from the folders
+    of runs, checkpoints and weights that the job names (see `refuse_imports_from`).
 
     `is_elastic`: the number of ranks may change from one start to the next.
     """
@@ -204,8 +205,8 @@ def load(
 def check_weights(loaded: LoadedJob) -> None:
     """Raise UserError if `model.weights` does not hold the tensors of the model. Values are not read.
 
-    A run that resumes does not need the folder. Of a user's own model only the files are checked, and of any model if
-    it has not been recorded and there is no torch.
+    Nothing is checked if the run will resume, because a resumed run does not need the folder. For a user's own model,
+    only the files are checked. The same holds for any model if it has not been recorded and torch is not installed.
     """
     config = loaded.config
     if config.model.weights is None:
@@ -227,19 +228,20 @@ def check_weights(loaded: LoadedJob) -> None:
 
 
 class NoTorchError(UserError):
-    """Raised if something must be recorded and there is no torch."""
+    """Error for a plan that needs torch, if torch is not installed."""
 
 
 @contextmanager
 def torch_needed(config: JobConfig) -> Iterator[None]:
-    """Raise NoTorchError if the imports in the block find no torch. Garbage collections skip what these create."""
+    """Raise NoTorchError if the imports in the block find no torch. If the block imports torch for the first time,
+    later garbage collections skip the objects that exist at its end."""
     try:
         with nullcontext() if "torch" in sys.modules else without_garbage_collection():
             yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise NoTorchError(f"a plan of model {config.model.name} needs torch: pip install torch") from None
+        raise NoTorchError(f"this plan of the model {config.model.name} needs torch: pip install torch") from None
 
 
 def _recorder(config: JobConfig) -> Callable[[], Recorder]:
@@ -252,7 +254,8 @@ def _recorder(config: JobConfig) -> Callable[[], Recorder]:
 
 
 def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels, is_silent: bool = False) -> Recordings:
-    """Return the recordings of a job. What is not in the cache is recorded with torch, and said on standard error."""
+    """Return the recordings of a job. When a recording is needed that is not in the cache, it is made with torch, and a
+    line on standard error says so, unless `is_silent`."""
     from titan_launch.plan.memory.recordings import Recordings
 
     def tell(text: str) -> None:

@@ -1,7 +1,8 @@
 """The command `plan`, and dry runs: predictions of a job on any number of ranks, without a GPU.
 
-The first plan of a model records microbatches with torch. Later plans of the model, with any shards, modes,
-optimizers or paths, find the recordings in the user's cache: they take a fraction of a second, and do not import torch.
+The first plan of a model records microbatches with torch. Later plans of the model find the recordings in the user's
+cache, also if they have other shards, modes, optimizers or paths. A later plan takes a fraction of a second, and does
+not import torch.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def run(arguments: Namespace) -> NoReturn:
         advises=arguments.advise,
     )
     if options.measures and options.trial is not None:
-        raise UserError("error: --measure and --trial: give one of them; both train three steps, on different devices")
+        difference = "--measure trains on a phantom GPU, --trial on this device"
+        raise UserError(f"error: --measure and --trial cannot be used together; remove one ({difference})")
     if options.plot is not None:
         refuse_weights_folder(Path(options.plot))
         check_plot(options.plot)
@@ -141,7 +143,7 @@ def run(arguments: Namespace) -> NoReturn:
 
 
 def _refuse_options_of_one_layout(arguments: Namespace) -> None:
-    """Raise UserError for options of a plan of one layout."""
+    """Raise UserError if an option is given that only a plan of one layout has, and a search does not."""
     flags = ("max_batch", "verbose", "measure", "advise", "plot", "trial")
     values = {name: getattr(arguments, name) for name in flags}
     given = [
@@ -188,7 +190,7 @@ class _Planned:
     comparison: Comparison
     resolution: Resolution
     plan: ModelPlan
-    """The units of the job as resolved."""
+    """The FSDP2 units of the resolved job."""
 
     has_chosen_batch: bool
     """True if the plan has chosen the microbatch."""
@@ -198,10 +200,11 @@ class _Planned:
     not all choices are compared."""
 
     advice: tuple[Advice, ...] = ()
-    """The cheapest changes that save memory: of a job that does not fit, or on demand."""
+    """The cheapest changes that save memory. Empty unless the job and all other choices are not planned to fit, or
+    `PlanOptions.advises` is set."""
 
     sufficient_ranks: int | None = None
-    """The ranks on which a job that does not fit would fit."""
+    """Number of ranks on which a job that does not fit is planned to fit. None if it is not needed or not known."""
 
     trial: dict[str, Any] | None = None
     """Memory of a trial on a GPU, or on a phantom GPU. None without a trial, or on a CPU."""
@@ -230,7 +233,8 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     planned = _plan(config, world_size, options)
     seconds = time.perf_counter() - begin
     if seconds > _LONG and not options.only_own:
-        say(f"planned in {seconds:.0f} s; --rows own plans only the modes of the job", file=sys.stderr)
+        own = "--rows own is faster: it plans only the modes that the job sets or that auto may choose"
+        say(f"planned in {seconds:.0f} s; {own}", file=sys.stderr)
     if options.trial is not None:
         planned = replace(planned, trial=_try(planned, options.trial))
     elif phantom is not None:
@@ -266,7 +270,8 @@ def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
 
 
 def _phantom(hardware: Hardware) -> str:
-    """Return the name of the phantom GPU. Raises UserError if the planned device is not known, or cannot be one."""
+    """Return the name of the planned device. Raises UserError if no device is set, or if there is no phantom GPU of
+    this name."""
     if hardware.device not in PHANTOMS:
         raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
     return hardware.device
@@ -317,7 +322,8 @@ def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
 
 
 def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "replay") -> JobConfig:
-    """Return the job with the largest microbatch that is planned to fit, if `training.local_batch_size` is `auto`."""
+    """If `training.local_batch_size` is `auto`, return the job with the largest microbatch that is planned to fit.
+    Otherwise return the job unchanged."""
     if not is_auto_batch(config):
         return config
     hardware = planned_hardware(config, world_size)
@@ -350,8 +356,8 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
 
 
 def _advised(planned: _Planned) -> _Planned:
-    """Return the plan with changes that save memory. If the job is planned to fit, they save a fifth of it: a job that
-    was planned to fit, and did not, asks for them."""
+    """Return the plan with advice: changes after which the job is planned to reserve at most four fifths of its present
+    memory, and to fit. The user of a job that was planned to fit, but did not fit, asks for such advice."""
     config, layout, hardware, row = planned.resolution.config, planned.layout, planned.hardware, planned.resolution.row
     limit = 0.8 * row.reserved_bytes
     if hardware.usable_bytes is not None:
@@ -419,7 +425,8 @@ def _format_trial(planned: _Planned, trial: dict[str, Any]) -> str:
 
 
 def _best(planned: _Planned) -> tuple[Row | None, str | None]:
-    """Return the row that the mark `*` stands at, and the meaning of the mark; None if no choice is recommended."""
+    """Return the row of the table that has the mark `*`, and the meaning of the mark. Return (None, None) if no choice
+    is recommended."""
     if planned.recommendation is None:
         return None, None
     return planned.recommendation.row, "chosen by `auto`" if is_auto(planned.comparison.config) else "recommended"

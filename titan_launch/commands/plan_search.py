@@ -44,13 +44,13 @@ def run_search(arguments: Namespace) -> NoReturn:
         config = loaded.config
         if config.training.global_batch_size is None:
             layout = plan_layout(config.parallelism, config.training, arguments.world_size)
-            config = with_global_batch_size(config, layout)  # for every number of ranks
+            config = with_global_batch_size(config, layout)  # the same size for every number of ranks
         sizes = [arguments.world_size >> halvings for halvings in range(arguments.world_size.bit_length())]
         results: dict[int, Result] = {}
         for world_size in sizes if arguments.max_gpus else sizes[:1]:
             results[world_size] = _best_batch(config, world_size, held, batches)
             if results[world_size].families and not results[world_size].best:
-                break  # fewer ranks hold more each
+                break  # with fewer ranks, each rank holds more, so the job does not fit either
         _report(results, config, arguments)
         fitting = [size for size, result in results.items() if result.best]
         if not fitting:
@@ -64,7 +64,8 @@ def run_search(arguments: Namespace) -> NoReturn:
 
 
 def _batches(text: str | None) -> list[int]:
-    """Return the global batches to try: from `LOW:HIGH`, LOW and its doubles up to HIGH. None: that of the job."""
+    """Return the global batch sizes to try: for `LOW:HIGH`, LOW, 2 LOW, 4 LOW, ... up to HIGH. For None, return an
+    empty list, which stands for the size in the job."""
     if text is None:
         return []
     low, _, high = text.partition(":")
@@ -74,7 +75,8 @@ def _batches(text: str | None) -> list[int]:
 
 
 def _best_batch(config: JobConfig, world_size: int, held: Sequence[Key], batches: Sequence[int]) -> Result:
-    """Return the result for the global batch with the most samples per second."""
+    """Return the result for the global batch size in `batches` with the most samples per second. If `batches` is empty,
+    return the result for the size in the job."""
     jobs = [with_values(config, {("training", "global_batch_size"): size}) for size in batches] or [config]
     return max((search_layouts(job, world_size, held) for job in jobs), key=_samples_per_second)
 
@@ -84,7 +86,8 @@ def _samples_per_second(result: Result) -> float:
 
 
 def search_layouts(config: JobConfig, world_size: int, held: Sequence[Key] = ()) -> Result:
-    """Return the best layouts of a job on a number of ranks. Raises ConfigError as `Search`."""
+    """Return the best layouts of a job on `world_size` ranks. `held`: keys that keep the values of the job. Raises the
+    ConfigErrors of `Search`."""
     hardware = planned_hardware(config, world_size)
     recordings: dict[str, Recordings] = {}
 
@@ -102,8 +105,8 @@ def _held(entries: Sequence[str]) -> list[Key]:
     keys = [entry.partition("=")[0] for entry in entries]
     for key in keys:
         if key not in names:
-            known = f"it holds {', '.join(names)}{did_you_mean(key, list(names))}"
-            raise UserError(f"error: --hold {one_line(key)}: the search does not set this key; {known}")
+            known = f"--hold takes one of {', '.join(names)}{did_you_mean(key, list(names))}"
+            raise UserError(f"error: --hold {one_line(key)}: the search does not change this key; {known}")
     return [names[key] for key in keys]
 
 
@@ -117,5 +120,6 @@ def _report(results: dict[int, Result], config: JobConfig, arguments: Namespace)
 
 
 def _extended(config: str, out: Path) -> str:
-    """Return the name of a job file as a file at `out` extends it."""
+    """Return the value of `extends` in a job file at `out` that extends `config`, a job file or a config of the
+    package."""
     return os.path.relpath(config, out.parent) if Path(config).is_file() else config

@@ -1,4 +1,4 @@
-"""The command `prepare`: text becomes token files. It can also train the tokenizer."""
+"""The command `prepare`: it writes text as token files, and can also train the tokenizer."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def _overrides(arguments: Namespace) -> list[str]:
     if bool(arguments.paths) == bool(arguments.config) and not given:
         raise UserError("error: name the text, or a job with --config (see titan-launch prepare --help)")
     if arguments.paths and arguments.config:
-        raise UserError("error: name either the text or a job; --data.path=... replaces the text of a job")
+        raise UserError(
+            "error: PATH and --config cannot be used together; to replace the text of a job, set --data.path=..."
+        )
     if arguments.train_tokenizer and (arguments.config or arguments.tokenizer):
         other = "--config" if arguments.config else "--tokenizer"
         raise UserError(f"error: --train-tokenizer cannot be used with {other}; name the text alone: {_EXAMPLE}")
@@ -99,8 +101,11 @@ def _overrides(arguments: Namespace) -> list[str]:
 
 
 def _chosen(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of the kind of the text at the paths and of the key that names the text, unless the user has
-    set `data.kind`. Print them with the reasons. Raises UserError for paths without text, and of different kinds."""
+    """Return overrides for the kind of the text at `paths` and, where needed, for the key that names the text in the
+    files. Print them with the reasons. If the user has set `data.kind`, return none.
+
+    `overrides`: those of the user. Raises UserError for paths without text, and for paths with different kinds of text.
+    """
     keys = [override.key for override in parse_overrides(overrides)]
     given = {key[1] for key in keys if key[0] == "data" and len(key) > 1}
     if ("data",) in keys or "kind" in given:
@@ -126,7 +131,7 @@ def _chosen(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def _rows(found: DataFolder) -> list[Row]:
-    """Return the keys that describe the text, without those that have their defaults."""
+    """Return `data.kind`, and the other keys that describe the text, unless their values are the defaults."""
     fields = DATA_KINDS[found.kind].model_fields
     kind = Row("kind", found.kind, found.reason or found.description)
     return [kind, *(row for row in found.rows if row.value != fields[row.key].default)]
@@ -148,7 +153,7 @@ def _look(path: str) -> DataFolder:
 
 
 def _override(name: str, value: Any) -> str:
-    """Return the override of a key of `[data]`. A list of one value is this value."""
+    """Return the override of a key of `[data]`. A list with one value is written as this value."""
     return f"--data.{name}={toml_value(value[0] if isinstance(value, list) and len(value) == 1 else value)}"
 
 
@@ -179,7 +184,8 @@ def _prepare(arguments: Namespace, config: JobConfig) -> None:
 
 
 def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
-    """Write a tokenizer that is trained on a corpus, unless it exists, and return its configuration."""
+    """Train a tokenizer on a corpus and write it to OUT/tokenizer, unless this folder exists. Return the configuration
+    of the tokenizer."""
     from titan_launch.data.prepare import training_texts
     from titan_launch.data.tokenizers import train_tokenizer
 
@@ -190,7 +196,11 @@ def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
         return config
     start = time.monotonic()
     size = train_tokenizer(training_texts(corpus), arguments.train_tokenizer, folder)
-    fewer = "" if size == arguments.train_tokenizer else f" (the text has no pairs for {arguments.train_tokenizer:,})"
+    fewer = (
+        ""
+        if size == arguments.train_tokenizer
+        else f" (the text is too small for {arguments.train_tokenizer:,} tokens)"
+    )
     say(f"tokenizer: {size:,} tokens{fewer}, trained in {time.monotonic() - start:,.0f} s, in {folder}")
     return config
 
@@ -248,7 +258,8 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """Progress of a preparation on standard error: a line that is redrawn on a terminal, else a line at times."""
+    """Progress of a preparation on standard error. On a terminal one line is redrawn, else a line is added every 10
+    seconds."""
 
     def __init__(self, total_parts: int, total_bytes: int):
         self.total_parts, self.total_bytes = total_parts, total_bytes
@@ -257,7 +268,7 @@ class Progress:
         self._is_terminal = sys.stderr.isatty()
 
     def advance(self, part: Part, is_new: bool) -> None:
-        """Count a finished part. `is_new`: False for a part of an earlier call."""
+        """Count a finished part. `is_new`: False if an earlier call of the command has prepared the part."""
         self.parts += 1
         self._bytes += part.num_bytes
         self._new_bytes += part.num_bytes * is_new
@@ -271,7 +282,7 @@ class Progress:
             say_escaped(start + line, sys.stderr, end, flush=True)
 
     def speed(self) -> str:
-        """Return the throughput so far; "" if nothing was done."""
+        """Return the throughput so far as text for the end of a line; "" if no new part has been prepared."""
         seconds = time.monotonic() - self._start
         return f", {self._new_bytes / 1e6 / seconds:,.1f} MB/s" if self._new_bytes and seconds > 0.01 else ""
 

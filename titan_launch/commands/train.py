@@ -1,4 +1,4 @@
-"""The command `train`, and dry runs of it."""
+"""The command `train`, and its dry runs: one step as one rank of any number, without a GPU and without values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_output(parser: Parser) -> None:
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-"""Levels of `--log-level`. `debug` has the table of FSDP2 units."""
+"""Levels of `--log-level`. At level `debug`, a run also prints the table of FSDP2 units."""
 
 
 def add_dry_run(parser: Parser) -> None:
@@ -79,13 +79,14 @@ def dry_run(arguments: Namespace) -> NoReturn:
 
 
 _VARIABLES = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 1}
-"""The variables of torchrun that are numbers, each with its minimum."""
+"""The environment variables of torchrun that are numbers, each with its smallest valid value."""
 
 _LAST_PORT = 65535
 
 
 def torchrun_world_size() -> int:
-    """Return the number of ranks, from the variables of torchrun. Raises UserError for variables that are wrong."""
+    """Return the number of ranks from torchrun's environment variables; 1 without torchrun. Raises UserError if a
+    variable is wrong or missing."""
     given = {}
     for name, minimum in _VARIABLES.items():
         try:

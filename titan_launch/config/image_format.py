@@ -1,4 +1,4 @@
-"""The format of images: what a source has, and what a model takes. No torch."""
+"""The format of the images that a data source has, or that a model takes. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ImageFormat:
     """Number of classes. Labels are from 0 to `num_classes` - 1."""
 
     arguments: tuple[str, str, str] = ("in_channels", "image_size", "num_classes")
-    """Arguments of the model that set channels, size and number of classes."""
+    """Names of the model arguments that set channels, size and number of classes."""
 
 
 DIGITS = ImageFormat(channels=1, height=8, width=8, num_classes=10)

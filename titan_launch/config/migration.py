@@ -1,6 +1,8 @@
-"""Conversion of TorchTitan v0.2 job files. The remedies for keys that cannot be carried are those of `TORCHTITAN_KEYS`.
+"""Conversion of TorchTitan v0.2 job files. The remedies for keys that cannot be converted are those of
+`TORCHTITAN_KEYS`.
 
-A job keeps its training: a key that it does not set gets TorchTitan's default, if the default here is different.
+The converted job trains like the old one. So a key that the old file does not set gets TorchTitan's default, if the
+default here is different.
 """
 
 from __future__ import annotations
@@ -56,21 +58,21 @@ DEFAULTS: dict[str, Any] = {
     "validation.steps": -1,
     "validation.local_batch_size": 8,
 }
-"""TorchTitan's defaults of keys whose default differs here."""
+"""TorchTitan's defaults, for keys whose default here is different."""
 
 _DATASETS: dict[str, dict[str, Any]] = {
     "c4": {"kind": "huggingface", "path": "allenai/c4", "subset": "en", "streaming": True, "shuffle": False},
     "c4_test": {"kind": "jsonl", "path": "tests/assets/c4_test", "shuffle": False},
     "c4_validation": {"kind": "huggingface", "path": "allenai/c4", "subset": "en", "hf_split": "validation"},
 }
-"""`[data]` for each data set that TorchTitan knows by name."""
+"""The keys of `[data]` for each data set that TorchTitan knows by name."""
 
 _SWITCHES = {
     "fault_tolerance": ("enable",),
     "memory_estimation": ("enable",),
     "experimental": ("custom_import", "custom_args_module"),
 }
-"""Sections without a counterpart, with the keys that switch them on."""
+"""TorchTitan's sections without a counterpart here, each with the keys that switch the section on."""
 
 _COSMETIC = (
     "job.print_config",
@@ -105,7 +107,8 @@ _DEBUG_QWEN3: dict[str, Any] = {
 
 
 def _llama4(**sizes: Any) -> tuple[str, str | None, dict[str, Any]]:
-    """Return the name, flavor and arguments of a Llama 4 here: `transformers` implements TorchTitan's model."""
+    """Return (name, flavor, arguments) of a Llama 4 in this job file. The class of `transformers` implements
+    TorchTitan's model."""
     layers = sizes["num_hidden_layers"]
     full_attention = {"no_rope_layers": [1] * layers, "layer_types": ["full_attention"] * layers}
     common = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "num_experts_per_tok": 1}
@@ -165,20 +168,20 @@ _MODELS: dict[tuple[str, str], tuple[str, str | None, dict[str, Any]]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
     ),
 }
-"""Name, flavor and arguments of each model that has another name or flavor here."""
+"""(Name, flavor, arguments) in this job file for each (name, flavor) of TorchTitan that is different here."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """A key of the old file that has no counterpart in the new one."""
+    """A note about a key of the old file that is not converted, or not exactly."""
 
     key: KeyPath
     value: Any
     reason: str
-    """The reason, and what to do."""
+    """The reason why the key is not converted, and what to do instead."""
 
     changes_run: bool
-    """False if the run is the same without the key."""
+    """False if the key has no effect on the training."""
 
 
 @dataclass
@@ -189,17 +192,18 @@ class Migration:
     """The old job file as a table."""
 
     ranks: int | None = None
-    """World size, for numbers of samples that depend on it; None: unknown."""
+    """World size, from which numbers of samples are computed; None if it is unknown."""
 
     new: dict[KeyPath, tuple[Any, str]] = field(default_factory=dict)
     """Value and comment of each key of the new job file."""
 
     notes: list[Note] = field(default_factory=list)
     done: set[str] = field(default_factory=set)
-    """Keys of the old file that are converted, or have a note."""
+    """Keys of the old file that are already converted, or have a note."""
 
     def value(self, key: str) -> Any:
-        """Return the value of an old key, or TorchTitan's default. The key then counts as converted."""
+        """Return the value of a key of the old file, or TorchTitan's default (None if `DEFAULTS` lacks it). Mark the
+        key as converted."""
         self.done.add(key)
         return _value(self.old, key, DEFAULTS.get(key))
 
@@ -212,8 +216,8 @@ class Migration:
         self.new[tuple(key.split("."))] = (value, comment)
 
     def drop(self, key: str, reason: str = "", changes_run: bool = True) -> None:
-        """Add a note for a key of the old file, if the file sets it. Without a reason, the reason is the remedy of
-        `TORCHTITAN_KEYS`."""
+        """Add a note for a key of the old file, if the file sets the key. Mark the key as done. The default of `reason`
+        is the remedy in `TORCHTITAN_KEYS`."""
         self.done.add(key)
         if self.is_given(key):
             path = tuple(key.split("."))
@@ -222,7 +226,7 @@ class Migration:
             self.notes.append(Note(path, _value(self.old, key), text, changes_run))
 
     def rest(self) -> Iterator[tuple[str, Any]]:
-        """Yield the keys of the old file that nothing has converted yet, with their values."""
+        """Yield (key, value) for each key of the old file that is not in `done` yet."""
         yield from ((key, value) for key, value in _leaves(self.old) if key not in self.done)
 
 
@@ -237,8 +241,8 @@ def migrate(old: Mapping[str, Any], ranks: int | None = None) -> Migration:
 
 
 def _value(table: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return the value of a key of the old file, or `default`. Raises ConfigError for a value of another type than
-    TorchTitan has there."""
+    """Return the value of a key of the old file, or `default` if the file does not set it. Raises ConfigError if the
+    value does not have the type that TorchTitan requires, or is below 1 where TorchTitan requires at least 1."""
     found: Any = table
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
@@ -275,7 +279,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "quantize.linear.float8.filter_fqns": (list, "an array of strings"),
     "activation_checkpoint.selective_ac_option": (str | int, "a string"),
 }
-"""Types of keys without a default in `DEFAULTS`, or of several types."""
+"""(Type, name of the type in messages) of keys that have no default in `DEFAULTS`, or that accept several types."""
 
 _POSITIVE = (
     "training.steps",
@@ -320,7 +324,10 @@ def _model(job: Migration) -> None:
         reason = 'documents of a sample attend to each other; data that is no stream has "data.packing" = "documents"'
         job.drop("model.flavor", reason)
     elif own == HUGGINGFACE:
-        reason = "it is the class of transformers here, whose router has no bias that balances the load of experts"
+        reason = (
+            "the new job uses the class of transformers, whose router has no bias that balances the load of the "
+            "experts, unlike TorchTitan's router"
+        )
         job.drop("model.name", reason)
     elif not is_known:
         reason = 'no model of this package; choose another one, or use "model.name" = "package.module:factory"'
@@ -349,7 +356,7 @@ def _data(job: Migration) -> None:
 
 
 def _dataset(job: Migration, section: str, table: str) -> None:
-    """Write a table of data for `dataset` and `dataset_path` of a section."""
+    """Convert `dataset` and `dataset_path` of the old section `section` to the new table `table`."""
     name, path = job.value(f"{section}.dataset"), job.value(f"{section}.dataset_path")
     keys = dict(_DATASETS.get(str(name).lower(), {"kind": "huggingface", "path": name}))
     if str(name).lower() not in _DATASETS:
@@ -406,7 +413,8 @@ def _optimizer(job: Migration) -> None:
 
 
 def _schedule(job: Migration) -> None:
-    """TorchTitan has one schedule, whose decay begins after warm-up if `decay_ratio` is not set."""
+    """Convert the learning rate schedule. TorchTitan has one schedule. If `decay_ratio` is not set, its decay begins
+    right after warm-up."""
     warmup, kind = job.value("lr_scheduler.warmup_steps"), job.value("lr_scheduler.decay_type")
     ratio, steps = job.value("lr_scheduler.decay_ratio"), job.value("training.steps")
     total = job.value("lr_scheduler.total_steps")
@@ -426,14 +434,15 @@ def _schedule(job: Migration) -> None:
 def _precision(job: Migration) -> None:
     for name in ("deterministic_warn_only", "moe_force_load_balance"):
         if not _value(job.old, f"debug.{name}"):
-            job.drop(f"debug.{name}", "off", changes_run=False)
+            job.drop(f"debug.{name}", "not needed, because the old file switches it off", changes_run=False)
     seed = job.value("debug.seed")
     if seed is not None:
         job.put("training.seed", seed)
 
 
 def _float8(job: Migration) -> None:
-    """`quantize.*` has an effect only for the converters that `model.converters` names."""
+    """Convert float8 training. In TorchTitan, `quantize.*` has an effect only for the converters that
+    `model.converters` names."""
     converters = job.value("model.converters")
     section, tensor = "quantize.linear.float8", _value(job.old, "parallelism.tensor_parallel_degree", 1)
     is_wanted = "float8" in converters or section in converters
@@ -456,7 +465,7 @@ def _float8(job: Migration) -> None:
         job.drop("model.converters", f"only float8 of linear layers is supported, not {', '.join(others)}")
     for key, _ in _leaves({"quantize": job.old.get("quantize", {})}):
         if key not in job.done:
-            job.drop(key, "without effect, since model.converters does not name it", changes_run=False)
+            job.drop(key, "has no effect, because model.converters does not name this converter", changes_run=False)
 
 
 def _parallelism(job: Migration) -> None:
@@ -482,11 +491,15 @@ def _parallelism(job: Migration) -> None:
     if _value(job.old, "parallelism.expert_tensor_parallel_degree", tensor) in (1, tensor):
         job.drop("parallelism.expert_tensor_parallel_degree", changes_run=False)
     if not _value(job.old, "parallelism.enable_async_tensor_parallel"):
-        job.drop("parallelism.enable_async_tensor_parallel", "off", changes_run=False)
+        job.drop(
+            "parallelism.enable_async_tensor_parallel",
+            "not needed, because the old file switches it off",
+            changes_run=False,
+        )
 
 
 def _schedules() -> dict[str, str]:
-    """Return the pipeline schedules of this package, by their name in lower case."""
+    """Return the names of this package's pipeline schedules, by the name in lower case."""
     names = get_args(ParallelismConfig.model_fields["pipeline_parallel_schedule"].annotation)
     return {str(name).lower(): str(name) for name in names}
 
@@ -496,7 +509,11 @@ def _switches(job: Migration) -> None:
         if any(_value(job.old, f"{section}.{name}") for name in switches):
             for name in switches:
                 is_on = bool(_value(job.old, f"{section}.{name}"))
-                job.drop(f"{section}.{name}", TORCHTITAN_KEYS[section] if is_on else "off", changes_run=is_on)
+                job.drop(
+                    f"{section}.{name}",
+                    TORCHTITAN_KEYS[section] if is_on else "not needed, because the old file switches it off",
+                    changes_run=is_on,
+                )
         for key, _ in _leaves({section: job.old.get(section, {})}):
             if key not in job.done:
                 job.drop(key, f"a setting of [{section}], which has no counterpart", changes_run=False)
@@ -553,7 +570,11 @@ def _checkpoint(job: Migration) -> None:
     job.drop("checkpoint.last_save_model_only", "every checkpoint can be resumed", changes_run=False)
     for name in ("initial_load_model_only", "initial_load_in_hf", "initial_load_in_hf_quantized", "load_only"):
         if not path or not _value(job.old, f"checkpoint.{name}"):
-            job.drop(f"checkpoint.{name}", "off, or without checkpoint.initial_load_path", changes_run=False)
+            job.drop(
+                f"checkpoint.{name}",
+                "has no effect: it is off, or checkpoint.initial_load_path is not set",
+                changes_run=False,
+            )
     if excluded := job.value("checkpoint.exclude_from_loading"):
         names = {"optimizer": "optimizer", "dataloader": "data", "train_state": "step", "lr_scheduler": "step"}
         parts = sorted({names[part] for part in excluded if part in names})
@@ -584,8 +605,8 @@ def _validation(job: Migration) -> None:
 
 
 def _profiling(job: Migration) -> None:
-    """TorchTitan profiles the last `profiler_active` of every `profile_freq` steps, on all ranks. Here a run makes one
-    profile."""
+    """Convert profiling. TorchTitan profiles the last `profiler_active` steps of every `profile_freq` steps, on all
+    ranks. Here, a run makes one profile, by default on rank 0."""
     has_memory = job.value("profiling.enable_memory_snapshot")
     freq, active = job.value("profiling.profile_freq"), job.value("profiling.profiler_active")
     is_on = (job.value("profiling.enable_profiling") or has_memory) and freq <= job.value("training.steps")
@@ -598,14 +619,18 @@ def _profiling(job: Migration) -> None:
     if is_on and has_memory:
         job.put("profiling.memory", True)
     for key, _ in _leaves({"profiling": {} if is_on else job.old.get("profiling", {})}):
-        job.drop(key, "off, or after the last step", changes_run=False)
+        job.drop(
+            key,
+            "has no effect: profiling is off, or the first profile would end after the last step",
+            changes_run=False,
+        )
 
 
 _KEYS = {format_key((*table.key, name)) for table in tables(JobConfig) for name in table.section.model_fields}
 
 
 def _others(job: Migration) -> None:
-    """Carry the keys with another name, or with the same name in both, and note all others."""
+    """Convert each remaining key that has a replacement or the same name here, and add a note for every other key."""
     for key, value in list(job.rest()):
         remedy = TORCHTITAN_KEYS.get(key)
         if remedy is not None and " " not in remedy:

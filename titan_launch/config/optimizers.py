@@ -1,6 +1,6 @@
-"""The optimizer's algorithms as data: their settings, their state tensors, and the memory of an update, without torch.
+"""The optimizer's algorithms as data: their settings, their state tensors, and the memory of an update. No torch.
 
-An algorithm is a row of `ALGORITHMS` and a file in `titan_launch/optim/` with its update.
+An algorithm is a row of `ALGORITHMS`, and a file in `titan_launch/optim/` that implements its update.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BLOCK = 256
-"""Elements that share a scale if the optimizer's state is in 8 bits (`optimizer.state_dtype = "int8"`)."""
+"""Number of elements that share a scale in optimizer state of 8 bits (`optimizer.state_dtype = "int8"`)."""
 
 
 def names_in_8_bits(name: str) -> tuple[str, str]:
-    """Return the names of the codes and the scales of a state tensor in 8 bits. Both differ from its name, so that a
-    checkpoint with codes is not read as one with values."""
+    """Return the names of the codes and the scales of a state tensor in 8 bits. Both differ from the name of the state
+    tensor, so that a checkpoint with codes is not read as one with values."""
     return f"{name}_codes", f"{name}_scales"
 
 
 def shape_of_scales(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the scales of a state tensor of this `shape`: one for each block within a row."""
+    """Return the shape of the scales of a state tensor of shape `shape`: one scale for each block of `BLOCK` elements
+    in a row."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
@@ -56,20 +57,20 @@ class ShardSize(NamedTuple):
         return 0 if self.dtype == "float32" else 4 * self.num_elements
 
     def state_dtype(self, config: OptimizerConfig) -> str:
-        """Return the dtype of the state tensors. The state of vectors is not in 8 bits."""
+        """Return the dtype of the state tensors. The state of vectors is float32 instead of int8."""
         if config.state_dtype == "int8" and len(self.shape) < 2:
             return "float32"
         return config.state_dtype or self.dtype
 
     def state_size(self, config: OptimizerConfig) -> int:
-        """Return the bytes of a state tensor, with the scales of a tensor in 8 bits."""
+        """Return the bytes of a state tensor, including the scales of a tensor in 8 bits."""
         dtype = self.state_dtype(config)
         scales = 4 * self._padded // BLOCK if dtype == "int8" else 0
         return self.num_elements * DTYPE_BYTES[dtype] + scales
 
     @property
     def _padded(self) -> int:
-        """Elements of the shard, if its rows have whole blocks."""
+        """Number of elements of the shard after each row is padded to whole blocks."""
         columns = self.shape[-1]
         return self.num_elements // columns * (-(-columns // BLOCK) * BLOCK)
 
@@ -78,13 +79,14 @@ class ShardSize(NamedTuple):
         return 4 * self.num_elements if DTYPE_BYTES[self.state_dtype(config)] < 4 else 0
 
     def decoding(self, config: OptimizerConfig) -> int:
-        """Return the bytes that are allocated to copy a state tensor in 8 bits to float32, beside the copy: int32
-        indices, or the scale of each element."""
+        """Return the bytes that are allocated, besides the copy itself, to copy a state tensor in 8 bits to float32.
+        These are int32 indices or, later, the scale of each element."""
         return 4 * self._padded if self.state_dtype(config) == "int8" else 0
 
     def encoding(self, config: OptimizerConfig) -> int:
-        """Return the bytes that are allocated to store float32 values in a state tensor: indices of codes, as int32 and
-        then as int8, and a copy of the values if the rows have no whole blocks; or those of `draw`."""
+        """Return the bytes that are allocated to store float32 values in a state tensor. In 8 bits, these are the
+        indices of codes, as int32 and then as int8, and a copy of the values if the rows do not consist of whole
+        blocks. In bfloat16, these are the bytes of `draw`."""
         if self.state_dtype(config) != "int8":
             return self.draw(config) if self.state_copy(config) else 0
         return (5 if self._padded == self.num_elements else 8) * self._padded
@@ -95,7 +97,7 @@ class ShardSize(NamedTuple):
 
     def draw(self, config: OptimizerConfig) -> int:
         """Return the bytes that stochastic rounding allocates for the shard: a random number and an intermediate result
-        per element, both int32."""
+        per element, both int32. 0 without stochastic rounding."""
         return 8 * self.num_elements if config.rounding == "stochastic" else 0
 
 
@@ -116,16 +118,16 @@ class GroupSizes(NamedTuple):
 
 Temporaries = Callable[[Sequence[GroupSizes], "OptimizerConfig", int], int]
 """A function of (groups, config, ranks) that returns the peak memory of the temporary tensors of an update, in bytes.
-`ranks`: number of ranks over which the state of a parameter is sharded: by FSDP2, and over replicas."""
+`ranks`: number of ranks over which the state of a parameter is sharded, by FSDP2 and over the replicas together."""
 
 
 @dataclass(frozen=True)
 class PyTorchUpdate:
-    """PyTorch's implementation of an algorithm. It supports only one dtype for a parameter and its state, no stochastic
-    rounding and no master weights."""
+    """PyTorch's implementation of an algorithm. It requires that a parameter and its state have the same dtype, and
+    supports neither stochastic rounding nor master weights."""
 
     update: str
-    """Import string of `update(group, config, found_inf)`, which updates one `ShardGroup`."""
+    """Import string of the function `update(group, config, found_inf)`, which updates one `ShardGroup`."""
 
     temporaries: Temporaries
 
@@ -140,17 +142,19 @@ class Algorithm:
     dtype."""
 
     update: str
-    """Import string of `update(groups, config, kept)`, which updates all `ShardGroup`s of the algorithm. `kept` is 1.
-    For a skipped step, `kept` and the gradients are 0. (The update is not imported here, because it needs torch.)"""
+    """Import string of the function `update(groups, config, applied)`, which updates all `ShardGroup`s of the
+    algorithm. `applied` is 1, or 0 for a skipped step, whose gradients are 0 too. (The function is not imported here,
+    because it needs torch.)"""
 
     state: Callable[[OptimizerConfig], tuple[str, ...]]
-    """Names of the state tensors. Each has the size of the parameter, and the dtype `optimizer.state_dtype`."""
+    """Returns the names of the state tensors. Each has the size of the parameter, and the dtype
+    `optimizer.state_dtype`."""
 
     temporaries: Temporaries
     """Memory of `update`."""
 
     settings: tuple[str, ...] = ()
-    """Keys or tables of `[optimizer]` that this algorithm reads, but some other algorithms do not."""
+    """Keys or tables of `[optimizer]` that this algorithm reads, but some other algorithms do not read."""
 
     weight_decay: float = 0.1
     """Default of `optimizer.weight_decay`."""
@@ -160,14 +164,15 @@ class Algorithm:
     `optimizer.weight_decay` applies only to algorithms with the same kind of weight decay as `optimizer.name`."""
 
     for_others: str | None = None
-    """Name of the algorithm for all other parameters, if this algorithm updates only matrices within the model (Muon),
-    also the stacked matrices of experts. None: this algorithm updates all parameters."""
+    """Only for an algorithm that updates just the matrices within the model, including the stacked matrices of experts
+    (Muon): the name of the algorithm for all other parameters. None: this algorithm updates all parameters."""
 
     lr_factor: Callable[[OptimizerConfig], float] = lambda config: 1.0
     """Returns this algorithm's factor of the learning rate."""
 
     pytorch: PyTorchUpdate | None = None
-    """PyTorch's implementation. It is used if it supports the job's dtypes, rounding and master weights."""
+    """PyTorch's implementation, which is used if it supports the job's dtypes, rounding and master weights. None: there
+    is none."""
 
 
 def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
@@ -178,8 +183,9 @@ def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
 def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
     """Divide consecutive parameters into batches that are updated together. Return the range of indices of each batch.
 
-    `sizes`: elements of each parameter. `limit`: most elements of a batch of several parameters; by default, the
-    elements of the largest parameter."""
+    `sizes`: number of elements of each parameter. `limit`: largest number of elements in a batch with several
+    parameters; by default, the number of elements of the largest parameter.
+    """
     limit, start, total = max(sizes, default=0) if limit is None else limit, 0, 0
     found = []
     for index, size in enumerate(sizes):
@@ -196,7 +202,8 @@ def _in_batches(groups: Sequence[GroupSizes]) -> Iterator[list[ShardSize]]:
 
 
 def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes while the state tensors of a batch are copied to float32, with the copies."""
+    """Return the peak memory in bytes, including the copies, while the state tensors of a batch are copied to
+    float32."""
     copies, peak = 0, 0
     for part in alike(shards, _row_width):
         copies += sum(shard.state_copy(config) for shard in part)
@@ -216,7 +223,8 @@ def _draw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _row_width(shard: ShardSize) -> int:
-    """Return the length of the rows that are decoded together; 0 for rows with whole blocks."""
+    """Return the length of a shard's rows; 0 if a row consists of whole blocks. Shards with equal results are decoded
+    together."""
     return shard.shape[-1] if shard.shape[-1] % BLOCK else 0
 
 
@@ -225,7 +233,8 @@ def _inner_axes(shard: ShardSize) -> tuple[int, ...]:
 
 
 def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Return lists of the items with equal keys, in the order of the items."""
+    """Return the items in groups with equal keys, each a list. The groups and the items in them have the order of
+    `items`."""
     found: dict[Hashable, list[T]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -303,28 +312,29 @@ def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: i
 
 
 _MUON_LIMIT = 1 << 24
-"""Most elements that Muon computes with at once, unless one parameter has more. So many elements keep a GPU busy for
-longer than a kernel's launch takes."""
+"""Largest number of elements that Muon processes at once, unless one parameter has more. With this many elements, a
+kernel on a GPU runs longer than its launch takes."""
 
 
 def muon_parts(shards: Sequence[T], num_elements: Callable[[T], int]) -> list[Sequence[T]]:
-    """Divide consecutive shards into parts of which Muon has float32 copies at once."""
+    """Divide consecutive shards into parts. Muon has float32 copies of one part at a time."""
     parts = batches([num_elements(shard) for shard in shards], _MUON_LIMIT)
     return [shards[part.start : part.stop] for part in parts]
 
 
 def matrices_at_once(shape: Sequence[int]) -> int:
-    """Return how many of a number of matrices (matrices, rows, columns) Muon's iterations compute together."""
+    """Return how many matrices of a stack Muon's iterations process together. `shape`: (matrices, rows, columns) of the
+    stack."""
     number, rows, columns = shape
     return min(number, max(1, _MUON_LIMIT // (rows * columns)))
 
 
 def matrix_batches(shapes: Sequence[Sequence[int]], ranks: int) -> list[list[list[int]]]:
-    """Divide matrices that `ranks` ranks share into batches. Return for each batch the stacks of its ranks: lists of
-    the indices of matrices of one shape, which one rank computes together.
+    """Divide the matrices that `ranks` ranks share into batches. A batch has at most one stack per rank: a list of the
+    indices of matrices with the same shape, which one rank processes together.
 
-    `shapes`: rows and columns of each matrix. A shape's matrices are divided equally among the ranks. The largest
-    stacks come first, because the ranks wait for the largest stack of a batch.
+    `shapes`: rows and columns of each matrix. The matrices of a shape are divided equally among the ranks. The largest
+    stacks come first, because all ranks wait for the largest stack of a batch.
     """
     stacks: list[list[int]] = []
     for same in alike(range(len(shapes)), lambda index: tuple(shapes[index])):
@@ -378,8 +388,8 @@ def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, r
 
 
 def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the bytes that the directions of a part's updates allocate, beside the directions in bfloat16: float32
-    copies of gradients, momenta and directions."""
+    """Return the bytes that are allocated to compute the directions of a part's updates, besides the directions in
+    bfloat16: float32 copies of gradients, momenta and directions."""
     gradients = sum(shard.gradient_copy for shard in part)
     momenta = sum(shard.state_copy(config) for shard in part)
     directions = 4 * sum(shard.num_elements for shard in part) if config.muon.nesterov else 0
@@ -390,7 +400,7 @@ def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _muon_update(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the bytes that the update of a part's parameters allocates: float32 copies, and those of `draw`."""
+    """Return the bytes that the update of a part's parameters allocates: float32 copies, and the bytes of `draw`."""
     copies = sum(shard.parameter_copy(config) for shard in part)
     return copies + _draw(part, config) if copies else 0
 

@@ -1,4 +1,4 @@
-"""The files that the keys `path` of data name. No torch."""
+"""The files that the `path` of a data source names. No torch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ PYTHON_STDLIB = "python-stdlib"
 SKLEARN_DIGITS = "sklearn-digits"
 
 COMPRESSED = (".gz", ".zst")
-"""Ends of the names of compressed files."""
+"""Suffixes of compressed files."""
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-"""Ends of the names of image files, in lower case."""
+"""Suffixes of image files, in lower case."""
 
 
 def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Path]]:
-    """Return (name, file) for each file that `path` names: one entry or several, each a file, a folder or a glob.
+    """Return (name, file) for each file that `path` names. `path` is one entry or several, each a file, a folder or a
+    glob.
 
-    `suffixes`: ends of the names of the files that count in a folder, before `.gz` or `.zst`.
+    `suffixes`: suffixes of the files that count in a folder. `.gz` or `.zst` may follow.
 
     The order is the same on every machine: the order of the entries, and by name within an entry. A name is relative to
-    the folder in its entry. So the same samples are held out for validation after a corpus was moved. Raises
+    the folder of its entry. So the same samples are held out for validation after a corpus was moved. Raises
     FileNotFoundError(entry) for the first entry that matches no file, and LinkError.
     """
     files: dict[Path, str] = {}
@@ -42,8 +43,8 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
 
 
 def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Counter[str]:
-    """Return the number of files that `suffixes` leaves out of the folders among the entries of `path`, by the ends of
-    their names."""
+    """Return how many files in the folders among the entries of `path` have none of the `suffixes`, by the suffix of
+    the file."""
     folders = [entry for entry in ((path,) if isinstance(path, str) else path) if os.path.isdir(entry)]
     if "" in suffixes:
         return Counter()
@@ -52,31 +53,32 @@ def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Co
 
 
 def first_names(folder: str, most: int) -> list[str]:
-    """Return the names of the first `most` files below a folder, in no particular order; none if its folders cannot be
-    read, or are nested too deeply."""
+    """Return the names of at most `most` files below a folder, in no particular order; an empty list if a folder cannot
+    be read, or if the folders are nested too deeply."""
     with suppress(OSError, RecursionError):
         return [name for name, _ in itertools.islice(_files_of(folder), most)]
     return []
 
 
 def count_ends(names: Iterable[str]) -> Counter[str]:
-    """Return the number of files by the ends of their names, such as `.txt` or `.jsonl.gz`, the most frequent first."""
+    """Return the number of files by suffix, such as `.txt` or `.jsonl.gz`, the most frequent suffix first."""
     found = Counter("".join(Path(name).suffixes[-1 - name.endswith(COMPRESSED) :]) for name in names)
     return Counter(dict(sorted(found.items(), key=lambda item: (-item[1], item[0]))))
 
 
 def describe_ends(ends: Counter[str]) -> str:
-    """Return the numbers of files as text: `12 .txt, 3 .jsonl.gz`."""
+    """Return the result of `count_ends` as text: `12 .txt, 3 .jsonl.gz`."""
     return listed([f"{number:,} {end or 'without a suffix'}" for end, number in ends.items()], most=4)
 
 
 def glob_of_sort(path: str, end: str) -> str:
-    """Return a glob for the files of a folder whose names have an end, as TOML. `path`: the folder, or a glob."""
+    """Return a glob for the files with the suffix `end`, as a TOML string. `path`: the folder of the files, or a glob
+    that also matches other files."""
     return toml_string(os.path.join(path, "**", f"*{end}") if os.path.isdir(path) else f"*{end}")
 
 
 class LinkError(Exception):
-    """A link among files that is not followed. The message is a clause with a remedy: `has a link: ...`."""
+    """The error for a link that is not followed. The message is a clause with a remedy: `has a link: ...`."""
 
 
 def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
@@ -99,15 +101,15 @@ def _found(entry: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Pat
         raise FileNotFoundError(entry)
     if entry != PYTHON_STDLIB and not os.path.isfile(entry):
         folder = Path(entry)
-        while not os.path.isdir(folder):  # the part of a glob before its first star is a folder
+        while not os.path.isdir(folder):  # find the folder in which the glob searches
             folder = folder.parent
         refuse_links_out((file for _, file in found), folder)
     return found
 
 
 def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
-    """Return True if an entry of a `path` names at least one file. The search stops at the first file. The standard
-    library is assumed to exist."""
+    """Return True if an entry of a `path` names at least one file. The search stops at the first file. For
+    `python-stdlib`, return True without a search."""
     return entry == PYTHON_STDLIB or next(_files_of(entry, suffixes), None) is not None
 
 
@@ -127,14 +129,15 @@ def _uncompressed(name: str) -> str:
 
 
 def _python_stdlib() -> Iterator[tuple[str, Path]]:
-    import sysconfig  # imported here, as `glob` below: most job files do not need it
+    import sysconfig  # imported here (like `glob` below), because most jobs do not need it
 
     files = _files_below(Path(sysconfig.get_paths()["stdlib"]), without="site-packages")  # may hold 40,000 files
     return (found for found in files if found[0].endswith(".py"))
 
 
 def _files_below(root: Path, without: str = "") -> Iterator[tuple[str, Path]]:
-    """Yield the files in a folder and its subfolders, but not in those that are named `without`."""
+    """Yield (name relative to `root`, file) for each file in a folder and its subfolders, except subfolders with the
+    name `without`."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name != without]
         files = (Path(folder, name) for name in names)
@@ -148,7 +151,7 @@ def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
 def _names_like(pattern: str) -> Iterator[str]:
     """Yield the paths that match a glob. `**` stands for a folder and all folders below it.
 
-    Python's `glob` follows each link to a folder, and does not end if two of them lead upwards.
+    Python's `glob` is not used: it follows each link to a folder, and does not end if two links lead upwards.
     """
     *parts, last = pattern.split(os.sep)
     folders = [os.sep if pattern.startswith(os.sep) else ""]
@@ -159,9 +162,10 @@ def _names_like(pattern: str) -> Iterator[str]:
 
 
 def _folders_like(folders: Iterable[str], part: str) -> list[str]:
-    """Return the folders in some folders that match a part of a glob: of `**`, these folders and all below them.
+    """Return the folders inside of `folders` that match `part`, one part of a glob. For `**`, return `folders` and all
+    folders below them.
 
-    Each folder is returned once. A link to a folder is only followed if nothing else leads there.
+    Each folder is returned once. A link to a folder is followed only if no other path leads to this folder.
     """
     found, reached = list[str](), set[tuple[int, int]]()
     real, links = deque[str](), deque[str]()
@@ -187,7 +191,8 @@ def _folders_like(folders: Iterable[str], part: str) -> list[str]:
 
 
 def _entries_like(folder: str, part: str, only_folders: bool = False) -> list[str]:
-    """Return the paths in a folder that match a part of a glob."""
+    """Return the paths in a folder that match `part`, one part of a glob; an empty list if the folder cannot be
+    read."""
     import fnmatch
     import glob
 
@@ -219,7 +224,8 @@ def class_folders(path: str) -> list[str]:
 
 
 def tar_shards(path: str) -> list[Path]:
-    """Return the files that a path with globs and braces names: in the order of the braces, and by name within a glob.
+    """Return the files that a path with globs and braces names. The order is that of the expanded braces, and by name
+    within a glob.
 
     Raises FileNotFoundError(entry) for the first entry that matches no file, LinkError, and ValueError for more than
     MOST_SHARDS files.
@@ -235,16 +241,17 @@ def tar_shards(path: str) -> list[Path]:
 
 
 MOST_SHARDS = 100_000
-"""Limit of the files that a path with braces names."""
+"""Largest number of files that a path with braces may name."""
 
 _MOST_CHARACTERS = 16_000_000
-"""Limit of the characters of their paths."""
+"""Largest total number of characters in the paths of these files."""
 
 _TOO_MANY = f"stands for more than {MOST_SHARDS:,} files"
 
 
 def _expand_braces(text: str) -> list[str]:
-    """Return the strings that a pattern like `{a,b}-{00..12}` stands for, as in a shell. Raises ValueError."""
+    """Return the strings that a pattern like `{a,b}-{00..12}` stands for, as in a shell. Raises ValueError if there are
+    too many."""
     strings: list[str] = []
     patterns = [text]
     while patterns:

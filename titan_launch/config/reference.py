@@ -42,14 +42,14 @@ def json_schema() -> dict[str, Any]:
     job = section_schema(JobConfig)
     definitions = job.pop("$defs")
     for variant in (variant for kinds in TAGGED.values() for variant in kinds.variants.values()):
-        definitions[variant.__name__].pop("required", None)  # a file that this one extends may set `kind`
+        definitions[variant.__name__].pop("required", None)  # `kind` may be set in a file that the job file extends
     for name, architecture in ARCHITECTURES.items():
         args = section_schema(architecture.args)
         args.pop("required", None)  # the flavor sets omitted arguments
         definitions |= args.pop("$defs", {})
         for field in architecture.args.model_fields.values():
             for section in filter(is_section, alternatives(field.annotation)):
-                definitions[section.__name__].pop("required", None)  # and omitted keys of the flavor's tables
+                definitions[section.__name__].pop("required", None)  # the flavor also sets omitted keys of these tables
         definitions[architecture.args.__name__] = args
         definitions["ModelConfig"].setdefault("allOf", []).append(_args_by_name(name))
     return {
@@ -91,8 +91,8 @@ def _without_null(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _args_by_name(name: str) -> dict[str, Any]:
-    """Return an if-then schema: if `name` is this model, then only its flavors and arguments are valid. For the default
-    model, the condition is also true if `name` is omitted."""
+    """Return an if-then schema: if the key `name` is this model, only the flavors and arguments of this model are
+    valid. For the default model, the condition is also true if the key `name` is omitted."""
     architecture = ARCHITECTURES[name]
     is_default = ModelConfig.model_fields["name"].default == name
     return {
@@ -110,7 +110,8 @@ def field_docs(section: type[Section]) -> dict[str, str]:
     """Return the docstring of every field of a section, including inherited fields, one line per paragraph."""
     docs: dict[str, str] = {}
     for cls in reversed(section.__mro__):
-        if issubclass(cls, Section) and cls is not Section and cls not in MIXED_KINDS.values():  # these have no source
+        # Mixed kinds are created at run time, so they have no source code.
+        if issubclass(cls, Section) and cls is not Section and cls not in MIXED_KINDS.values():
             docs |= _own_docs(cls)
     return {name: docs[name] for name in section.model_fields if name in docs}
 
@@ -265,7 +266,7 @@ def foreign_keys() -> str:
 
 
 def _common_names() -> Iterator[str]:
-    """Yield a table for each section of the job file, then that of the keys without a counterpart in it."""
+    """Yield a table for each section of the job file, then a table of the keys that no key of the job file replaces."""
     by_section: dict[str, list[str]] = {section: [] for section in [*JobConfig.model_fields, ""]}
     for key in COMMON_NAMES:
         found = re.search(r'"(\w+)\.\w', _remedy(key))
@@ -277,7 +278,7 @@ def _common_names() -> Iterator[str]:
 
 
 _QUOTED = r'"([^"]+)" = (\[[^]]*\]|"[^"]*"|\w+)|"([^"]+)"'
-"""A key with its value, and a key or a value alone, in a remedy."""
+"""Pattern of a part of a remedy: a quoted key with its value, or a quoted key or value alone."""
 
 
 def _remedy(key: str) -> str:
@@ -304,7 +305,8 @@ edit titan_launch/models/*/huggingface_*.py and titan_launch/models/huggingface/
 
 
 def files_of_other_programs() -> str:
-    """Return the page of files of other programs: its written part, and the tables of keys."""
+    """Return the page of files of other programs: the part that is written by hand, which stays, and the generated
+    tables of keys."""
     written = _FILES_PAGE.read_text(encoding="utf-8").partition(_FILES_MARKER)[0]
     return "\n".join([written + _FILES_MARKER, *_keys_of_config_json(), *_keys_of_adapters()])
 
@@ -368,7 +370,7 @@ def _sections() -> Iterator[str]:
 
 
 def _table(heading: str, path: str, section: type[Section]) -> Iterator[str]:
-    """Yield the keys of a table, then the arrays of tables in it."""
+    """Yield the description of a table's keys, then that of each array of tables in it."""
     yield from _describe(heading, section_doc(section), _fields(section))
     for name, field in section.model_fields.items():
         for kind in alternatives(field.annotation):
@@ -400,7 +402,7 @@ def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
 
 
 def _architectures() -> Iterator[str]:
-    """Yield the arguments of every class of models, then the size tables of its models."""
+    """Yield the arguments of every arguments class, then the size tables of the models that use this class."""
     models: dict[type[ModelArgs], list[str]] = {}
     for name, architecture in ARCHITECTURES.items():
         models.setdefault(architecture.args, []).append(name)
@@ -422,7 +424,7 @@ def _args(args: type[ModelArgs], names: Sequence[str]) -> Iterator[str]:
 
 
 def _flavors(name: str, architecture: Architecture) -> Iterator[str]:
-    """Yield a size table. Arguments with one value in all flavors are listed above it."""
+    """Yield the size table of a model. Arguments with the same value in all flavors are listed above the table."""
     yield f"#### Flavors of `{name}`\n"
     flavors = architecture.flavors
     first, *others = flavors.values()

@@ -1,4 +1,4 @@
-"""Role of each key of a job: the effect on a run that resumes after the value of the key has changed."""
+"""The role of each key of a job: what happens if the key has changed when a run resumes."""
 
 from __future__ import annotations
 
@@ -145,10 +145,10 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "comm": "operation",
     "debug": "operation",
 }
-"""The role of every section, or of each key of the section. `training.steps` and `training.epochs` are `operation`,
+"""The role of every section, or of each key of a section. `training.steps` and `training.epochs` are `operation`,
 because a larger value only extends the run, and moves a decay at the end of the schedule. `data.path` and
 `model.weights` are `operation`, because the files may be moved: a resumed run compares the content of the files
-instead. `model.path` is `operation`, because `model.args` has the content of its file."""
+instead. `model.path` is `operation`, because `model.args` contains the content of the file that it names."""
 
 
 class Difference(NamedTuple):
@@ -173,8 +173,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 
 
 def role_of(key: KeyPath) -> Role:
-    """Return the role of a key (see `Role`). An unknown key has the role `experiment`. (The `config.json` of a run by
-    an older version may contain keys that no longer exist.)"""
+    """Return the role of a key (see `Role`). An unknown key has the role `experiment`. (The `config.json` that an older
+    version wrote may contain keys that no longer exist.)"""
     if key[:2] == ("data", "sources"):
         key = ("data", *key[3:])
     role = ROLES.get(str(key[0]), "experiment")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def commit_of(folder: Path, digits: int = 40) -> str | None:
-    """Return the first digits of the commit of the git checkout that a folder is in, with `-dirty` if files have
-    changed. None without a checkout, or without git."""
+    """Return the commit of the git checkout around `folder`: the first `digits` digits of its hash, and `-dirty` if
+    tracked files have changed. Return None if there is no checkout, or if git is missing or fails."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", f"--abbrev={digits}", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)

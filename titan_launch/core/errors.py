@@ -61,11 +61,12 @@ class Problem:
     """Other keys on which the problem depends. If one of them is wrong too, this problem may be a consequence."""
 
     said_once: str = ""
-    """End of `reason` that is omitted if an earlier problem of the same message has it, such as a list of keys."""
+    """Last part of `reason`, such as a list of keys. If an earlier problem in the same message has the same last part,
+    it is printed only there."""
 
 
 class ConfigError(UserError):
-    """All problems of a job file that cannot be run."""
+    """Error for a job file that cannot be run. It has all problems of the job file."""
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)
@@ -83,7 +84,7 @@ def format_key(key: KeyPath) -> str:
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested tables, with their dotted keys. Names are not quoted."""
+    """Yield (dotted key, value) for each value in nested tables. Names in the keys are not quoted."""
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")
@@ -114,11 +115,14 @@ def nearest_multiples(number: int, of: int) -> str:
 
 
 _MOST_CANDIDATES = 10_000
-"""Number of candidates that are compared with a misspelt word. A file of a stranger may have more names."""
+"""Largest number of candidates that are compared with a misspelt word. A file from other people may have more names."""
 
 
 def nearest(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
-    """Return the candidate that is most similar to a misspelt word, or None. Case is ignored."""
+    """Return the candidate that is most similar to a misspelt word. Case is ignored.
+
+    Return None if no candidate has at least the similarity `similarity`, from 0 to 1 (`difflib`).
+    """
     import difflib  # imported here to save a millisecond of every start
 
     if len(word) > LONGEST_NAME:  # the comparison takes time in proportion to the product of the lengths

@@ -39,14 +39,16 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class RecordFile:
-    """A file that grows by whole records: if the disk has no room for a record, nothing of the record stays."""
+    """A file to which whole records are appended. If a write fails, such as on a full disk, no part of the record
+    stays."""
 
     def __init__(self, path: Path, mode: Literal["ab", "xb"]):
         """Open the file. `mode`: `ab` appends to a file that may exist, `xb` creates a file."""
         self._file = path.open(mode, buffering=0)
 
     def append(self, record: bytes) -> None:
-        """Hand a record to the operating system. If the process is killed afterwards, the record is not lost."""
+        """Write a record without buffering: if the process is killed afterwards, the record is not lost. Raises
+        OSError."""
         end = os.fstat(self._file.fileno()).st_size
         rest = memoryview(record)
         try:
@@ -63,11 +65,11 @@ class RecordFile:
 
 
 def file_state(path: Path) -> list[int]:
-    """Return the size of a file, the times of the last changes of its content and of its inode in nanoseconds, and the
-    number of its inode. Raises OSError.
+    """Return four numbers: the size of a file in bytes, its mtime and its ctime in nanoseconds, and its inode number.
+    Raises OSError.
 
-    If two states of a path are equal, nothing was written between them: programs can set the first time, but not the
-    second.
+    If a path has the same state at two times, the file was not written to in between. The mtime alone does not ensure
+    this: programs can set the mtime, but not the ctime.
     """
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
@@ -88,7 +90,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def free_name(pattern: Path) -> Path:
-    """Return the first path that does not exist, with `{}` in the last part of `pattern` replaced by 1, 2, 3, ..."""
+    """Replace `{}` in the last part of `pattern` by 1, 2, 3, ... and return the first path that does not exist."""
     names = (pattern.with_name(pattern.name.format(number)) for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
@@ -102,8 +104,8 @@ def remove(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError for other kinds of file, and for the files of /proc. (Opening a
-    FIFO would wait for a writer, and reading /proc/kmsg waits for a message.)"""
+    """Open a regular file for reading. Raises OSError for other kinds of file, and for files of /proc with content:
+    opening a FIFO would wait for a writer, and reading /proc/kmsg waits for a message."""
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "a path cannot have the character NUL", str(path))
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
@@ -114,19 +116,19 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def _is_regular(descriptor: int) -> bool:
-    """Return True for a regular file whose size is that of its content. Files of /proc have the size 0."""
+    """Return True for a regular file whose size is the length of its content. Files of /proc have the size 0."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return False
     try:
         is_empty = os.fstat(descriptor).st_size == 0 and not os.pread(descriptor, 1, 0)
-    except OSError:  # it would wait, or has no bytes at its start
+    except OSError:  # reading would wait, or the file has no bytes at its start
         return False
-    return is_empty or os.fstat(descriptor).st_size > 0  # again: a run may write to the file now
+    return is_empty or os.fstat(descriptor).st_size > 0  # reads the size again: a run may have just written to the file
 
 
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
-    """Return the content of a regular file. Raises OSError, also for other kinds of file, and for a file of more than
-    `most_bytes`."""
+    """Return the content of a regular file. Raises OSError if it cannot be read, is not a regular file, or has more
+    than `most_bytes` bytes."""
     with open_regular(path) as file:
         if most_bytes is None:
             return file.read()
@@ -161,8 +163,10 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 
 def weights_folder_around(path: Path) -> Path | None:
-    """Return the folder with weights (`*.safetensors`) that `path` is, or is inside of; None if there is none. Nothing
-    is written into such a folder, because other programs and runs read it."""
+    """Return the innermost folder with weights (`*.safetensors`) among `path` and the folders above it, or None.
+
+    Nothing is written into such a folder, because other programs and runs read it.
+    """
     whole = Path(os.path.realpath(os.path.expanduser(path)))
     return next((folder for folder in (whole, *whole.parents) if _has_weights(folder)), None)
 
@@ -179,5 +183,6 @@ def refuse_weights_folder(path: Path) -> None:
     found = weights_folder_around(path)
     if found is not None:
         raise UserError(
-            f"error: {path} is in {found}, which holds weights, and is never written to; choose another path"
+            f"error: {path} is in {found}, a folder with weights (*.safetensors); nothing is written into such a "
+            "folder; choose another path"
         )

@@ -19,7 +19,7 @@ _CHUNK = 1 << 24
 """Bytes per read when a file is hashed."""
 
 _NAMED_FILES = 2000
-"""Largest number of files whose names a fingerprint has. It has 60 to 100 bytes for each."""
+"""Largest number of files for which a fingerprint has the name and state of each file. Each takes 60 to 100 bytes."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,21 @@ class Fingerprint:
     samples: int
     files: int
     states: str
-    """Digest of the names and states of all files, in order. The state of a file is its size, and a checksum of its
-    content if all of it has been read."""
+    """Digest of the names and states of all files, in order. The state of a file is its size and, if the whole file has
+    been read, a checksum of its content."""
 
     content: str
     """Digest of up to 64 samples."""
 
     named: tuple[tuple[str, str], ...] = ()
-    """Name and state of each file that has a name, if there are at most 2,000 files."""
+    """Name and state of each file that has a name. Empty if there are more than 2,000 files."""
 
     tokenizer: str = ""
     """Digest of the tokenizer that made the tokens; "" for data without tokens."""
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of a digest of sizes and contents. Compare it with a digest of the same seed."""
+        """Digest of sizes and contents: 16 hexadecimal digits. Only digests with the same seed can be compared."""
         return _digest([f"{self.samples} {self.files} {self.states} {self.content}".encode()])[:16]
 
     def changed_to(self, now: Fingerprint) -> str:
@@ -67,8 +67,8 @@ class Fingerprint:
         return ""
 
     def _changed_names(self, now: Fingerprint) -> list[str]:
-        """Return the names of files that changed, as in `missing: a.txt, b.txt`. Empty if one of the two data sets has
-        too many files, or files without a name."""
+        """Return a clause for each kind of change (missing, changed, new), such as `missing: a.txt, b.txt`. Return an
+        empty list if one of the two data sets has too many files, or files without a name."""
         if len(self.named) != self.files or len(now.named) != now.files:
             return []
         before, after = dict(self.named), dict(now.named)
@@ -100,8 +100,11 @@ def fingerprint_of(
 
 
 def fingerprint_of_files(files: Sequence[tuple[str, Path]], sample_bytes: int) -> Fingerprint:
-    """Return the fingerprint of files with names: their sizes, and the bytes of up to 64 places that a fixed seed
-    draws. Files of up to 64 places of `sample_bytes` together are read whole. Raises OSError."""
+    """Return the fingerprint of named files: their sizes, and the content of up to 64 samples. Raises OSError.
+
+    A sample is a piece of `sample_bytes` bytes of a file. If the files have more than 64 pieces, a fixed seed draws 64
+    of them.
+    """
     sizes = [(name, path.stat().st_size) for name, path in files]
     ends = list(accumulate(-(-size // sample_bytes) for _, size in sizes))
 
@@ -115,7 +118,7 @@ def fingerprint_of_files(files: Sequence[tuple[str, Path]], sample_bytes: int) -
 
 
 def content_digest(paths: Iterable[Path]) -> str:
-    """Return the BLAKE2b digest of 16 bytes over the content of files, one after another. Raises OSError."""
+    """Return the 16-byte BLAKE2b digest of the concatenated contents of files, in hexadecimal. Raises OSError."""
     return _digest(chunk for path in paths for chunk in _chunks(path))
 
 
@@ -126,7 +129,8 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _printable(name: str) -> str:
-    """Return a file name with its bytes that are not UTF-8 as `\\udcXX`. JSON files must not contain such bytes."""
+    """Return a file name with `\\udcXX` in place of each byte that is not UTF-8. JSON files must not contain such
+    bytes."""
     return name.encode(errors="backslashreplace").decode()
 
 

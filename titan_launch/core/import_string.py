@@ -125,8 +125,8 @@ def raised_in_user_forward(error: BaseException) -> bool:
 
 
 def user_location(error: BaseException, or_own: bool = False) -> str | None:
-    """Return `file:line` of the innermost frame in the user's code, or None. With `or_own`, an error without such a
-    frame has the location of the innermost frame in this package."""
+    """Return `file:line` of the innermost frame in the user's code. If there is no such frame, return None or, with
+    `or_own`, the location of the innermost frame in this package."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if is_user_file(frame.filename)]
     own_frames = [frame for frame in frames if or_own and frame.filename.startswith(_OWN_FOLDER)]
@@ -172,7 +172,8 @@ def _missing_module(missing: str, name: str, key: KeyPath) -> ConfigError:
 
 
 def _make_working_directory_importable() -> None:
-    """Add the working directory to `sys.path`, as `python -m` does. An installed console script does not."""
+    """Add the working directory to `sys.path`. Python itself adds the directory for `python -m`, but not for an
+    installed console script."""
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)

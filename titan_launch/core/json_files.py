@@ -1,4 +1,5 @@
-"""The reader of all JSON, also from files that somebody else wrote: strict, bounded, and with one kind of error."""
+"""Strict JSON parsers with limits of size, also for files that somebody else wrote. They raise only JsonError for a
+text."""
 
 from __future__ import annotations
 
@@ -19,20 +20,20 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 MOST_BYTES = 16 * MIB
-"""Default limit of a file."""
+"""Default limit of the bytes of a file."""
 
 MOST_VALUES = 2_000_000
-"""Default limit of the values in a text. Each takes about 100 bytes of memory."""
+"""Default limit of the number of values in a text. Each value takes about 100 bytes of memory."""
 
 MOST_DEPTH = 64
-"""Limit of nested arrays and objects. Code that walks through a value may be recursive."""
+"""Limit of the depth of nested arrays and objects, because code that processes a value may be recursive."""
 
 MOST_DIGITS = 300
 """Limit of the digits of a number. Any shorter whole number is within the range of float64."""
 
 
 _LONGEST_PLACE = 200
-"""Longest text that says where a value is. Keys may be long."""
+"""Number of characters after which the path to a value (`a.b.0`) is cut in a message, because keys may be long."""
 
 
 class JsonError(ValueError):
@@ -50,8 +51,8 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_
 
 
 def parse_json(content: bytes | str, most_values: int = MOST_VALUES, most_keys: int | None = None) -> Any:
-    """Return the value in a JSON text. `most_keys`: limit of the keys, which take twice the memory of values. Colons in
-    texts count as keys.
+    """Return the value in a JSON text. `most_keys`: limit of the number of keys, which take twice the memory of values.
+    Colons in strings count as keys.
 
     Raises JsonError for a text that is not JSON, for two equal keys in an object, for numbers that float64 cannot have,
     for half of a surrogate pair, and for a text outside of the limits.
@@ -84,7 +85,7 @@ def parse_record(line: bytes) -> Any:
 
 
 def parse_as(adapter: TypeAdapter[_T], content: bytes, allows_nan: bool = False) -> _T:
-    """Return the value in a JSON text as a type. Raises JsonError, also for values of other types.
+    """Return the value in a JSON text as the type of `adapter`. Raises JsonError, also if the value has another type.
 
     `allows_nan`: allow NaN and infinities where the type has floating-point numbers.
     """
@@ -154,7 +155,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise JsonError(f"the key {json.dumps(twice)} stands twice in an object")
+        raise JsonError(f"the key {json.dumps(twice)} occurs twice in an object")
     return found
 
 
@@ -167,12 +168,12 @@ def _whole(digits: str) -> int:
 def _real(digits: str) -> float:
     value = float(digits)
     if isinf(value):
-        raise JsonError(f"the number {digits[:20]}, which is beyond float64")
+        raise JsonError(f"the number {digits[:20]} is outside the range of float64")
     return value
 
 
 def _constant(name: str) -> float:
-    raise JsonError(f"{name}, which JSON does not have")
+    raise JsonError(f"{name} is not a JSON value")
 
 
 _STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole, parse_float=_real, parse_constant=_constant)

@@ -1,9 +1,10 @@
 """Objects in a helper process that limits the memory and the CPU time of each call.
 
-Some files of strangers are programs: templates, and the rules of tokenizers. A program can run without end, take all
-memory, or crash the process that runs it. In the helper process it costs one error.
+Some files from other people are programs: templates, and the rules of tokenizers. A program can run without end, take
+all memory, or crash the process that runs it. If this happens in the helper process, only the call fails.
 
-The helper itself sets the limits, so they do not depend on the load of the host. It imports only what its objects need.
+The helper measures its own CPU time and memory, so the limits do not depend on the load of the host. It imports only
+what its objects need.
 """
 
 from __future__ import annotations
@@ -29,29 +30,30 @@ from titan_launch.core.signals import ignore_stop_signals, signal_name, stop_wit
 from titan_launch.core.terminal import one_line
 
 SECONDS = 2.0
-"""CPU time that a call may take beyond the time for its input."""
+"""Seconds of CPU time that a call may take in addition to SECONDS_PER_BYTE for each byte of its input."""
 
 SECONDS_PER_BYTE = 10 / MIB
-"""CPU time for each byte of input. Slow tokenizers take a tenth of it."""
+"""Seconds of CPU time that a call may take for each byte of its input. Slow tokenizers take a tenth of this time."""
 
 MEMORY = 512 * MIB
-"""Bytes that a call may allocate beyond those for its input."""
+"""Bytes that a call may allocate in addition to `Limits.memory_per_byte` for each byte of its input."""
 
 _REGAINED_SECONDS = 0.1
-"""CPU time beyond that for its input which an object regains with each call, up to `SECONDS`. Without this limit, a
-file could make each of a million calls take 2 s."""
+"""Seconds that each call adds to the spare time of its object. The spare time is the CPU time that the calls of an
+object may take in addition to the time for their input. It begins with SECONDS, and is never more. If each call had
+SECONDS again, a file could make each of a million calls take 2 s."""
 
 _REQUEST, _ANSWER = struct.Struct("<QdQQ"), struct.Struct("<Qd")
-"""Headers: length of the request, its limits of seconds, of memory and of the answer; length of the answer, and the
-seconds that it took."""
+"""Headers. Of a request: its length, and the limits of CPU seconds, of allocated bytes and of the bytes of the answer.
+Of an answer: its length, and the CPU seconds that the call took."""
 
 _LONGEST_MESSAGE = 300
-"""Characters of an error message of the helper."""
+"""Number of characters after which the message of an object's error is cut."""
 
 
 class CallError(Exception):
-    """A call that failed, or that was stopped. The message can follow the name of the object's file: `needs more than 2
-    s of CPU time for 12 bytes of input`, or the object's own message."""
+    """Error for a call that failed or was stopped. The message is the object's own message, or a clause that can follow
+    the name of the object's file: `needs more than 2 s of CPU time for 12 bytes of input`."""
 
     def __init__(self, reason: str, is_stopped: bool):
         """`is_stopped`: False if the object itself raised an error."""
@@ -66,29 +68,30 @@ class Limits(NamedTuple):
     """Bytes that the call may allocate for each byte of input."""
 
     answer: int = MIB
-    """Bytes of an answer to an empty input."""
+    """Largest number of bytes of the answer to an empty input."""
 
     answer_per_byte: int = 0
-    """Further bytes of an answer for each byte of input."""
+    """Number of bytes by which the answer may be larger for each byte of input."""
 
     seconds_per_byte: float = SECONDS_PER_BYTE
-    """CPU time for each byte of input."""
+    """Seconds of CPU time that the call may take for each byte of input."""
 
 
 MAKING = Limits(memory_per_byte=16, seconds_per_byte=1 / MIB)
-"""Limits of making an object. The package tokenizers needs ten bytes of memory and 0.1 microseconds for each byte of a
-file."""
+"""Limits of the call that creates an object. The package `tokenizers` needs 10 bytes of memory and 0.1 microseconds for
+each byte of a file."""
 
 
 class LimitedObject:
-    """An object in the helper process of this process, where its first call makes it.
+    """An object that lives in the helper process of this process. The first call creates the object there.
 
-    The helper serves all such objects. If it ends, the next call starts another helper. A process that is forked from
-    this one has a helper of its own.
+    One helper serves all such objects. If the helper ends, the next call starts another one and creates the object
+    again. A process that is forked from this one has a helper of its own.
     """
 
     def __init__(self, limits: Limits, factory: Callable[..., Any], *arguments: Any):
-        """`factory`: a function or class at the top of a module that imports little."""
+        """`limits`: limits of all calls. `factory`: a function or class that creates the object from `arguments`. It is
+        at the top level of a module that imports little, because the helper imports this module."""
         self.limits = limits
         self.number = next(_NUMBERS)
         self.recipe = factory, arguments
@@ -98,7 +101,7 @@ class LimitedObject:
     def call(self, method: str, *arguments: Any, seconds: float = 0.0) -> Any:
         """Return the result of a method. Raises CallError, and errors of this package that the method raises.
 
-        `seconds`: CPU time that the call may take beyond that for the bytes of its arguments.
+        `seconds`: CPU time that this call may take in addition to its other limits.
         """
         return _helper.call(self, method, arguments, seconds)
 
@@ -107,7 +110,7 @@ class LimitedObject:
 
 
 class _Helper:
-    """The helper process, as this process sees it."""
+    """This process's connection to its helper process."""
 
     def __init__(self) -> None:
         self.forgotten: list[int] = []
@@ -136,14 +139,14 @@ class _Helper:
     def abandon(self) -> None:
         """Close the pipes of the process without ending it. Call this in a forked process."""
         if self._process is not None:
-            self._process.returncode = 0  # it is no child of the forked process
+            self._process.returncode = 0  # the helper is not a child of the forked process, which cannot wait for it
             _close_pipes(self._process)
 
     def _exchange(
         self, number: int, action: Any, arguments: tuple[Any, ...], seconds: float, limits: Limits
     ) -> tuple[Any, float]:
-        """Send a request. Return the value of the answer, and the CPU time that remains. `action`: the name of a method
-        of the object with the id `number`, or the function that creates this object."""
+        """Send a request. Return the value of the answer, and the CPU time in seconds that the call has left. `action`:
+        the name of a method of the object with the id `number`, or the function that creates this object."""
         forgotten, self.forgotten = self.forgotten, []
         self._made -= set(forgotten)
         request = pickle.dumps((forgotten, number, action, arguments), pickle.HIGHEST_PROTOCOL)
@@ -159,7 +162,7 @@ class _Helper:
             kind, value = pickle.loads(_read(process.stdout.fileno(), length))
         except (EOFError, BrokenPipeError):
             kind, value = "stopped", _reason(self._end(is_ending=True), seconds, memory)
-        except BaseException:  # such as KeyboardInterrupt: the answer may still come
+        except BaseException:  # such as KeyboardInterrupt: the next call must not read the answer to this one
             self._end()
             raise
         if kind == "error":
@@ -171,9 +174,9 @@ class _Helper:
         return value, seconds - spent
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process, in the folder of this package: Python imports from the folder in which it starts."""
+        """Start the helper process, and return it."""
         command = [sys.executable, "-m", "titan_launch.core.limited_process"]
-        if threading.current_thread() is threading.main_thread():  # the signal is sent at the end of the thread
+        if threading.current_thread() is threading.main_thread():  # the signal is sent when the starting thread ends
             command.append(_STOP_WITH_PARENT)
         self._process = subprocess.Popen(
             command,
@@ -182,12 +185,13 @@ class _Helper:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "RUST_BACKTRACE": "0"},
-            cwd=Path(__file__).parents[2],
+            cwd=Path(__file__).parents[2],  # with -m, Python imports from the working directory
         )
         return self._process
 
     def _end(self, is_ending: bool = False) -> int:
-        """End the process, if there is one. Return its exit status. `is_ending`: it ends by itself."""
+        """End the process, if there is one. Return its exit status. `is_ending`: True if the process ends by itself,
+        so that its exit status tells the reason."""
         process, self._process = self._process, None
         self._made = set()
         if process is None:
@@ -229,13 +233,13 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(status: int, seconds: float, memory: int) -> str:
-    """Return why a process has ended during a call."""
+    """Return a clause that says why the helper has ended during a call. `status`: exit status of the helper."""
     if status == -signal.SIGPROF:
         return f"needs more than {seconds:.3g} s of CPU time"
     if status == -signal.SIGKILL:
         return "was killed (SIGKILL), probably because the host had no memory left"
     name = signal_name(-status) if status < 0 else f"exit status {status}"
-    return f"crashed its process ({name}) or {_too_much(memory)}"
+    return f"crashed its process ({name}), possibly because it {_too_much(memory)}"
 
 
 def _too_much(memory: int) -> str:
@@ -261,7 +265,7 @@ def _read(descriptor: int, length: int) -> bytes:
 
 
 class _Memory:
-    """The limit of the memory that this process may allocate. Without Linux, there is none."""
+    """The limit of the memory that this process may allocate. On systems other than Linux, there is no limit."""
 
     def __init__(self) -> None:
         if sys.platform == "linux":
@@ -273,7 +277,7 @@ class _Memory:
             self._page = os.sysconf("SC_PAGE_SIZE")
 
     def limit(self, further: int | None) -> None:
-        """Let this process allocate `further` bytes. None: no limit."""
+        """Let this process allocate `further` more bytes. None removes the limit."""
         if sys.platform != "linux":
             return
         soft = self._hard
@@ -292,7 +296,7 @@ def _serve(reading: int, writing: int) -> None:
         request = _read(reading, length)
         memory.limit(further)
         start = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # then SIGPROF ends this process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # after this CPU time, SIGPROF ends this process
         answer = _answer(objects, request, longest, further)
         del request
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -321,7 +325,7 @@ def _answer(objects: dict[int, Any], request: bytes, longest: int, further: int)
             return pickle.dumps(("error", error.with_traceback(None)))
         kind, found = "failed", _message(error)
     except BaseException as error:  # PanicException of Rust
-        kind, found = "stopped", f"fails inside of its library: {_message(error)}"
+        kind, found = "stopped", f"crashes the library that runs it: {_message(error)}"
     return pickle.dumps((kind, found))
 
 

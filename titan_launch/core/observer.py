@@ -1,4 +1,4 @@
-"""The protocol of everything that watches the steps of a run. `train/observers.py` has the list of all observers."""
+"""The base class of objects that watch the steps of a run. `train/observers.py` has the list of all observers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WatchedStep:
-    """A step before it runs."""
+    """Facts about a step that is about to run."""
 
     number: int
     """Number of the step, from 1 on."""
@@ -29,19 +29,18 @@ class StepResult:
     """The results of a step: scalars on the device, for which the host has not waited."""
 
     loss_sum: Tensor
-    """This rank's part of the step's loss, without the z-loss. The sum over all ranks is the mean over all items: the
-    valid targets, or the items of another loss. Ranks that share matrices (tensor parallelism) compute the same loss,
-    and each has an equal part of it."""
+    """This rank's part of the step's loss, without the z-loss. The sum of the parts of all ranks is the mean loss over
+    all items. (Items are the valid targets, or what a loss counts in place of them, such as pairs.) The ranks of a
+    tensor-parallel group compute the same loss, so each rank has this loss divided by the number of these ranks."""
 
     parts: Mapping[str, Tensor]
     """This rank's part of the other metrics of the loss (`Loss.tags`), by tag."""
 
     items_local: Tensor
-    """Number of items of this rank in `loss_sum`, divided by the number of ranks that share matrices (tensor
-    parallelism)."""
+    """Number of this rank's items in `loss_sum`, divided by the tensor-parallel degree."""
 
     items_global: Tensor
-    """Number of items of all ranks: the only denominator of the step's loss."""
+    """Number of items of all ranks. The step's loss is divided by this number only."""
 
     targets_global: Tensor
     """Number of valid (not ignored) targets of all ranks."""
@@ -54,16 +53,17 @@ class StepResult:
 
 
 class Observer:
-    """Something that watches steps and does not change their results. A method that is not overridden does nothing.
+    """An object that watches steps and does not change their results. A method that is not overridden does nothing.
 
-    An observer with a state also is a part of checkpoints (`checkpoint.state.Part`).
+    An observer that has state is also a part of checkpoints (`checkpoint.state.Part`).
     """
 
     def before_step(self, step: WatchedStep) -> None:
         """Begin to watch a step."""
 
     def before_update(self) -> None:
-        """Look at a step when all gradients are complete, before anything changes. An error abandons the step."""
+        """Inspect a step when all gradients are complete, before they are clipped. If this method raises an error, the
+        step is abandoned."""
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
         """Stop watching a step, after its update."""
@@ -72,6 +72,6 @@ class Observer:
         """Stop watching a step that an error has ended, in place of `after_step`. `before_step` may not have run."""
 
     def take_metrics(self) -> Mapping[str, float | Tensor]:
-        """Return this rank's values for a report by tag, after its last step, and reset them. All ranks return the same
-        tags. Collective."""
+        """Return this rank's metrics for a report, by tag, and reset them. Called after the last step that the report
+        covers. All ranks return the same tags. Collective."""
         return {}

@@ -1,4 +1,4 @@
-"""Optional packages, and how they are installed. Nothing is imported."""
+"""Optional packages, and the commands that install them. This module imports none of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Package(NamedTuple):
     """An optional package."""
 
     name: str
-    """Name of the package, as it is installed without this one."""
+    """Name of the package for `pip install`."""
 
     extra: str
-    """The extra of this package that installs it."""
+    """The extra of titan-launch that installs the package."""
 
 
 PACKAGES = {
@@ -37,16 +37,17 @@ PACKAGES = {
 
 
 def is_installed(module: str) -> bool:
-    """Return True if a module can be imported. A folder of this name in the working directory is none: `wandb` writes
-    its runs to one."""
-    with suppress(ModuleNotFoundError, ValueError):  # without the parent of `backports.zstd`, or a module without spec
+    """Return True if a module can be imported. A folder in the working directory that has the module's name does not
+    count: `wandb` writes its runs to a folder `wandb`."""
+    with suppress(ModuleNotFoundError, ValueError):  # `backports` may be missing, or a module may have no spec
         found = find_spec(module)
         return found is not None and found.origin is not None
     return False
 
 
 def not_installed(module: str) -> str:
-    """Return the reason and the remedy for a module of `PACKAGES` that is missing, for a message."""
+    """Return a clause for a message about a missing module of `PACKAGES`: it says why the module is needed and how to
+    install it."""
     package = PACKAGES[module]
     return f"needs the package {package.name}, which is not installed: {install(module)}"
 

@@ -68,13 +68,13 @@ def torchao_import_silenced() -> AbstractContextManager[None]:
 def generators_seeded(seed: int) -> Iterator[None]:
     """Seed the generators of PyTorch (CPU), Python and NumPy until the end of the block, and then restore their states.
 
-    `torch.manual_seed` would also seed the GPU, whose generator draws dropout masks.
+    The GPU's generator does not change.
     """
     import numpy as np
     import torch  # not imported by a check of a job file
 
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPU, which draws dropout masks
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:

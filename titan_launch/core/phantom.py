@@ -1,4 +1,7 @@
-"""Detection of a phantom GPU (`phantom_gpu`), which computes no values, and the marks of its output."""
+"""Detection of a phantom GPU (`phantom_gpu`), and the marks of its output.
+
+A phantom GPU computes no values, so a run on it is called a run without values.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ from typing import Any
 from titan_launch.core.errors import RunError
 
 VARIABLE = "PHANTOM_DEVICE"
-"""Environment variable that describes the device. Processes with a phantom GPU have it from their start."""
+"""Environment variable that describes the phantom GPU. It is set before a process with a phantom GPU starts."""
 
 MARK = "phantom: "
 """Beginning of each line that a run without values prints or logs."""
 
 TAG_PREFIX = "phantom/"
-"""Beginning of the tags of its metrics."""
+"""Beginning of the metric tags of a run without values."""
 
 FILE = "WITHOUT_VALUES"
-"""File that marks its run folder."""
+"""File that marks the run folder of a run without values."""
 
 VERSION_KEY = "phantom GPU"
-"""Key of `Manifest.versions` that marks its checkpoints."""
+"""Key of `Manifest.versions` that marks the checkpoints of a run without values."""
 
 TEXT = "This run had a phantom GPU, which computes no values. Its losses, weights and times mean nothing.\n"
 
@@ -34,22 +37,25 @@ def is_phantom() -> bool:
 
 
 def is_marked(folder: Path) -> bool:
-    """Return True if a run folder is of a run without values."""
+    """Return True if a run folder belongs to a run without values."""
     return os.path.lexists(folder / FILE)
 
 
 def marked(text: str) -> str:
-    """Return a text for the terminal or a log, whose lines are marked if they are of a run without values."""
+    """Return a text for the terminal or a log. In a run without values, each line begins with MARK."""
     return MARK + text.replace("\n", f"\n{MARK}") if is_phantom() else text
 
 
 def unmarked(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a report with the tags of a run with values."""
+    """Return a report without TAG_PREFIX in its tags."""
     return {tag.removeprefix(TAG_PREFIX): value for tag, value in report.items()}
 
 
 def check_operators(torch: ModuleType) -> None:
-    """Raise RunError in a process with a phantom GPU whose operators were not replaced when torch was imported."""
+    """Raise RunError if this process has a phantom GPU, but the import of torch did not replace torch's operators."""
     if is_phantom() and not hasattr(torch, "_phantom_gpu"):
-        reason = "the first folder of PYTHONPATH, which python -m titan_launch.phantom_gpu sets, was not read"
+        reason = (
+            "Python did not import the start-up hook; keep the PYTHONPATH that python -m titan_launch.phantom_gpu "
+            "sets, and start python without -E, -I or -S"
+        )
         raise RunError(f"the phantom GPU is not complete in this process: {reason}")

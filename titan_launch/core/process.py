@@ -1,4 +1,4 @@
-"""End of a training process: one message for all ranks, flushed output, exit status. Work in several processes."""
+"""Functions that end a process (one message for all ranks, flushed output, exit status) or share work between forks."""
 
 from __future__ import annotations
 
@@ -35,15 +35,18 @@ def usable_cores() -> int:
 
 
 _MOST_PROCESSES = 4
-"""Processes that share work. A fork takes some milliseconds, and as much memory as the work of one item."""
+"""Largest number of processes that share work. Each fork takes some milliseconds, and the memory of one item's work."""
 
 
 def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = True) -> list[R]:
-    """Return the results of a function, in the order of `items`. On Linux, up to four processes, one per core, take one
-    item after another: this process, which takes the first item, and forks of it, which return their results pickled.
+    """Return the results of `function` for all items, in the order of `items`.
 
-    A fork ends at its first error. What the forks leave is computed in this process, which raises its errors.
-    `takes_part`: False if this process only waits, so that it can fork again after a function that starts threads.
+    On Linux, up to four processes (at most one per core) share the items: this process, which takes the first item, and
+    its forks, which pickle their results. On other systems, this process computes all items.
+
+    A fork ends at its first error. This process then computes the items that the forks have not finished, and raises
+    the function's errors. `takes_part`: False lets this process only wait for the forks. If the function starts
+    threads, it then starts them only in the forks, so this process can fork again.
     """
     count = min(usable_cores(), len(items), _MOST_PROCESSES)
     is_alone = count < 2 if takes_part else usable_cores() < 2 or not items
@@ -51,12 +54,12 @@ def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = 
         return list(map(function, items))
     import pickle  # most processes do not need it
 
-    waiting, end = os.pipe()  # the numbers of the items that no process has taken; a pipe takes 16,384 of them
+    waiting, end = os.pipe()  # holds the numbers of the items that no process has taken, at most 16,384 numbers
     os.write(end, b"".join((index + 1).to_bytes(4, "little") for index in range(takes_part, len(items))))
     os.close(end)
 
     def taken() -> Iterator[tuple[int, R]]:
-        while number := int.from_bytes(os.read(waiting, 4), "little"):  # 0 at the end
+        while number := int.from_bytes(os.read(waiting, 4), "little"):  # 0 if the pipe is empty
             yield number - 1, function(items[number - 1])
 
     def help_parent(pipe: int) -> None:
@@ -69,7 +72,7 @@ def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = 
             pickle.dump(results, file)
 
     forks: dict[int, int] = {}
-    """The pipe of each fork, by the number of its process."""
+    """The pipe from which the results of each fork are read, by process id of the fork."""
     try:
         for _ in range(count - takes_part):
             ours, theirs = os.pipe()
@@ -86,7 +89,7 @@ def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = 
             found |= taken()
         for pipe in forks.values():
             with suppress(EOFError, pickle.UnpicklingError), open(pipe, "rb", closefd=False) as file:
-                found |= pickle.load(file)  # nothing, or not all of it, if the fork was killed
+                found |= pickle.load(file)  # raises an error if the fork was killed: its pickle is then incomplete
     finally:
         os.close(waiting)
         for process, pipe in forks.items():
@@ -120,7 +123,7 @@ def exit_process(status: int) -> NoReturn:
     quarter of correct runs (pytorch issue 190489). Freeing all objects would also take 10 % of the time of a `check`.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a closed pipe: `| head`
+        with suppress(OSError):  # the reader of the output has ended, such as `| head`
             stream.flush()
     exit_immediately(status)
 
@@ -158,7 +161,7 @@ def remove_folders(folder: str) -> None:
 def rank_folder(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the folder that torchrun creates for this rank; None in a process that torchrun did not start.
 
-    The parent folder belongs to one start of all ranks. `launch` removes these folders when it ends."""
+    Its parent folder belongs to one start of all ranks. `launch` removes all these folders when it ends."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     return os.path.dirname(error_file) if error_file else None
 
@@ -206,12 +209,11 @@ def _announce(text: str, status: int) -> int:
 
 
 def announce_once(text: str, traceback: str = "") -> None:
-    """Print an error on the first rank of this host that fails. The later errors of other ranks are its consequences.
+    """Print an error, unless another rank of this host has printed one before.
 
-    `traceback`: lines above the error, which are not indented as the lines of an error are.
-
-    The rank that creates the file of `claim_announcement` prints its error. The rank need not be rank 0, because
-    torchrun may stop rank 0 before rank 0 prints.
+    The later errors of other ranks are consequences of the first. The rank that creates the file of
+    `claim_announcement` prints its error. This rank need not be rank 0, because torchrun may stop rank 0 before rank 0
+    prints. `traceback`: text that is printed above the error, without indentation.
     """
     if claim_announcement(os.environ):
         clear_line = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor behind its line
@@ -220,9 +222,10 @@ def announce_once(text: str, traceback: str = "") -> None:
 
 
 def claim_announcement(environment: Mapping[str, str]) -> bool:
-    """Create the file that marks a failure as printed. Returns False if the file exists already.
+    """Create the file that marks a failure as printed. Return True if the caller is to print the failure, and False if
+    the file exists already.
 
-    `environment`: environment variables of a rank, which name torchrun's folder of this start.
+    `environment`: environment variables of a rank, which name the folder that torchrun has created for this start.
     """
     path = _announcement_mark(environment)
     if path is None:  # torchrun did not start this process, so nothing stops the other ranks: each rank prints

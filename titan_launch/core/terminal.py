@@ -1,7 +1,7 @@
-"""The door of the terminal: all text that commands print passes through here.
+"""Output functions: all text that commands print on the terminal passes through this module.
 
-Names and texts from files may have control characters, which a terminal obeys: they can move its cursor, erase lines
-and change its title. They are written as escapes, such as `\\x1b`.
+Names and texts from files may contain control characters, with which a file could move the cursor of the terminal,
+erase lines or change the title. This module replaces control characters by escapes, such as `\\x1b`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OVERRIDES = range(0x202A, 0x202F), range(0x2066, 0x206A)
 
 
 class _Escapes(dict[int, str | int]):
-    """A table for `str.translate` that learns each character when it is first seen."""
+    """A table for `str.translate` that computes the entry of a character at its first use."""
 
     def __init__(self, kept: tuple[str, ...]):
         super().__init__({ord(character): character for character in kept})
@@ -27,7 +27,7 @@ class _Escapes(dict[int, str | int]):
         is_shown = unicodedata.category(chr(code)) not in ("Cc", "Cs", "Zl", "Zp")
         is_shown &= not any(code in overrides for overrides in _OVERRIDES)
         found = code if is_shown else chr(code).encode("unicode_escape", "surrogatepass").decode()
-        if code < 0x3000:  # so that a long text of many characters does not fill the memory
+        if code < 0x3000:  # higher characters are not cached: a text with many of them would fill the memory
             self[code] = found
         return found
 
@@ -41,12 +41,12 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a name, or another value in a message, with escapes in place of control characters, also line ends."""
+    """Return a name or another part of a message, with escapes in place of control characters and line ends."""
     return text if text.isprintable() else text.translate(_KEEPING_NOTHING)
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Return a text without its middle, if it is longer than `most` characters."""
+    """Return a text. If the text is longer than `most` characters, ` ... ` replaces its middle."""
     half = most // 2
     return text if len(text) <= most else f"{text[: half - 2]} ... {text[-half + 3 :]}"
 
@@ -60,8 +60,8 @@ def short_name(name: str) -> str:
 
 
 def as_message(text: str) -> str:
-    """Return an error or a log message. Each line after its first begins with white space, so that no part of it looks
-    like a message of its own."""
+    """Return an error or a log message with escapes in place of control characters. All lines after the first are
+    indented, so that none of them looks like a separate message."""
     first, *others = printable(text).split("\n")
     return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in others)])
 
@@ -72,17 +72,18 @@ def say(text: str = "", file: TextIO | None = None, end: str = "\n", flush: bool
 
 
 def say_data(text: str, end: str = "\n", flush: bool = False) -> None:
-    """Print a text that other programs may read, to standard output: with escapes on a terminal, else as it is."""
+    """Print a text to standard output: with escapes on a terminal, and unchanged to a pipe or file for other
+    programs."""
     (say if sys.stdout.isatty() else say_escaped)(text, end=end, flush=flush)
 
 
 def say_escaped(text: str, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Print a text as it is. The caller has escaped it, and may have added colours and the like."""
+    """Print a text unchanged. The caller has already escaped the text, and may then have added colours."""
     print(text, file=sys.stdout if file is None else file, end=end, flush=flush)
 
 
 def escape_warnings() -> None:
-    """Let Python's warnings, whose texts may have names from files, also be printed with escapes."""
+    """Print Python's warnings with escapes too, because their texts may contain names from files."""
     warnings.formatwarning = _format_warning
 
 

@@ -30,8 +30,8 @@ def is_tested_release() -> bool:
 
 
 def planned_release() -> str:
-    """Return the release whose FSDP2 the planner simulates, such as `2.13`: the installed one, or NEWEST_TESTED if that
-    is older."""
+    """Return the release whose FSDP2 the planner simulates, such as `2.13`: the installed release, or NEWEST_TESTED if
+    the installed release is newer."""
     return ".".join(map(str, min(torch_release(), NEWEST_TESTED)))
 
 
@@ -46,8 +46,8 @@ MIXES_DTYPES_IN_UNIT = torch_release() >= (2, 15)
 SPLITS_BACKWARD_OF_EXPERTS = torch_release() >= (2, 13)
 """True if pipeline schedules can split the backward of a mixture of experts.
 
-PyTorch 2.11 frees the nodes of autograd functions in Python before it computes the gradients of weights. Torch 2.12 was
-not tried."""
+PyTorch 2.11 frees the nodes of custom (Python) autograd functions before it computes the gradients of weights. PyTorch
+2.12 was not tried."""
 
 ACCUMULATES_IN_GRAD = torch_release() >= (2, 15)
 """True if autograd accumulates an unsharded parameter's gradients in the reduce dtype (`Tensor.grad_dtype`).
@@ -64,7 +64,8 @@ KEEPS_REDUCED_GRADIENTS = torch_release() >= (2, 15)
 until it has called the hooks of the parameters. Earlier releases free them at the cast."""
 
 FREES_WITHOUT_GRADIENTS = torch_release() >= (2, 12)
-"""True if FSDP2 also frees the reduce-scatter input of the unit before when a unit has no gradients to reduce."""
+"""True if FSDP2 frees the reduce-scatter input of the previous unit even if the current unit has no gradients to
+reduce."""
 
 FINALIZES_BACKWARD = torch_release() >= (2, 15)
 """True if a schedule with a separate backward of weights ends FSDP2's backward with `FSDPModule.finalize_backward`."""
@@ -74,8 +75,8 @@ SKIPS_DIVISION_BY_ONE = torch_release() >= (2, 15)
 copy."""
 
 KEEPS_WORKSPACES = torch_release() < (2, 15)
-"""True if PyTorch keeps a workspace of cuBLAS for each thread and stream that has run a matrix product. From torch 2.15
-on, each product allocates its workspace and frees it (tried on 2.11 and 2.15)."""
+"""True if PyTorch keeps a cuBLAS workspace for each pair of a thread and a stream that has run a matrix product. From
+torch 2.15 on, each product allocates its workspace and frees it (tried on 2.11 and 2.15)."""
 
 DUMPS_FLIGHT_RECORDS_BY = "TORCH_FR_DUMP_ON_TIMEOUT" if torch_release() >= (2, 15) else "TORCH_NCCL_DUMP_ON_TIMEOUT"
 """Environment variable that lets NCCL's watchdog write the flight records. Torch 2.15 warns of the older name."""

@@ -1,7 +1,7 @@
 """Reuse of the memory of freed tensors on a CPU.
 
-Plain twin: glibc's defaults, which return large freed blocks to the operating system. A test compares the page faults
-of both (tests/cpu/test_allocator.py). The allocator does not affect values.
+Plain twin (the behaviour that this file replaces): glibc's defaults, which return large freed blocks to the operating
+system. A test compares the page faults with both (tests/cpu/test_allocator.py). The allocator does not affect values.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _OLDER_LIMIT = 32 * 2**20
 """The largest `M_MMAP_THRESHOLD` that older versions of glibc accept on 64-bit systems, in bytes."""
 
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+"""Environment variables with which a user configures malloc."""
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Keep the memory of freed tensors in this process for later tensors, as PyTorch's allocator for CUDA does.
 
     By default glibc returns large blocks to the system and requests them again in every step. The system then clears
-    each page at its first use (mallopt(3)). Return True if this works. Change nothing and return False with another C
-    library, or if one of `_VARIABLES` is set, by which a user configures malloc.
+    each page at its first use (mallopt(3)). Return True if glibc accepts the new thresholds. Without glibc, or if one
+    of `_VARIABLES` is set, change nothing and return False.
     """
     if platform.libc_ver()[0] != "glibc" or any(name in environment for name in _VARIABLES):
         return False

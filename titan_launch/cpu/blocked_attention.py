@@ -1,9 +1,10 @@
 """Causal attention on a CPU in blocks of tokens, which is faster than PyTorch's kernel for short sequences.
 
-Plain twin: PyTorch's CPU kernel behind `F.scaled_dot_product_attention`. It computes one head at a time, in small
-matrix products. Here a block of queries of several heads is one batched product with the keys up to the block, and its
-scores stay in the cache. Like the twin, this kernel does not save scores for backward, which computes them a second
-time (arXiv:2205.14135). Tests compare both kernels with the formula in float64 (tests/cpu/test_blocked_attention.py).
+Plain twin (the behaviour that this file replaces): PyTorch's CPU kernel behind `F.scaled_dot_product_attention`. The
+twin computes one head at a time, in small matrix products. Blocked attention multiplies a block of queries of several
+heads by all keys up to the block, in one batched matrix product, and the scores of a block stay in the cache. Neither
+kernel saves scores for backward: backward computes them again (arXiv:2205.14135). Tests compare both kernels with the
+formula in float64 (tests/cpu/test_blocked_attention.py).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 
 _BLOCK_ROWS = 128
-"""Number of queries of a block per head of keys; less if the sequence is shorter."""
+"""Largest number of queries in a block for each key head: tokens x query heads of this key head."""
 
 _BLOCK_SCORES = 2**19
-"""Number of scores of the longest block, over all its heads: 2 MiB in fp32."""
+"""Largest number of scores in a block, over all its heads: 2 MiB in fp32."""
 
 
 @cache
@@ -31,8 +32,8 @@ def lengths() -> Mapping[torch.dtype, range]:
     """Return, by dtype, the sequence lengths in tokens for which blocked attention is used on this CPU.
 
     At these lengths blocked attention was faster for all measured numbers of heads, widths and threads
-    (docs/verification/cpu.md). A dtype that was not measured on such a CPU is missing: both dtypes without AVX-512, and
-    bf16 with AMX, for which PyTorch has another kernel.
+    (docs/verification/cpu.md). A dtype that was not measured on such a CPU is missing: fp32 without AVX-512, bf16
+    without AVX-512 BF16, and bf16 with AMX, for which PyTorch has another kernel.
     """
     has = torch.cpu.get_capabilities()
     found = {}
@@ -57,8 +58,8 @@ def blocked_attention() -> Iterator[None]:
     """Replace PyTorch's CPU kernel for the calls that `takes` accepts, until the end of the block.
 
     Autograd, activation checkpointing, tracing and torch.compile see the same operation as before. Other calls reach
-    PyTorch's kernel, which then runs while Python's GIL is held. Do not use this with ring attention: backward assumes
-    that each query attended only to keys of the same call.
+    PyTorch's kernel, which then runs while Python's GIL is held. Do not use this context with ring attention: backward
+    assumes that each query attended only to keys of the same call.
     """
     library = _in_place[0] if _in_place else _registered()
     _in_place.append(library)
@@ -145,7 +146,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tu
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `q`, `k` and `v`. `grad`: gradient of the attention."""
+    """Return the gradients of `q`, `k` and `v`, with their shapes. `grad`: gradient of the result of `attention`."""
     blocks = _Blocks(q, k, scale)
     queries, keys, values, of_results = map(blocks.rows, (q, k, v, grad))
     of_queries, of_keys, of_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
@@ -169,7 +170,8 @@ def gradients(
 def _tokens_first(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an empty tensor (batch, heads, tokens, width) with tokens before heads in memory.
 
-    Outputs of PyTorch's kernel have these strides. Exception: the attention itself has the strides of the queries.
+    PyTorch's kernel returns its outputs with these strides, except for the attention, which has the strides of the
+    queries. `like`: a tensor with the dtype and device of the result.
     """
     batch, heads, tokens, width = shape
     return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
@@ -190,7 +192,8 @@ class _Blocks:
         self._future = q.new_full((self._length, self._length), -torch.inf, dtype=torch.float32).triu_(1)
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield for each block: its heads of keys over all sequences, its queries, and the tokens they attend to."""
+        """Yield three slices for each block, which index the results of `rows`: the key heads of the block (counted
+        over all sequences), its queries, and the tokens to which these queries attend."""
         for head in range(0, self._batch * self._heads, self._key_heads_per_block):
             heads = slice(head, head + self._key_heads_per_block)
             for start in range(0, self._tokens, self._length):
@@ -198,7 +201,7 @@ class _Blocks:
                 yield heads, slice(start * self._heads_per_key, end * self._heads_per_key), slice(0, end)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Return (batch, heads, tokens, width) as fp32 [batch x heads of keys, tokens x heads per key head, width]."""
+        """Return `x` (batch, heads, tokens, width) as fp32 (batch x key heads, tokens x heads per key head, width)."""
         by_key = x.unflatten(1, (self._heads, -1)).transpose(2, 3)
         return by_key.float().reshape(self._batch * self._heads, -1, x.shape[-1])
 
@@ -209,9 +212,9 @@ class _Blocks:
         return x
 
     def scores(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of a block, [heads of keys, queries, tokens], and their softmax.
+        """Return the scores of a block (key heads, queries, tokens), and their softmax.
 
-        The scores of later tokens are -inf. Both tensors are overwritten by the next block.
+        The scores of tokens after the query's token are -inf. The next block overwrites both tensors.
         """
         shape = (len(key), query.shape[1], key.shape[1])
         scores, shares = (kept[: math.prod(shape)].view(shape) for kept in (self._scores, self._shares))
@@ -227,10 +230,10 @@ _PRECISION = Lock()
 
 @contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """Round the factors of fp32 matrix products to `dtype` until the end of the context. Sums and results stay fp32.
+    """Round the factors of fp32 matrix products to `dtype` until the end of the block. Sums and results stay fp32.
 
-    Factors that were cast from `dtype` to fp32 are not changed by the rounding. The products are computed in this way,
-    because PyTorch has no CPU product of bf16 tensors with an fp32 result.
+    PyTorch has no CPU product of bf16 tensors with an fp32 result. The caller therefore casts bf16 factors to fp32: the
+    rounding does not change factors that were cast from bf16.
     """
     if dtype != torch.bfloat16:
         yield

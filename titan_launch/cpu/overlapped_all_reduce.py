@@ -1,8 +1,9 @@
 """All-reduces of gradients between replicas (HSDP) that overlap with backward on a CPU.
 
-Plain twin: FSDP2's all-reduce. On a GPU it runs on a separate stream, but on a CPU it blocks backward. gloo has no
-streams, but its threads can all-reduce while backward continues. Here FSDP2's call only starts the all-reduce, and the
-end of backward waits for it. Gradients are bitwise equal to the twin's (tests/cpu/test_overlapped_all_reduce.py).
+Plain twin (the behaviour that this file replaces): FSDP2's all-reduce. On a GPU it runs on a separate stream, but on a
+CPU it blocks backward. gloo has no streams, but its threads can all-reduce while backward continues. This file changes
+FSDP2's call so that it only starts the all-reduce. The end of backward waits for all started all-reduces. Gradients are
+bitwise equal to the twin's (tests/cpu/test_overlapped_all_reduce.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _PendingAllReduces:
         self._backwards: set[int] = set()
 
     def group_of_unit(self, group: dist.ProcessGroup, unit: Any) -> ReplicaGroup:
-        """Return the stand-in for the group over which FSDP2 all-reduces the gradients of a unit."""
+        """Return the stand-in for `group`, over which FSDP2 all-reduces the gradients of `unit`."""
         return _OverlappingGroup(group, sharded_parameters(unit), self)
 
     def add(self, work: dist.Work) -> None:
@@ -59,7 +60,8 @@ class _PendingAllReduces:
 class _OverlappingGroup(ReplicaGroup):
     """Stand-in for the process group of a unit's replicas, with the methods that FSDP2 calls.
 
-    It has the hash of the true group and compares equal to it, because PyTorch looks up the group's description.
+    It has the hash of the true group and compares equal to it, because PyTorch looks up the group's description by the
+    group.
     """
 
     def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], pending: _PendingAllReduces):

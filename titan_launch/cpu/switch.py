@@ -28,8 +28,9 @@ def cpu_speedups(
     """Speed up the training of a wrapped model on a CPU until the end of the block.
 
     Blocked attention replaces PyTorch's kernel if `kernels.attention` is `auto`, ranks have whole sequences, and the
-    kernel supports `seq_len` tokens. `dtypes`: the dtypes in which the model's attention computes. An empty list means
-    that they are not known; then each call of attention decides. The allocator stays changed after the block.
+    kernel supports `seq_len` tokens. `dtypes`: the dtypes in which the model's attention computes. If `dtypes` is
+    empty, the dtypes are unknown, and each call of attention chooses its kernel. The allocator stays changed after the
+    block.
     """
     keep_freed_memory()
     overlap_all_reduces(model)

@@ -1,7 +1,7 @@
 """The cache folder of a host: data that one process prepares and all processes of the host then read.
 
-Each entry is a folder with a list of its files, which has the digest and the state of each file. If the state of a
-file has changed since its digest was last compared, its content is compared again.
+Each entry is a folder with a list of its files. The list has the digest of each file, and its state (size, times and
+inode) when the content last matched the digest. If the state has changed since then, the content is compared again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _FILES = "files.json"
 
 
 def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: str = "") -> Path:
-    """Return the folder of the cache for `identity`, which JSON can represent. If it does not exist, `build` fills it.
+    """Return the folder of the cache for `identity`. If the folder does not exist, `build(folder)` fills a new one.
 
-    Several processes may call this at once: one builds, and the others wait. The folder appears when it is complete and
-    on disk. After an interruption, `build` gets the files that it had written. A folder is built again if its files no
+    `identity`: a value that JSON can represent. Several processes may call this function at once: one builds, and the
+    others wait. The folder gets its final name when it is complete and on disk. If an earlier call was interrupted,
+    `build` gets the folder with the files that the interrupted call wrote. A folder is built again if its files no
     longer have the content that `build` wrote. If the folder has to be built, a log line names `task` and the folder.
 
     Raises UserError if the cache cannot be written, and the errors of `build`.
@@ -75,7 +76,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
                 sync_folder(folder.parent)
     except OSError as error:
         if _is_folder(folder) and _has_known_content(folder):
-            return folder  # of a cache that this process can only read
+            return folder  # the cache is read-only for this process, but has the entry
         reason = f"{error.filename or folder.parent}: {error.strerror}"
         remedy = f"set the environment variable {CACHE_VARIABLE} to a folder on a disk with enough space"
         raise UserError(f"the cache of prepared data cannot be written ({reason}); {remedy}") from None
@@ -92,14 +93,14 @@ def _is_folder(path: Path) -> bool:
 
 
 def _make_folders(folder: Path) -> None:
-    """Make a folder and those above it. What this process caches is only for its user."""
+    """Make a folder and its missing parents. Only the user of this process may read them."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _seal(folder: Path) -> None:
-    """Write the files of an entry to disk, and then the list of them."""
+    """Write the files of an entry to disk (fsync), and then the list of the files."""
     files = sorted(path for path in folder.iterdir() if path.name != _FILES)
     for path in files:
         sync_file(path)
@@ -115,7 +116,7 @@ def _read_list(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def _has_known_state(folder: Path) -> bool:
-    """Return True if no file of an entry was written since its content was last compared. Reads no file."""
+    """Return True if no file of an entry was written since its content last matched its digest. Reads only the list."""
     try:
         return all(file_state(folder / name) == state for name, (_, state) in _read_list(folder).items())
     except (OSError, ValueError, TypeError):
@@ -123,8 +124,10 @@ def _has_known_state(folder: Path) -> bool:
 
 
 def _has_known_content(folder: Path) -> bool:
-    """Return True if the files of an entry have the content that was built, and note their states. Reads all files."""
-    _log.info("comparing the cached folder %s with its digests, because its files have new times or inodes", folder)
+    """Return True if the files of an entry still have the content that was built, and then write their new states into
+    the list. Reads all files."""
+    reason = "the times or inodes of its files have changed since the last check"
+    _log.info("comparing the cached folder %s with its digests, because %s", folder, reason)
     try:
         files = _read_list(folder)
         states = {name: file_state(folder / name) for name in files}
@@ -132,6 +135,6 @@ def _has_known_content(folder: Path) -> bool:
             return False
     except (OSError, ValueError, TypeError):
         return False
-    with suppress(OSError):  # a cache that this process can only read
+    with suppress(OSError):  # the cache may be read-only for this process
         replace_text(folder / _FILES, json.dumps({name: [files[name][0], states[name]] for name in files}))
     return True

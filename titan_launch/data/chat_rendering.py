@@ -21,24 +21,26 @@ Message = Mapping[str, Any]
 """A message of a chat, as templates expect it: `{"role": "user", "content": "..."}`, perhaps with more keys."""
 
 _BEGIN, _END, _MARK_END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Noncharacters of Unicode, of which marks consist. A mark is one of the first two, the index of a message, and the
-third. Marks of `generation` blocks have no index. Messages with these characters are refused."""
+"""Noncharacters of Unicode, of which marks consist. Marks are put into messages, to find where the text of each message
+is in the rendered chat. A mark is one of the first two characters, the index of a message, and the third character.
+Marks of `generation` blocks have no index. Messages with these characters are refused."""
 
 _NONCHARACTERS = re.compile(f"[{_BEGIN}-{_MARK_END}]")
 
 _MARKS = re.compile(f"([{_BEGIN}{_END}])([0-9]*){_MARK_END}")
 
 _PLACES = (("blank", "first", "last", "end"), ("first", "last", "end"), ("last",), ("end",), ("first",))
-"""Places of the marks in a text: before its first word, before its last word, after its last word, and in a text of
-white space. A template can test whether a text is empty, or has a certain beginning, end or word. So the marks have the
-first of these places that do not change the chat's text."""
+"""Sets of places of the marks in a text. `first`: before its first word. `last`: before its last word. `end`: after its
+last word. `blank`: in a text of white space only. A template can test whether a text is empty, or has a certain
+beginning, end or word, so marks may change the rendered chat. The sets are tried in this order, and the first set that
+does not change the rendered chat is used."""
 
 _TEXTS = ("content", "reasoning_content", "thinking", "reasoning", "arguments")
 """Keys of a message, and of the functions that it calls, whose texts get marks."""
 
 
 class RefusedChat(Exception):  # noqa: N818 - chats are refused, templates fail
-    """A chat that cannot be used. The arguments are those of `RecordError`."""
+    """Error for a chat that cannot be used. The arguments are those of `RecordError`."""
 
     def __init__(self, reason: str, detail: str = "", key: str = "path"):
         super().__init__(reason, detail, key)
@@ -67,7 +69,7 @@ class Rendered(NamedTuple):
 
     text: str
     blocks: list[Span]
-    """The text of `generation` blocks."""
+    """The spans of the `generation` blocks in `text`."""
 
     marks: list[Mark]
 
@@ -91,8 +93,8 @@ class Renderer:
     ) -> tuple[str, list[Span]]:
         """Return the text of a chat, and its parts that are targets. Raises RefusedChat.
 
-        A turn of the assistant is the text of a `generation` block, if the template has such blocks. `_Turns` finds it
-        otherwise. A part with text of another message is refused.
+        If the template has `generation` blocks, their texts are the turns of the assistant. Otherwise `_Turns` finds
+        the turns. A chat is refused if a part would contain text of another message.
         """
         self._check_strings([messages, tools])
         messages = [_with_thoughts(message) for message in messages]
@@ -112,10 +114,10 @@ class Renderer:
         return text, spans
 
     def prompt(self, messages: Sequence[Message], allows_special: bool = False) -> str:
-        """Return the text of a chat up to the answer that follows. If the last message is of the assistant, the text
-        ends with that of this message, which the answer continues. Raises RefusedChat.
+        """Return the text of a chat up to the answer that a model is to generate. If the last message is of the
+        assistant, the answer continues it: the text ends with the text of this message. Raises RefusedChat.
 
-        `allows_special`: do not refuse messages with the names of special tokens, which become these tokens.
+        `allows_special`: do not refuse messages with the names of special tokens. The names become these tokens.
         """
         for number, message in enumerate(messages, start=1):
             self._check_strings(message, f"message {number}, of the {message['role']}", allows_special)
@@ -125,14 +127,14 @@ class Renderer:
         end = f"{_END}{len(earlier)}{_MARK_END}"
         found = self.rendered([*earlier, {**last, "content": f"{last['content']}{end} "}], None)
         if not found.marks or last["content"].strip() not in found.text:
-            detail = "the template does not write the whole beginning of the answer"
+            detail = "the template changes or omits the text of the last message, which the answer continues"
             raise RefusedChat("refused by the chat template", detail, "template")
         text, rest = found.text[: found.marks[-1].position], found.text[found.marks[-1].position :]
-        return text if rest.startswith(" ") else text.rstrip()  # the template has removed the space
+        return text if rest.startswith(" ") else text.rstrip()  # the template strips messages: it removed this space
 
     def end_of_answer(self) -> str:
-        """Return the text that ends the last answer of a chat, as `render` finds it: a special token, or what stands in
-        its line after the answer. "" if nothing does."""
+        """Return the text that the template writes at the end of the last answer of a chat: a special token or, without
+        one, the rest of the line after the answer. Return "" if there is no such text, or if it is too long."""
         answer = "answer"
         try:
             text, spans = self.render([_QUESTION, {"role": "assistant", "content": answer}], None, "last")
@@ -145,14 +147,14 @@ class Renderer:
         return max(tokens, key=len, default=line if len(line) <= _LONGEST_END else "")
 
     def syntax_error(self) -> str:
-        """Return why the text is not a template; "" if it is one."""
+        """Return the reason why `text` is not a valid template; "" if it is valid."""
         from jinja2 import TemplateSyntaxError
 
         try:
             _ = self._compiled
         except TemplateSyntaxError as error:
             return f"line {error.lineno}: {_shortened(error)}"
-        except (SyntaxError, RecursionError, OverflowError) as error:  # of Python: blocks that are nested too deeply
+        except (SyntaxError, RecursionError, OverflowError) as error:  # Python raises them for too deeply nested blocks
             return _shortened(error)
         return ""
 
@@ -190,7 +192,8 @@ class Renderer:
         return _without_marks(marked)
 
     def closed(self, turn: str) -> str:
-        """Return a turn without the white space after the special token that ends it; the whole turn if none does."""
+        """Return a turn without the white space after the special token that ends it. If no special token ends the
+        turn, return the whole turn."""
         stripped = turn.rstrip()
         return stripped if stripped.endswith(self.closing) else turn
 
@@ -200,7 +203,7 @@ class Renderer:
 
     @cached_property
     def closing(self) -> tuple[str, ...]:
-        """The texts that end a turn: special tokens, and the named tokens of the template."""
+        """The texts that can end a turn: the special tokens, and the template's variables with names in `_token`."""
         named = (value for name, value in self.variables.items() if name.endswith("_token"))
         return tuple(token for token in (*self.special_tokens, *named) if token and isinstance(token, str))
 
@@ -227,8 +230,10 @@ class _Marked(NamedTuple):
 class _Turns:
     """The assistant's turns in the text of a chat.
 
-    Without `generation` blocks, a turn begins after the prompt for an answer. Its end is that of a chat which ends with
-    the turn. Marks in the messages show where the text of each message is. They do not change the chat's text.
+    Without `generation` blocks, a turn begins after the prompt for an answer: the text that `add_generation_prompt`
+    adds to a chat. To find the end of a turn, a chat that ends with this turn is rendered: both chats have the same
+    text at the end of the turn. Marks in the messages show where the text of each message is. Marks are used only where
+    they do not change the chat's text.
     """
 
     template: Renderer
@@ -239,18 +244,21 @@ class _Turns:
     def turn(self, index: int) -> Span:
         """Return the turn of message `index`. Raises RefusedChat if it cannot be told apart from other messages."""
         if not self._marked.messages:
-            raise self._unknown(index, "marks in the messages change the text around them")
+            raise self._unknown(
+                index, "the template changes or tests the texts of the messages, so their positions are unknown"
+            )
         start = self._start(index)
         turn = Span(start, self._stop(index, start))
         if any(not turn.start <= position <= turn.stop for position in self._positions_of(index)):
-            raise self._unknown(index, "a part of its text is at another place")
+            raise self._unknown(index, "a part of its text is outside of the turn")
         if others := self._messages_in(turn) - {index}:
             raise self._unknown(index, f"it would contain text of message {min(others) + 1}")
         return turn
 
     def blocks(self, turns: Sequence[int], train_on: str) -> list[Span]:
-        """Return the `generation` blocks of some turns. Raises RefusedChat for a block with text of a message that is
-        not of the assistant. The template is trusted if marks in the messages change the text around them."""
+        """Return the `generation` blocks of the turns `turns`. Raises RefusedChat for a block with text of a message
+        that is not of the assistant. If there are no marks, because marks would change the text, blocks are not
+        checked."""
         blocks = self.template.rendered(self.messages, self.tools).blocks
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         if train_on == "last" and answers:
@@ -267,11 +275,11 @@ class _Turns:
         return blocks
 
     def _start(self, index: int) -> int:
-        """Return the end of the prompt for the answer `index`.
+        """Return the start of the turn `index`, which is the end of the prompt for this answer.
 
-        The chat usually begins with the rendering of the earlier messages and this prompt. Some templates change
-        earlier messages once later ones follow. The prompt is then the only one between the earlier messages and the
-        answer.
+        The chat usually begins with the rendering of the earlier messages and this prompt. But some templates change
+        earlier messages if later messages follow. Then the prompt is searched for between the text of the earlier
+        messages and the text of the answer, where it must occur exactly once.
         """
         if index:  # templates do not expect a chat without messages
             with suppress(RefusedChat):
@@ -291,7 +299,7 @@ class _Turns:
         if self._prompt:
             raise self._unknown(index, f"the prompt for an answer, {self._prompt!r}, is not in the text before it")
         if index:
-            raise self._unknown(index, "the messages before it have another text in a chat that ends with them")
+            raise self._unknown(index, "the template writes the earlier messages differently if they end the chat")
         before = self.text[: own[0]]
         while token := next((token for token in self.template.closing if before.startswith(token, start)), ""):
             start += len(token)
@@ -300,19 +308,20 @@ class _Turns:
         return start
 
     def _stop(self, index: int, start: int) -> int:
-        """Return the end of a turn, after the special token that ends it.
+        """Return the end of a turn, after the special token that ends it. `start`: start of the turn.
 
-        A chat that ends with the turn, and such a chat with the prompt for the next answer, have no text of later
-        messages. One of them has the same text after the message: the last turn often ends with a different text.
+        Two chats without later messages are rendered: one that ends with the turn, and the same chat with the prompt
+        for the next answer. In one of them, the text after the message must be the text after it in this chat. The
+        second chat is needed because templates often end the last turn of a chat differently.
         """
         own = max(self._positions_of(index), default=start)
         for end in map(self.template.closed, self._ends(index, start, own)):
             if self.text.startswith(end, own) and not self._is_prompt(end, index, start):
                 return own + len(end)
-        raise self._unknown(index, "it has another end if another message follows")
+        raise self._unknown(index, "the template ends the turn differently if another message follows")
 
     def _ends(self, index: int, start: int, own: int) -> Iterator[str]:
-        """Yield texts that may end a turn. `own`: the end of the message's text."""
+        """Yield the texts after message `index` that may end its turn. `own`: the end of the message's text."""
         if index == len(self.messages) - 1:
             yield self.text[own:]
         else:
@@ -320,22 +329,22 @@ class _Turns:
             yield self._text_after(index, start, add_generation_prompt=True).removesuffix(self._prompt)
 
     def _is_prompt(self, end: str, index: int, start: int) -> bool:
-        """Return True if the text after a turn is the prompt for an answer, which some templates write after every
-        chat. Then the turn also begins after this text, and another question removes it."""
+        """Return True if `end`, the text after a turn, is the prompt for an answer, which some templates write after
+        every chat. In that case the turn begins after the same text, and a question after the turn removes `end`."""
         if not end or not self.text[:start].rstrip().endswith(end):
             return False
         return not self._text_after(index, start, _QUESTION).startswith(end)
 
     def _text_after(self, index: int, start: int, *further: Message, add_generation_prompt: bool = False) -> str:
-        """Return the text after message `index`, or after `start` if it has no text, in a chat that ends with it and
-        with `further` messages."""
+        """Render a chat that ends with message `index` and the messages `further`. Return its text after message
+        `index`. If this message has no text, return the text after `start`."""
         messages = [*self._marked.messages[: index + 1], *further]
         other = self.template.rendered(messages, self.tools, add_generation_prompt)
         positions = [mark.position for mark in other.marks if mark.message == index]
         if positions:
             return other.text[max(positions) :]
         if self._positions_of(index) or not other.text.startswith(self.text[:start]):
-            raise self._unknown(index, "it has another text in a chat that ends with it")
+            raise self._unknown(index, "the template writes the message differently if it ends the chat")
         return other.text[start:]
 
     def _unknown(self, index: int, reason: str) -> RefusedChat:
@@ -359,7 +368,8 @@ class _Turns:
 
     @cached_property
     def _marked(self) -> _Marked:
-        """The marks in the text, and the messages with the marks. There are none if marks at all places change it."""
+        """The messages with marks, and the positions of the marks in the chat's text. Both are empty if each set of
+        `_PLACES` changes the text."""
         for places in _PLACES:
             with suppress(RefusedChat):
                 messages = _with_marks(self.messages, places)
@@ -372,8 +382,8 @@ class _Turns:
         return [mark.position for mark in self._marked.marks if mark.message == index]
 
     def _messages_in(self, span: Span) -> set[int]:
-        """Return the indices of the messages with text in a span or next to it. A token can have characters of both
-        sides of an end that is not a special token."""
+        """Return the indices of the messages with text in a span. If no special token ends the span, also return a
+        message whose text follows directly, because one token may have characters of both."""
         last = span.stop - self.text.endswith(self.template.closing, 0, span.stop)
         return {mark.message for mark in self._marked.marks if span.start <= mark.position <= last}
 
@@ -387,7 +397,7 @@ def _shortened(error: Exception) -> str:
 _LONGEST_MESSAGE = 500
 
 _LONGEST_END = 100
-"""Characters of a text that ends an answer. Each new token is compared with it."""
+"""Limit of the characters of the text that ends an answer. During generation, each new token is compared with it."""
 
 
 def _is_target(message: Message) -> bool:
@@ -395,7 +405,7 @@ def _is_target(message: Message) -> bool:
     than 0 and 1."""
     weight = message.get("weight", 1)
     if weight not in (0, 1):
-        raise RefusedChat("with a weight of a message that is neither 0 nor 1", f"it is {weight}")
+        raise RefusedChat("a chat with a message weight other than 0 and 1", f"it is {weight}")
     return bool(weight) and message.get("train", True) is not False
 
 
@@ -408,17 +418,17 @@ def _called(message: Message) -> list[str]:
 
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of the thoughts before an answer. Templates read one of the first two."""
+"""Keys of a message for the thoughts before an answer. A template reads one of the first two keys."""
 
 
 def _with_thoughts(message: Message) -> Message:
-    """Return a message whose thoughts have the keys that templates read, as `transformers` passes them."""
+    """Return a message that has its thoughts under both keys that templates read, as `transformers` passes them."""
     thoughts = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 def _with_marks(messages: Sequence[Message], places: Sequence[str]) -> list[Message]:
-    """Return messages with marks at some places of their texts."""
+    """Return messages with marks at `places` (see `_PLACES`) of their texts."""
 
     def marked(value: Any, index: int, is_text: bool) -> Any:
         if isinstance(value, str) and is_text:
@@ -433,7 +443,7 @@ def _with_marks(messages: Sequence[Message], places: Sequence[str]) -> list[Mess
 
 
 def _with_marks_of(index: int, text: str, places: Sequence[str]) -> str:
-    """Return a text with marks of message `index`."""
+    """Return a text with marks of message `index` at `places` (see `_PLACES`)."""
     begin, end = (f"{mark}{index}{_MARK_END}" for mark in (_BEGIN, _END))
     words = text.rsplit(None, 1)
     if not words:
@@ -446,7 +456,7 @@ def _with_marks_of(index: int, text: str, places: Sequence[str]) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in plain data."""
+    """Yield all strings in nested dicts and lists, including the keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -457,7 +467,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _without_marks(marked: str) -> Rendered:
-    """Return a text without its marks, and the spans and positions that were marked."""
+    """Return a text without its marks, the spans of its `generation` blocks, and the positions of the other marks."""
     text, blocks, marks, begin = "", [], [], 0
     pieces = _MARKS.split(marked)
     for piece, kind, index in zip(pieces[::3], ["", *pieces[1::3]], ["", *pieces[2::3]], strict=True):
@@ -509,7 +519,7 @@ def _environment(today: date) -> Any:
             super().__setitem__(name, value)
 
     class Dict:
-        """The type `dict`, without the attributes of types."""
+        """A replacement of the type `dict` for templates, which does not have the attributes of a type."""
 
         def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
             return dict(*args, **items)

@@ -1,4 +1,4 @@
-"""Epochs: the steps that they are, and the samples of an epoch as far as they can be counted at once. No torch."""
+"""The number of steps of some epochs, and the number of samples of an epoch where it is quickly known. No torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from titan_launch.config.paths import SKLEARN_DIGITS, images_named
 from titan_launch.config.sections.data import DataSource, ImageData, SyntheticData, TokensData
 
 MOST_EPOCHS = 20
-"""Number of epochs above which commands warn of a job that sets `training.steps`."""
+"""Number of epochs above which commands warn if a job sets `training.steps`."""
 
 _MOST_PACKED = 100_000
-"""Largest number of documents that are packed only to count the samples. It takes a fraction of a second."""
+"""Largest number of documents that are packed only to count samples. Packing so many takes a fraction of a second."""
 
 _NUM_DIGITS = 1797
 
@@ -22,23 +22,24 @@ _NUM_DIGITS = 1797
 def steps_of(epochs: float, num_samples: int, global_batch_size: int, consumed: int = 0) -> int:
     """Return the number of steps, rounded up, until a run has consumed `epochs` times `num_samples` samples.
 
-    `consumed`: samples of earlier steps. Decimal fractions are exact: 0.1 is one tenth."""
+    `consumed`: number of samples that earlier steps have consumed; these steps are not counted. Decimal fractions of
+    `epochs` are exact: 0.1 is one tenth."""
     return math.ceil((Fraction(str(epochs)) * num_samples - consumed) / global_batch_size)
 
 
 def too_many_epochs(steps: int, epochs: float, num_samples: int, source: str = "") -> str | None:
     """Return a warning if the steps of a job are more than MOST_EPOCHS epochs of its data; else None. `source`: name of
-    a source of a mixture."""
+    the source in a mixture; "" if the data is not a mixture."""
     if epochs <= MOST_EPOCHS:
         return None
-    whose, remedy = (f" of the source {source}", "less, or a smaller weight") if source else ("", "less")
+    whose, remedy = (f" of the source {source}", "fewer, or a smaller weight") if source else ("", "fewer")
     read = f"training.steps = {steps} is {epochs:.4g} epochs of the {num_samples:,} training samples{whose}"
     return f"{read}; set {remedy}, or training.epochs for as many epochs as you want"
 
 
 def known_samples(data: DataSource, seq_len: int) -> int | None:
-    """Return the number of samples of an epoch, where this takes a moment: for token files of `prepare`, arrays of
-    images, and synthetic data. Return None for all other data, and for data that cannot be read."""
+    """Return the number of samples of an epoch if it is quickly known: for token files of `prepare`, arrays of images,
+    and synthetic data. Return None for all other data, and for data that cannot be read."""
     with suppress(Exception):  # a run explains why the data cannot be read
         match data:
             case SyntheticData():

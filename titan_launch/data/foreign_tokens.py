@@ -2,7 +2,7 @@
 NumPy, and flat files as in nanoGPT.
 
 These files do not name their tokenizer. Their token ids are therefore compared with the vocabulary of `[tokenizer]`.
-Ids and ends of documents need a pass over the files, which is made once per host; the result is in the cache.
+To find the largest id and the ends of the documents, each host reads the files once, and keeps the result in the cache.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _VERSION = 2
 """Version of the cached results."""
 
 _SAMPLE_BYTES = 1 << 20
-"""Bytes of each of the 64 places that are read to find changed files."""
+"""Bytes of each of the 64 samples of the files' content that are read to detect changed files."""
 
 _SCAN = "scan.json"
 
@@ -92,7 +92,7 @@ class _File:
 
 def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) -> tuple[Header, TokenStream]:
     """Map the files that `config.path` names into memory: a file, the path of `.bin` and `.idx` without its suffix, or
-    a glob. Return the header that token files with this content would have.
+    a glob. Return the header that token files with this content would have, and the stream of tokens.
 
     `key`: path of the section. Raises ConfigError on a key below it, and TokenFilesError for files that cannot be read.
     """
@@ -114,8 +114,8 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
 
 
 def check_unknown_ids(folder: Path, header: Header) -> None:
-    """Read the shards of token files whose header does not say their largest token id, once per host. Raises
-    TokenFilesError if an id is outside of the vocabulary."""
+    """Raise TokenFilesError if a token id is outside of the vocabulary, in a shard for which the header does not say
+    the largest id. A host reads these shards once."""
     unknown = [shard for shard in header.shards if shard.largest is None and shard.num_tokens]
     if not unknown:
         return
@@ -142,7 +142,8 @@ def _paths(config: TokensData, key: KeyPath) -> list[Path]:
 
 
 def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
-    """Return a file with its format. Raises ConfigError for a dtype that is missing or wrong."""
+    """Return the file at `path` with the format that its header says. Raises ConfigError if `dtype` is missing or
+    wrong, and TokenFilesError for a file that cannot be read."""
     index = path.with_suffix(".idx")
     file = _megatron_file(path, index) if index.is_file() else _llmc_file(path) or _numpy_file(path)
     if file is None:
@@ -171,7 +172,7 @@ def _whole_file(path: Path, dtype: str, start: int = 0, index: Path | None = Non
 
 
 def _llmc_file(path: Path) -> _File | None:
-    """Return a file of llm.c; None if it has no such header."""
+    """Return a file of llm.c; None if the file does not begin as one."""
     header = np.fromfile(path, "<i4", _LLMC_HEADER)
     if not len(header) or int(header[0]) not in {magic for magic, _ in _LLMC_FORMATS}:
         return None
@@ -227,8 +228,8 @@ def _megatron_file(path: Path, index: Path) -> _File:
 def _scanned(files: Sequence[_File], end_of_document: int | None) -> tuple[Path, list[Any]]:
     """Return the folder of the cache with the result of `_scan`, and the identity of the files.
 
-    Bytes at 64 places belong to the identity, because read-only images of disks may have the same times and inodes for
-    another content.
+    The identity includes 64 samples of the content: in two versions of a read-only disk image, files with different
+    content may have the same times and inodes.
     """
     paths = [path for file in files for path in (file.path, file.index) if path is not None]
     sample = fingerprint_of_files([("", path) for path in paths], _SAMPLE_BYTES).content
@@ -240,7 +241,7 @@ def _scanned(files: Sequence[_File], end_of_document: int | None) -> tuple[Path,
 
 
 def _scan(files: Sequence[_File], end_of_document: int | None, folder: Path) -> None:
-    """Write the largest token id, and the ends of the documents, of each file. Without `end_of_document`, write no
+    """Write the largest token id and the ends of the documents of each file. If `end_of_document` is None, write no
     ends."""
     largest, documents = [], []
     for number, file in enumerate(files):
@@ -260,7 +261,8 @@ def _scan(files: Sequence[_File], end_of_document: int | None, folder: Path) -> 
 
 
 def _megatron_ends(file: _File, index: Path) -> npt.NDArray[np.int64]:
-    """Return the number of tokens up to the end of each document. Raises TokenFilesError for an index of other data."""
+    """Return the number of tokens up to the end of each document. Raises TokenFilesError if the index does not match
+    the file."""
     header = np.fromfile(index, _MEGATRON_HEADER, 1)[0]
     sequences, documents = int(header["sequences"]), int(header["ends"])
     columns = {"lengths": ("<i4", sequences), "starts": ("<i8", sequences), "documents": ("<i8", documents)}
@@ -284,4 +286,4 @@ def _megatron_ends(file: _File, index: Path) -> npt.NDArray[np.int64]:
         problem = f"has documents that do not divide its {sequences:,} sequences in order"
     if problem:
         raise TokenFilesError(f"is damaged: {index.name} {problem}; copy both files again")
-    return np.setdiff1d(ends[borders], [0])  # also without empty documents, which preprocess_data.py may write
+    return np.setdiff1d(ends[borders], [0])  # each end once: preprocess_data.py may write empty documents

@@ -8,30 +8,32 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 _RANDOM = ("dropout", "alpha", "nbest_size")
-"""Keys of BPE and Unigram models that let a text have other tokens each time. `tokenizers` 0.23 reads only `dropout`
-from a file."""
+"""Keys of BPE and Unigram models that make the tokens of a text random. `tokenizers` 0.23 reads only `dropout` from a
+file."""
 
 IDS = "I"
 """Type code of the arrays of ids: 32 bits."""
 
 
 class Facts(NamedTuple):
-    """Properties of a loaded tokenizer, which the helper process sends once."""
+    """Properties of a loaded tokenizer. The helper process sends them once."""
 
     vocab_size: int
     special_tokens: list[str]
     changed: dict[str, Any]
-    """Values of keys that were set to none, so that a text always has the same tokens."""
+    """The keys of `_RANDOM` that the file sets, with their values. The tokenizer sets them to None, so that a text
+    always has the same tokens."""
 
 
 class LoadedTokenizer:
-    """A tokenizer of the package `tokenizers` that always has the same tokens for a text, and all of them.
+    """A tokenizer of the package `tokenizers`, without randomness, padding and truncation.
 
-    Ids are arrays as bytes, which are sent faster than lists.
+    Methods return ids as the bytes of an array of type `IDS`, because bytes are sent to another process faster than
+    lists.
     """
 
     def __init__(self, content: bytes):
-        """Load a `tokenizer.json`. Raises the plain exceptions of the package."""
+        """Load a `tokenizer.json`. `content`: content of the file. Raises the exceptions of the package."""
         import tokenizers
 
         self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
@@ -52,29 +54,29 @@ class LoadedTokenizer:
         return self._facts
 
     def token_to_id(self, name: str) -> int | None:
-        """Return the id of a token."""
+        """Return the id of the token `name`; None if there is no such token."""
         found: int | None = self._tokenizer.token_to_id(name)
         return found
 
     def begin(self) -> str | None:
-        """Return the token that the tokenizer puts before a text."""
+        """Return the special token that the tokenizer puts before a text; None if it puts none."""
         encoding = self._tokenizer.encode("a")
         return str(encoding.tokens[0]) if encoding.tokens and encoding.special_tokens_mask[0] else None
 
     def encode(self, text: str) -> bytes:
-        """Return the ids of a text."""
+        """Return the ids of a text, in which names of special tokens are plain text."""
         return array(IDS, self._tokenizer.encode(text, add_special_tokens=False).ids).tobytes()
 
     def encode_documents(self, documents: Sequence[bytes]) -> tuple[bytes, list[int]]:
-        """Return the ids of all documents, and the number of each one's ids."""
+        """Return the concatenated ids of UTF-8 documents, and the number of ids of each document."""
         texts = [document.decode() for document in documents]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         parts = [array(IDS, encoding.ids).tobytes() for encoding in encodings]
         return b"".join(parts), [len(encoding) for encoding in encodings]
 
     def encode_chat(self, text: str) -> tuple[bytes, bytes]:
-        """Return the ids of a text, in which names of special tokens become these tokens, and the first character and
-        the end of each token."""
+        """Return the ids of a text, and the offsets of each token: its first character, and the end of its characters.
+        Names of special tokens in the text become these tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -84,5 +86,5 @@ class LoadedTokenizer:
         return array(IDS, encoding.ids).tobytes(), offsets.tobytes()
 
     def decode(self, tokens: Sequence[int], keep_special: bool) -> str:
-        """Return the text of tokens."""
+        """Return the text of tokens, with the names of special tokens only if `keep_special`."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=not keep_special))

@@ -1,8 +1,8 @@
-"""Loaders of batches. Which samples a step has does not depend on the number of ranks, microbatches or workers.
+"""Loaders of batches. The samples of a step do not depend on the number of ranks, microbatches or workers.
 
 Checkpoints save only the run's position in the stream of samples, one integer, so a run can resume with another world
-size. The state of torchdata's loader describes the worker of one rank. It is used only for data without an index
-(`StreamLoader`).
+size. The state of torchdata's loader would not allow this, because it describes the workers of one rank. This state is
+saved only for data without an index (`StreamLoader`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Workers(NamedTuple):
     """The processes that read batches."""
 
     number: int = 0
-    """0: the main process reads."""
+    """Number of processes; 0: the main process reads the batches."""
 
     pin_memory: bool = False
     """True: batches are in page-locked memory, from which copies to a GPU need not wait."""
@@ -130,8 +130,8 @@ def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> 
 class FetchedAhead:
     """An endless iterator over batches from worker processes, which a thread unpacks while the training loop computes.
 
-    The main process reads batches without workers itself: the code of a user's source or transform may set the
-    generators of random numbers, which the training loop uses, too.
+    Use this class only with worker processes. Without them, the training loop must read the batches itself, not a
+    thread: the code of a user's source or transform may set the random generators that the training loop also uses.
     """
 
     def __init__(self, batches: Iterable[Batch], num_ahead: int):
@@ -152,7 +152,8 @@ class FetchedAhead:
         return batch
 
     def close(self) -> None:
-        """Stop fetching. Wait for at most a few seconds: the workers may wait for a disk."""
+        """Stop fetching. Wait at most 5 s for the batch that is being fetched, because its worker may wait for a
+        disk."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         wait(self._ahead, timeout=_LONGEST_WAIT)
 
@@ -164,8 +165,8 @@ _LONGEST_WAIT = 5.0
 def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """Yield the batches of a step on the device.
 
-    On CUDA, a batch in pinned memory is copied on a stream of its own, while the batch before it is computed. The first
-    batch of a step is copied while the step before it is computed, because the host does not wait for the device.
+    On CUDA, a separate stream copies each batch from pinned memory while the previous batch is computed. The first
+    batch of a step is copied while the previous step is computed, because the host does not wait for the device.
     """
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
@@ -184,7 +185,7 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
         compute.wait_event(is_copied)
         for tensor in batch:
             if tensor is not None:
-                tensor.record_stream(compute)  # its memory is not used again before `compute` has read it
+                tensor.record_stream(compute)  # the allocator does not reuse the memory before `compute` has read it
         yield batch
 
 
@@ -265,7 +266,8 @@ class _ValidationReader:
 
 @dataclass(frozen=True)
 class _ErrorsAsBatches:
-    """A reader that returns a UserError in place of a batch. PyTorch would add the worker's traceback to its text."""
+    """A reader that returns a UserError in place of a batch. If it raised the error, PyTorch would add the traceback of
+    the worker to the text."""
 
     reader: BatchReader
 
@@ -284,7 +286,7 @@ class _Packed:
     """The tensors of a batch on their way from a reader to the training loop.
 
     Small batches are sent by value, as NumPy arrays. Shared memory costs the receiver several system calls for each
-    tensor: for a batch of 8 x 2,048 tokens, five times as much time.
+    tensor: for a batch of 8 x 2,048 tokens, it takes five times as long as NumPy arrays.
     """
 
     def __init__(self, tensors: Sample):
@@ -324,7 +326,7 @@ class StreamLoader(Loader):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration continue after a position."""
+        """Let the next iteration continue after the position in `state`."""
         self._loader.load_state_dict(state)
 
 
@@ -361,7 +363,7 @@ def _stacked(samples: list[Sample | UserError]) -> _Packed | UserError:
 
 
 def _indexed_loader(reader: BatchReader, batches: Iterable[Sequence[int]], workers: Workers) -> Loader:
-    """Return a loader of batches that `reader` reads. `batches`: what `reader` turns into a batch, for each batch."""
+    """Return a loader of batches that `reader` reads. `batches`: for each batch, the numbers that `reader` gets."""
     return Loader(
         _ErrorsAsBatches(reader),
         workers,

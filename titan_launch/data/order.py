@@ -25,7 +25,7 @@ import numpy.typing as npt
 _ROUNDS = 8
 
 _CACHED_HASHES = 1 << 16
-"""Maximum number of hashes that one round of a permutation keeps: all hashes of an epoch of up to 4^16 samples."""
+"""Maximum number of hashes that one round of a permutation keeps. It suffices for all hashes of 4^16 samples."""
 
 
 class Order(Protocol):
@@ -72,17 +72,18 @@ _BLOCK = 64
 
 
 class MixtureOrder:
-    """Order of several sources, mixed by weights. An index counts through the samples of all sources, in their order.
+    """Order of several sources, mixed by weights. Indices count through the samples of the first source, then of the
+    second, and so on.
 
     Each source has an endless stream of its own, with the same order as without the others. Positions are divided into
-    blocks. In a block, the number of samples of each source follows from the weights, and a keyed permutation decides
-    which positions they have. After every whole block, the number of samples of a source since the weights last changed
-    differs by less than 1 from its exact share. All numbers are integers, so this holds for every length of the stream.
+    blocks. In a block, the weights decide the number of samples of each source, and a keyed permutation decides their
+    positions. After every whole block, the number of samples of a source since the weights last changed differs by less
+    than 1 from its exact share. All numbers are integers, so rounding errors do not add up.
     """
 
     def __init__(self, sources: Mapping[str, SampleOrder], stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int):
-        """`sources`: the order of each source, by name. `stages`: the first position, and the weights of all sources
-        from there on. The first stage begins at 0."""
+        """`sources`: the order of each source, by name. `stages`: pairs of a position and the weights of all sources
+        from this position on. The first stage begins at position 0."""
         self.sources, self.stages, self.seed = sources, stages, seed
         self._orders = list(sources.values())
         *self._offsets, self.num_samples = [0, *accumulate(order.num_samples for order in self._orders)]
@@ -109,7 +110,7 @@ class MixtureOrder:
         return tuple(counts)
 
     def progress(self, position: int) -> dict[str, tuple[float, float]]:
-        """Return for each source its share of the samples before `position`, and the number of its epochs."""
+        """Return for each source its share of the samples before `position`, from 0 to 1, and its epochs so far."""
         return {
             name: (count / max(position, 1), count / order.num_samples)
             for (name, order), count in zip(self.sources.items(), self.consumed(position), strict=True)
@@ -138,7 +139,8 @@ class _Stage:
         """Return the number of samples of each source before block `blocks` of this stage.
 
         The exact shares are rounded down. The samples that are then missing go to the sources with the largest
-        remainders. No number falls from one block to the next, because every share of a block is at least 1 or is 0.
+        remainders, one for each. No number falls from one block to the next, because the exact share of a source in a
+        block is 0, or at least 1.
         """
         positions, total = blocks * self.block_size, sum(self.weights)
         counts, remainders = zip(*(divmod(weight * positions, total) for weight in self.weights), strict=True)
@@ -163,17 +165,17 @@ class _Stage:
 
 
 def _whole(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Return whole numbers in the same proportions."""
+    """Return whole numbers with the same ratios as the weights."""
     denominator = lcm(*(weight.denominator for weight in weights))
     return tuple(int(weight * denominator) for weight in weights)
 
 
 class Permutation:
-    """A keyed permutation of [0, size), computed per index without memory for the whole.
+    """A keyed permutation of [0, size), computed per index without a table of all indices.
 
-    It is a Feistel network over the next power of 4. A result outside [0, size) is permuted again until it lies inside
-    ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The domain is smaller than
-    4 * size, so this takes less than 4 rounds on average.
+    It is a Feistel network over [0, n), where n is the next power of 4. A result outside [0, size) is permuted again
+    until it lies inside ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Because n
+    is less than 4 * size, an index is permuted less than 4 times on average.
     """
 
     def __init__(self, key: str, size: int):
@@ -184,7 +186,7 @@ class Permutation:
         self._rounds = list(zip(rounds[::2], rounds[1::2], strict=True))
 
     def __call__(self, index: int) -> int:
-        """Return the image of `index`."""
+        """Return the number in [0, size) to which the permutation maps `index`."""
         while True:
             left, right = index >> self._half_bits, index & self._mask
             for first, second in self._rounds:

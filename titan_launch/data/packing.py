@@ -1,9 +1,9 @@
 """Packing of documents: samples that consist of whole documents, with as little padding as possible.
 
-A document of n tokens has n - 1 pairs of an input and its target, the next token. It therefore needs n - 1 places of a
-sample. A document that needs more than `seq_len` places is cut into pieces of `seq_len` places and a rest. So every
-pair of every document is in exactly one sample, and no pair crosses the border of a document. A document of one token
-has no pair, and is in no sample.
+A document of n tokens has n - 1 pairs of an input and its target, the next token. It therefore takes n - 1 positions of
+a sample. A document that takes more than `seq_len` positions is cut into pieces of `seq_len` positions and a rest. So
+every pair of every document is in exactly one sample, and no pair crosses the border of a document. A document of one
+token has no pair, and is in no sample.
 
 The pieces are assigned to samples by best-fit decreasing, as in Ding et al., "Fewer Truncations Improve Language
 Modeling" (arXiv:2404.10830): in the order of falling length, each piece goes to the sample with the least free space
@@ -36,7 +36,7 @@ _ARRAYS = ("starts", "lengths", "ends")
 
 @dataclass(frozen=True)
 class PackingSummary:
-    """Numbers for the log line."""
+    """Numbers about a packing, for the log line."""
 
     num_documents: int
     """Number of documents with at least two tokens."""
@@ -46,14 +46,15 @@ class PackingSummary:
 
     num_samples: int
     padding: float
-    """Share of the places of all samples that no piece takes."""
+    """Share of the positions of all samples that no piece takes, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The pieces of each sample. The arrays are memory maps.
+    """The pieces of each sample.
 
-    Pieces are sorted by sample, and by their place in the data within a sample. Samples are sorted by the first piece.
+    Pieces are sorted by sample and, within a sample, by their position in the data. Samples are sorted by the positions
+    of their first pieces. The arrays of a packing from the cache are memory maps.
     """
 
     seq_len: int
@@ -62,7 +63,7 @@ class Packing:
     """For each piece, the number of tokens of the data before it."""
 
     lengths: npt.NDArray[np.int32]
-    """For each piece, the number of its pairs."""
+    """For each piece, the number of its pairs of an input and a target."""
 
     ends: Indices
     """For each sample, the number of pieces up to its end."""
@@ -93,8 +94,8 @@ def _write(folder: Path, packing: Packing) -> None:
 def pack(document_ends: Indices, seq_len: int, has_pairs: bool = False) -> Packing:
     """Return the packing of documents. `document_ends`: number of tokens up to the end of each document.
 
-    `has_pairs`: documents 2k and 2k + 1 belong to one sample, in which they have consecutive numbers, of which the
-    first is even. Each has at least two tokens, and both fit into a sample (`longest_pair`).
+    `has_pairs`: documents 2k and 2k + 1 belong to the same sample, in which they get the numbers 2j and 2j + 1. Each
+    has at least two tokens, and both together fit into a sample (`longest_pair`).
     """
     num_pairs = np.maximum(np.diff(document_ends, prepend=0) - 1, 0)
     starts, lengths = _pieces(document_ends, num_pairs, seq_len)
@@ -119,7 +120,7 @@ def pack(document_ends: Indices, seq_len: int, has_pairs: bool = False) -> Packi
 
 
 def longest_pair(document_ends: Indices) -> int:
-    """Return the largest number of places that documents 2k and 2k + 1 take together; 0 without documents."""
+    """Return the largest number of positions that documents 2k and 2k + 1 take together; 0 without documents."""
     lengths = np.diff(document_ends, prepend=0) - 1
     return int((lengths[0::2] + lengths[1::2]).max(initial=0))
 
@@ -129,7 +130,7 @@ def _pieces(document_ends: Indices, num_pairs: Indices, seq_len: int) -> tuple[I
     num_pieces = -(-num_pairs // seq_len)
     document = np.repeat(np.arange(len(num_pairs)), num_pieces)
     first_piece = np.cumsum(num_pieces) - num_pieces
-    begin = (np.arange(len(document)) - first_piece[document]) * seq_len  # of a piece, in its document
+    begin = (np.arange(len(document)) - first_piece[document]) * seq_len  # the position of each piece in its document
     lengths = np.minimum(num_pairs[document] - begin, seq_len).astype(np.int32)
     return (document_ends - num_pairs - 1)[document] + begin, lengths
 
@@ -138,11 +139,11 @@ def best_fit_decreasing(lengths: npt.NDArray[np.int32], capacity: int) -> npt.ND
     """Return the bin of each item, where a bin holds items whose lengths (1 to `capacity`) add up to `capacity` or
     less.
 
-    Items of equal length are placed together: a bin with free space f takes f // length of them, because after each
-    one it still has the least free space that suffices. So the time grows with the number of different lengths.
+    Items of equal length are placed together. A bin with free space f takes f // length of them, because after each
+    item this bin still has the least free space that suffices. So the time grows with the number of different lengths.
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
-    bin_of = np.empty(len(lengths), np.int32)  # of the items in the order of falling length
+    bin_of = np.empty(len(lengths), np.int32)  # the bin of each item, in the order of falling length
     open_bins: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(capacity)]  # by free space
     has_bins = 0  # bit f is set if open_bins[f] is not empty
     num_bins = placed = 0
@@ -178,6 +179,6 @@ def best_fit_decreasing(lengths: npt.NDArray[np.int32], capacity: int) -> npt.ND
 
 
 def _by_falling_length(lengths: npt.NDArray[np.int32], capacity: int) -> Indices:
-    """Return a stable order of the items. NumPy sorts uint16 by radix, 5 times as fast as int32."""
-    keys = capacity - lengths
+    """Return the indices of the items in the order of falling length. Items of equal length keep their order."""
+    keys = capacity - lengths  # sorted as uint16 if possible: NumPy uses a radix sort, 5 times as fast as for int32
     return np.argsort(keys.astype(np.uint16) if capacity < 1 << 16 else keys, kind="stable")

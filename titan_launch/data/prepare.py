@@ -52,13 +52,14 @@ _BATCH_BYTES = 1 << 20
 """Size of text that is tokenized at a time. The package tokenizers needs about 500 bytes for each token."""
 
 _SAMPLE_BYTES = 1 << 20
-"""Bytes of each of the 64 places that are read to compare text with cached digests. Up to 64 MiB, all text is read."""
+"""Bytes of each of the 64 samples of the text that are read to find out if cached digests are valid. Text of up to 64
+MiB is read whole."""
 
 _LARGE_CORPUS = 1 << 26
-"""Bytes of text above which a run starts processes to tokenize it. They take a second to start."""
+"""Bytes of text above which a run tokenizes the text in several processes, which take a second to start."""
 
 _NOT_IN_TOKENS = {"path", "packing", "shuffle", "num_workers", "name", "weight", "streaming"}
-"""Keys that do not change the tokens. (The files that `path` names are compared instead.)"""
+"""Keys of the section that do not change the tokens. (`path` is one of them: the files that it names are compared.)"""
 
 
 @dataclass
@@ -86,12 +87,12 @@ def prepare(
     report: Callable[[Part, bool], None] = lambda part, is_new: None,
     digests: Sequence[str] | None = None,
 ) -> Header:
-    """Write the documents of a corpus, as far as its split contains them, as token files. Return the header.
+    """Write the documents of a corpus that belong to its split as token files. Return the header.
 
-    Processes tokenize the parts. Their number does not change the files. If an earlier call for the same corpus was
-    interrupted, its finished shards are kept. If it had completed the folder, nothing is written. `report` is called
-    with each finished part, and False if an earlier call has finished it. `digests`: the result of `file_digests`, if
-    it is known.
+    `num_workers` processes tokenize the parts. Their number does not change the files. If an earlier call for the same
+    corpus was interrupted, its finished shards are kept. If an earlier call has completed the folder, nothing is
+    written. `report(part, is_new)` is called for each finished part; `is_new` is False if an earlier call has finished
+    the part. `digests`: the result of `file_digests`, if it is known.
 
     Raises ConfigError for documents that stop the run, UserError if the folder has other content, and OSError if it
     cannot be written.
@@ -121,7 +122,7 @@ def prepare(
 
 
 def prepare_part(corpus: Corpus, part: Part, folder: Path, name: str) -> tuple[Shard, Counts]:
-    """Write the documents of a part as the shard `name`."""
+    """Write the documents of a part as the shard `name`. Return the shard's entry of the header, and the counts."""
     counts = Counts()
 
     def encoded() -> Iterator[Encoded]:
@@ -135,7 +136,7 @@ def prepare_part(corpus: Corpus, part: Part, folder: Path, name: str) -> tuple[S
 
 
 def chosen_documents(corpus: Corpus, part: Part, counts: Counts) -> Iterator[Document]:
-    """Yield the documents of the split, and count the skipped ones."""
+    """Yield the documents of a part that belong to the split. Add the skipped documents to `counts`."""
     for document in corpus.documents(part):
         if not in_split(document.name, corpus.config):
             continue
@@ -151,8 +152,8 @@ _TRAINING_BYTES = 1 << 30
 
 
 def training_texts(corpus: Corpus) -> Iterator[str]:
-    """Yield the text of documents, from all parts alike, of about 1 GiB at most. Raises ConfigError for documents that
-    are not text."""
+    """Yield the text of documents: about 1 GiB at most, with an equal share from each part. Raises ConfigError for
+    documents that are not text."""
     parts = corpus.parts()
     for part in parts:
         size = 0
@@ -166,8 +167,8 @@ def training_texts(corpus: Corpus) -> Iterator[str]:
 
 
 def cached_token_files(corpus: Corpus) -> Path:
-    """Return the folder of a corpus's token files in the cache, and write it if it does not exist or is damaged. The
-    content of the files decides which folder it is."""
+    """Return the folder of a corpus's token files in the cache. Write the folder if it does not exist or is damaged.
+    The name of the folder depends on the tokenizer, the keys of the section, and the content of the files."""
     digests = _cached_digests(corpus)
     size = sum(file.size for file in corpus.files)
     num_workers = usable_cores() if size > _LARGE_CORPUS else 1
@@ -196,8 +197,9 @@ def file_digests(corpus: Corpus) -> list[str]:
 def _cached_digests(corpus: Corpus) -> list[str]:
     """Return the digest of the content of each file of a corpus.
 
-    The files are read if their states, or bytes at 64 places, differ from those for which the cache has digests. Bytes
-    are compared because read-only images of disks may have the same times and inodes for another content.
+    The files are read if their states, or 64 samples of their content, differ from those for which the cache has
+    digests. Samples are compared because, in two versions of a read-only disk image, files with different content may
+    have the same times and inodes.
     """
     places = [[str(file.path.resolve()), *file.state] for file in corpus.files]
     try:
@@ -210,14 +212,15 @@ def _cached_digests(corpus: Corpus) -> list[str]:
         (folder / "digests.json").write_text(json.dumps(file_digests(corpus)))
 
     size = sum(file.size for file in corpus.files)
-    task = f"{'reading text:':26} {size / 1e6:,.1f} MB, to find out if the cache has its tokens"
+    task = f"{'reading text:':26} {size / 1e6:,.1f} MB, to look for its tokens in the cache"
     folder = built_once("digests", [places, sample.content], build, task if size > _LARGE_CORPUS else "")
     digests: list[str] = read_json(folder / "digests.json", MOST_LISTED, MOST_LISTED)
     return digests
 
 
 def _check_unchanged(corpus: Corpus, digests: Sequence[str]) -> None:
-    """Raise ConfigError if a file has another content than at the start. Only files of another state are read."""
+    """Raise ConfigError if the content of a file has changed since the start. Only files whose state (size, times,
+    inode) has changed are read."""
     for file, digest in zip(corpus.files, digests, strict=True):
         try:
             is_unchanged = file_state(file.path) == file.state or content_digest([file.path]) == digest
@@ -228,15 +231,16 @@ def _check_unchanged(corpus: Corpus, digests: Sequence[str]) -> None:
 
 
 def _source(corpus: Corpus, digests: Sequence[str]) -> str:
-    """Return a digest of the keys, the files and the identity of a corpus."""
+    """Return a digest of everything that decides the tokens of a corpus, except for the tokenizer: keys of the section,
+    files, and `Corpus.identity`. `digests`: digest of the content of each file."""
     keys = corpus.config.model_dump(mode="json", exclude=_NOT_IN_TOKENS)
     files = [[file.name, file.size, digest] for file, digest in zip(corpus.files, digests, strict=True)]
     return hashlib.blake2b(json.dumps([keys, files, *corpus.identity]).encode(), digest_size=16).hexdigest()
 
 
 def _header_of(corpus: Corpus, folder: Path, source: str) -> Header | None:
-    """Return the header of a folder that an earlier call completed; None without one. Raises UserError if the folder
-    has the tokens of another corpus."""
+    """Return the header of a folder that an earlier call completed; None if the folder has no header. Raises UserError
+    if the folder has the tokens of another corpus."""
     if not (folder / HEADER).exists():
         return None
     try:
@@ -253,7 +257,8 @@ def _header_of(corpus: Corpus, folder: Path, source: str) -> Header | None:
 
 @contextmanager
 def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
-    """Lock a folder for a corpus. Raises UserError if the folder has other files, or if another process writes it."""
+    """Lock a folder for a corpus until the end of the block. Raises UserError if the folder has other files, or if
+    another process writes it."""
     refuse_weights_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / UNFINISHED
@@ -274,7 +279,8 @@ def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
 
 
 def _finish_parts(corpus: Corpus, folder: Path, parts: dict[str, Part], num_workers: int) -> Iterator[Part]:
-    """Write the shard of each part, and yield the part. The parts are finished in any order."""
+    """Write the shard of each part, and yield each part when its shard is finished, in any order. `parts`: by name of
+    the shard."""
     num_workers = min(num_workers, len(parts))
     if num_workers <= 1:
         for name, part in parts.items():
@@ -283,7 +289,7 @@ def _finish_parts(corpus: Corpus, folder: Path, parts: dict[str, Part], num_work
         return
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (corpus, folder))
     try:
-        with signals_blocked():  # Ctrl-C reaches all processes; this one ends the others
+        with signals_blocked():  # Ctrl-C reaches all processes; only this process handles it, and ends the others
             futures = {pool.submit(_work, part, name): part for name, part in parts.items()}
         for future in as_completed(futures):
             if problems := future.result():
@@ -345,7 +351,7 @@ def _read_record(folder: Path, name: str) -> tuple[Shard, Counts]:
 
 
 def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]], source: str) -> Header:
-    """Return the header of all shards. A file may be in several of them."""
+    """Return the header of all shards. The documents of a file may be in several shards."""
     files: dict[tuple[str, int], int] = {}
     for _, counts in records:
         for file, checksum in counts.files.items():
@@ -366,7 +372,7 @@ def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]], source: str) 
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Group documents for the tokenizer."""
+    """Yield groups of documents that are tokenized together."""
     batch: list[Document] = []
     size = 0
     for document in documents:

@@ -1,4 +1,4 @@
-"""Samples as text, for `titan-launch data`."""
+"""Conversion of samples to text, for `titan-launch data`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class ShownDocument:
-    """The tokens of a sample with one document number."""
+    """The tokens of a sample that have the same document number."""
 
     num_tokens: int
     """Number of inputs."""
@@ -31,8 +31,8 @@ class ShownDocument:
 def decode_sample(sample: Sample, tokenizer: Tokenizer) -> list[ShownDocument]:
     """Return the documents of a sample of tokens, without its padding.
 
-    The last target of a document is its last token, which is no input. The first token is not a target; it is shown
-    like the second one. A sample without document numbers is one document.
+    The last token of a document is only a target, not an input. It is left out if it does not count as a target. The
+    first token is only an input, and is shown like the second token. A sample without document numbers is one document.
     """
     inputs, targets, *numbers = (column.tolist() for column in sample)
     number_of = numbers[0] if numbers else [0] * len(inputs)
@@ -51,7 +51,7 @@ def decode_sample(sample: Sample, tokenizer: Tokenizer) -> list[ShownDocument]:
 
 
 def num_padding(sample: Sample) -> int:
-    """Return the number of places at the end of a sample that are padding: a document of zeros, without targets."""
+    """Return the number of positions at the end of a sample that are padding: a document of zeros without targets."""
     inputs, targets, *numbers = sample
     if not numbers:
         return 0

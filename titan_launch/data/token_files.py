@@ -42,10 +42,10 @@ SHARD_NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """Valid names of shards. A header must not name files outside of its folder."""
 
 CHUNK = 1 << 24
-"""Numbers per read of a pass over a file."""
+"""Number of tokens or ends of documents that are processed at a time when a whole file is read."""
 
 MOST_LISTED = 256 * MIB
-"""Limit of the bytes of a JSON file that names each file of a corpus."""
+"""Limit of the bytes of a JSON file with an entry for each file of a corpus."""
 
 _MOST_ENTRIES = 5_000_000
 """Limit of the arrays and objects in a header."""
@@ -55,7 +55,7 @@ _MOST_COUNT = 1 << 60
 
 
 class TokenFilesError(Exception):
-    """Token files that cannot be read. The message is a clause: `is truncated: ...; remedy`."""
+    """Error for token files that cannot be read. The message is a clause: `is truncated: ...; remedy`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Encoded:
 
     tokens: Tokens
     targets: npt.NDArray[np.bool_] | None = None
-    """True for each token that counts as a target; None if all do."""
+    """True for each token that counts as a target; None if all tokens count."""
 
     first_length: int | None = None
     """Number of tokens of the first document of a pair. None: the tokens are one document."""
@@ -98,7 +98,7 @@ class Header:
     has_targets: bool
     shards: tuple[Shard, ...]
     files: tuple[tuple[str, int, str], ...] = ()
-    """Name and size in bytes of each file that documents came from, and a CRC-32 of their tokens and targets."""
+    """For each file with documents: its name, its size in bytes, and a CRC-32 of the documents' tokens and targets."""
 
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of skipped files or documents, by reason."""
@@ -130,8 +130,8 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: str, has_targets: bool) -> Shard:
-    """Write the documents as one shard, and return its entry of the header. Temporary names become final at the end,
-    when the content is on disk."""
+    """Write the documents as one shard, and return its entry of the header. The files have temporary names until their
+    content is on disk."""
     num_tokens, largest, ends = 0, 0, []
     with ExitStack() as stack:
         tokens_file = stack.enter_context(_path(folder, name, "tokens.part").open("wb"))
@@ -196,7 +196,7 @@ def read_header(folder: Path) -> Header:
 
 
 def shard_of(entry: Any) -> Shard:
-    """Return a shard from the object that JSON has for it. Raises ValueError and TypeError for any other value."""
+    """Return the shard that an entry of a JSON file describes. Raises ValueError or TypeError for an invalid entry."""
     shard = Shard(**entry)
     sizes = (shard.num_tokens, shard.num_documents)
     if not (
@@ -265,10 +265,11 @@ class TokenStream:
     vocab_size: int
 
     identity: Sequence[Any]
-    """Values that JSON can represent, and that change with the ends of documents. They name entries of the cache."""
+    """Values that change if the ends of the documents change. JSON can represent them. They identify entries of the
+    cache."""
 
     starts: Sequence[int] = field(init=False)
-    """Number of tokens before each shard, and of all shards."""
+    """For each shard, the number of tokens before it. The last entry is the number of all tokens."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "starts", [0, *accumulate(map(len, self.shards))])
@@ -286,7 +287,8 @@ class TokenStream:
         return self._read(self.shards, start, stop)
 
     def read_targets(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Return True for each of these tokens that counts as a target; None if all tokens of the stream do."""
+        """Return True for each token from `start` to `stop` that counts as a target; None if all tokens of the stream
+        count."""
         return None if self.targets is None else self._read(self.targets, start, stop).astype(bool)
 
     def document_ends(self) -> npt.NDArray[np.int64]:
@@ -321,8 +323,11 @@ class TokenStream:
 
 
 def open_token_files(folder: Path, header: Header) -> TokenStream:
-    """Map the files of a folder into memory. Raises TokenFilesError if a file is missing or does not have the size that
-    the header says, or if documents do not end one after another. Reads all ends, but no tokens."""
+    """Map the files of a folder into memory. Reads all ends of documents, but no tokens.
+
+    Raises TokenFilesError if a file is missing or does not have the size that the header says, or if a document does
+    not end after the document before it.
+    """
     shards = [shard for shard in header.shards if shard.num_tokens]
     tokens = [map_file(folder / f"{shard.name}.tokens", header.dtype, shard.num_tokens) for shard in shards]
     ends = [map_file(folder / f"{shard.name}.ends", "int64", shard.num_documents) for shard in shards]
@@ -343,7 +348,7 @@ def open_token_files(folder: Path, header: Header) -> TokenStream:
 
 
 def first_without_tokens(ends: npt.NDArray[np.int64]) -> int | None:
-    """Return the index of the first document that does not end after the one before; None if there is none."""
+    """Return the index of the first document that does not end after the document before it; None if there is none."""
     for start in range(0, len(ends), CHUNK):
         chunk = ends[start : start + CHUNK]
         rises = np.diff(chunk, prepend=ends[start - 1] if start else 0) > 0
@@ -358,7 +363,7 @@ def verify_token_files(folder: Path) -> Header:
     stream = open_token_files(folder, header)
     for shard in header.shards:
         if shard_digest(folder, shard.name, header.has_targets) != shard.digest:
-            raise TokenFilesError(f"is damaged: the content of shard {shard.name} has another digest; {_REMEDY}")
+            raise TokenFilesError(f"is damaged: the digest of shard {shard.name} is not that of the header; {_REMEDY}")
     for tokens, path in zip(stream.shards, stream.paths, strict=True):
         check_ids(int(tokens.max()), path.name, header.vocab_size)
     return header

@@ -35,7 +35,7 @@ from titan_launch.data.token_files import Tokens, token_dtype
 _log = logging.getLogger(__name__)
 
 Offsets = npt.NDArray[np.int64]
-"""The first character of each token, and the end of its characters: (tokens, 2)."""
+"""For each token, its first character in the text and the end of its characters: `[tokens, 2]`."""
 
 
 class Tokenizer(Protocol):
@@ -54,7 +54,8 @@ class Tokenizer(Protocol):
         """Digest of everything that decides the tokens of a document."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, without tokens around it. Names of special tokens in it are plain text."""
+        """Return the tokens of `text`, without tokens that begin or end a document. Names of special tokens in the text
+        are plain text."""
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
         """Return the tokens of each UTF-8 document, including the tokens that begin and end it."""
@@ -100,7 +101,7 @@ class ByteTokenizer:
         return data.decode("utf-8", errors="replace")
 
     def encode_chat(self, text: str) -> tuple[list[int], Offsets]:
-        """Return the bytes of a text, and the character of each byte."""
+        """Return the bytes of a text, and for each byte the index of its character and the next index."""
         offsets = [(index, index + 1) for index, character in enumerate(text) for _ in character.encode()]
         return self.encode(text), np.array(offsets, np.int64).reshape(-1, 2)
 
@@ -112,26 +113,29 @@ class ByteTokenizer:
 
 
 _LIMITS = Limits(memory_per_byte=600, answer=64 * MIB, answer_per_byte=40)
-"""Limits of a tokenizer. The package tokenizers needs up to 500 bytes of memory for each token. The first answer names
-all special tokens."""
+"""Limits of the calls of a tokenizer. The package `tokenizers` needs up to 500 bytes of memory for each token. The
+first answer names all special tokens, so it may be large."""
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that a `tokenizer.json` describes, run by the package `tokenizers` in a helper process with limits:
-    the rules in the file can double a text again and again, or search it for ever."""
+    """A tokenizer that a `tokenizer.json` describes. The package `tokenizers` runs it in a helper process with limits,
+    because the rules in the file can double a text again and again, or search a text forever."""
 
     def __init__(self, config: TokenizerConfig):
-        """Load the file. Raises ConfigError on `tokenizer.path`, or on the key of a special token that it lacks."""
+        """Load the file. Raises ConfigError on `tokenizer.path`, or on the key of a special token that the file
+        lacks."""
         self._config = config
-        end_of_document = special_token(config)  # also checks the token that begins a document
+        end_of_document = special_token(config)  # also checks that the file has `begin_of_document`
         content = read_tokenizer_json(config)
         self._loaded = _load(config, content)
         facts: Facts = self._call("facts")
         for name, value in facts.changed.items():
-            _log.info('tokenizer: "%s" = %s of %s is set to none', name, value, tokenizer_file(config))
+            text = 'tokenizer: %s sets "%s" = %s, which is ignored, so that a text always has the same tokens'
+            _log.info(text, tokenizer_file(config), name, value)
         self.vocab_size, self.special_tokens = facts.vocab_size, facts.special_tokens
         if self.vocab_size > vocabulary_size(config):
-            reason = f"has ids up to {self.vocab_size - 1:,}, but its text names {vocabulary_size(config):,} tokens"
+            listed = f"the file lists ids only up to {vocabulary_size(config) - 1:,}"
+            reason = f"has token ids up to {self.vocab_size - 1:,} after loading, but {listed}"
             raise unusable(config, reason)
         self._dtype = token_dtype(self.vocab_size)
         self._begin = [] if config.begin_of_document is None else [self.token(config.begin_of_document)]
@@ -163,7 +167,8 @@ class HuggingFaceTokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, without tokens around it. Names of special tokens in it are plain text."""
+        """Return the tokens of `text`, without tokens that begin or end a document. Names of special tokens in the text
+        are plain text."""
         return _ids(self._call("encode", text)).tolist()
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
@@ -236,7 +241,8 @@ def _library(key: KeyPath, value: object) -> Any:
 
 
 def _load(config: TokenizerConfig, content: bytes) -> LimitedObject:
-    """Return a `LoadedTokenizer`. Its first call loads it."""
+    """Return a `LoadedTokenizer` in the helper process. The first call of a method loads `content` there. Raises
+    ConfigError if the package `tokenizers` is not installed."""
     key = ("tokenizer", "path")
     if "tokenizers" not in sys.modules and not is_installed("tokenizers"):
         _library(key, config.path)  # raises
@@ -253,8 +259,8 @@ def _call(config: TokenizerConfig, loaded: LimitedObject, method: str, *argument
 
 
 def tokenizer_beside(folder: Path) -> TokenizerConfig | None:
-    """Return the configuration of the tokenizer in a Hugging Face folder, with the token that it puts before a text;
-    None if the folder has none. Raises ConfigError."""
+    """Return the configuration of the tokenizer in a Hugging Face folder. Its `begin_of_document` is the token that the
+    tokenizer puts before a text. Return None if the folder has no tokenizer. Raises ConfigError."""
     if not os.path.isfile(folder / TOKENIZER_FILE):
         return None
     config = TokenizerConfig(kind="huggingface", path=str(folder))

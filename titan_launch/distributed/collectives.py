@@ -17,7 +17,7 @@ from titan_launch.core.torch_release import is_tested_release
 
 Value = TypeVar("Value")
 
-# Torch 2.13 renamed both functions; the old names warn.
+# Torch 2.13 renamed both functions, and the old names log a warning since then.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -56,7 +56,7 @@ def all_reduced(x: Tensor, group_name: str) -> Tensor:
 
 
 def warn(log: logging.Logger, message: str, *args: object) -> None:
-    """Log a message that is the same on all ranks: as a warning on rank 0, and at level INFO on other ranks."""
+    """Log a message that all ranks log: as a warning on rank 0, and at level INFO on the other ranks."""
     log.log(logging.WARNING if dist.get_rank() == 0 else logging.INFO, message, *args)
 
 
@@ -102,9 +102,9 @@ def replace_gloo_all_gather() -> torch.library.Library | None:
     uses `ALLGATHER`. DTensor and synchronized BatchNorm call this all-gather for host tensors, in GPU runs too.
 
     PyTorch 2.11 to 2.15 have this race (docs/verification/reliability.md); no upstream issue was found. On newer
-    releases nothing is replaced and None is returned, because the operators used here are private. For autograd,
-    tracing, torch.compile and dispatch modes the operator is unchanged. Repeated calls do nothing. A test compares the
-    replacement with PyTorch's kernel (tests/distributed/test_collectives.py).
+    releases this function replaces nothing and returns None, because the operators used here are private. Only the CPU
+    kernel changes: autograd, tracing, torch.compile and dispatch modes see the same operator. Repeated calls do
+    nothing. A test compares the replacement with PyTorch's kernel (tests/distributed/test_collectives.py).
     """
     if not is_tested_release():
         return None
@@ -114,7 +114,8 @@ def replace_gloo_all_gather() -> torch.library.Library | None:
 
 
 def _all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
-    """Start an all-gather of [n, ...] into [ranks * n, ...]. `wait_tensor` waits for the result."""
+    """Start an all-gather of `x` [n, ...] and return the result [ranks * n, ...]. The result is complete after
+    `wait_tensor`."""
     values = torch.view_as_real(x) if x.is_complex() else x  # gloo has no complex dtypes
     gathered = values.new_empty((ranks * values.shape[0], *values.shape[1:]))
     torch.ops._c10d_functional.all_gather_into_tensor_out.default(values, ranks, group_name, out=gathered)

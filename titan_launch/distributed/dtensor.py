@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, in the same memory and without autograd. Return a plain tensor itself.
 
-    `DTensor.to_local` is not used, because it is recorded by autograd and makes another tensor. Some local tensors are
-    wrappers that tell FSDP2 how to all-gather them, for example torchao's float8 weights. Then the tensor inside the
-    wrapper is returned, because some operations on a wrapper return a wrapper, and others a plain tensor.
+    Some local tensors are wrappers that tell FSDP2 how to all-gather them, for example torchao's float8 weights. Then
+    the tensor inside the wrapper is returned, because some operations on a wrapper return a wrapper, and others a plain
+    tensor.
     """
+    # Not `to_local`, which autograd records and which makes a new tensor object.
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if not hasattr(local, "fsdp_pre_all_gather"):
         return local
@@ -31,7 +32,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def number_of_copies(tensor: Tensor) -> int:
-    """Return how many ranks hold each element of a DTensor."""
+    """Return how many ranks hold each element of a DTensor; 1 for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
@@ -39,8 +40,8 @@ def number_of_copies(tensor: Tensor) -> int:
 
 
 def own_part(full: Tensor, like: DTensor) -> Tensor:
-    """Return a view of the part of `full` that this rank would hold if `full` were sharded like the tensor `like`.
-    `full` is not sharded."""
+    """Return a view of the unsharded tensor `full`: the part that this rank would hold if `full` were sharded like
+    `like`."""
     offsets, lengths = own_box(full.shape, like.device_mesh, like.placements)
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         full = full.narrow(dim, offset, length)
@@ -50,12 +51,13 @@ def own_part(full: Tensor, like: DTensor) -> Tensor:
 def own_box(
     shape: Sequence[int], mesh: DeviceMesh | None, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets and the lengths of this rank's part of a tensor, for each dim. If no placement shards, `mesh`
-    may be None.
+    """Return (offsets, lengths) of this rank's part of a tensor of the shape `shape`, in elements by dim. If no
+    placement shards, `mesh` may be None.
 
     The inner axes of the mesh shard first: tensor parallelism shards before FSDP2. PyTorch's function for this purpose,
-    `compute_local_shape_and_global_offset`, is private. In torch 2.11 to 2.15 it is also wrong if both shard the same
-    dim unevenly, for example 7 rows over 3 FSDP2 ranks and 2 tensor-parallel ranks.
+    `compute_local_shape_and_global_offset`, is private. In torch 2.11 to 2.15 that function is also wrong if tensor
+    parallelism and FSDP2 shard the same dim unevenly, for example 7 rows over 3 FSDP2 ranks and 2 tensor-parallel
+    ranks.
     """
     offsets, lengths = [0] * len(shape), list(shape)
     for axis, placement in reversed(list(enumerate(placements))):
@@ -78,13 +80,15 @@ def chunk_sizes(length: int, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a sharded tensor, without the mesh, so that it can be sent to a process without that mesh.
+    """This rank's part of a sharded tensor, without the mesh. So it can be sent to a process that does not have the
+    mesh.
 
-    It implements DCP's protocol for objects that create their own write items.
+    The class implements DCP's protocol for objects that create their own write items.
     """
 
     local: Any
-    """A tensor, or its `Slot` in a state that `checkpoint.snapshot.lay_out` returned."""
+    """The values of the part: a tensor, or a `Slot` in its place in a state that `checkpoint.snapshot.lay_out`
+    returned."""
 
     offsets: tuple[int, ...]
     """Offset of the part in the whole tensor by dim, in elements."""

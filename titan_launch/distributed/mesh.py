@@ -15,7 +15,7 @@ from titan_launch.plan.layout import Layout
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
-"""Axes of the second grid, in place of dp_shard and cp."""
+"""Axes that replace dp_shard and cp in the second grid, the one for experts."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,16 @@ class Mesh:
         cp            sequences are divided           exchanges keys and values in every attention
         tp            matrices are divided            gathers and sums activations, four times per block
 
-    Inner axes have more traffic, and their ranks are neighbours, so they are on one node. Combinations of axes:
+    Inner axes have more traffic. The numbers of the ranks along an inner axis are close, so that these ranks are on the
+    same node if possible. Combinations of axes:
 
         dp_replicate x dp_shard         ranks with different samples
         dp_shard x cp                   ranks over which FSDP2 shards the parameters
         dp_replicate x dp_shard x cp    `data_group`: ranks with different tokens and the same parameters. Targets are
                                         counted, and BatchNorm's statistics are pooled, over this group.
 
-    With expert parallelism, the parameters of experts are on a second grid of the same ranks. It has two other axes in
-    place of dp_shard and cp, whose ranks it divides anew:
+    With expert parallelism, the parameters of experts are on a second grid of the same ranks. The second grid replaces
+    the axes dp_shard and cp by two other axes, and divides the ranks of dp_shard x cp anew:
 
         expert_shard  parts of the experts are sharded  all-gathers and reduce-scatters the parameters of experts
         expert        the experts are divided           exchanges tokens, four times per layer
@@ -54,7 +55,8 @@ class Mesh:
         """The mesh for `fully_shard`: 2-D (replicate, shard) for HSDP, otherwise 1-D (shard).
 
         With context parallelism, dp_shard and cp together are the shard axis. If the optimizer is sharded over the
-        replicas, it reduces the gradients over them, and the mesh is 1-D.
+        replicas, the mesh is 1-D also for HSDP, because the optimizer, not FSDP2, reduces the gradients over the
+        replicas.
         """
         shard, sharded = SHARD, self.ranks[SHARD]
         if self.layout.context > 1:
@@ -73,7 +75,7 @@ class Mesh:
 
     @property
     def replicate(self) -> DeviceMesh | None:
-        """The replicas of the model; None if there is one."""
+        """The ranks, one in each replica of the model, that hold the same shards; None if there is one replica."""
         return self._axis(REPLICATE)
 
     @property
@@ -83,8 +85,8 @@ class Mesh:
 
     @property
     def within_experts(self) -> DeviceMesh | None:
-        """The ranks that hold one copy of the parameters of experts before FSDP2 shards them: (expert, tp), or the one
-        of these axes whose degree exceeds 1. None if both degrees are 1."""
+        """The ranks that together hold the parameters of experts before FSDP2 shards them: the mesh (expert, tp), or
+        only the one of these axes whose degree exceeds 1. None if both degrees are 1."""
         if self.expert_ranks is None:
             return self.tensor
         return self.expert_ranks[EXPERT, TENSOR] if self.layout.tensor > 1 else self.expert_ranks[EXPERT]
@@ -111,7 +113,8 @@ class Mesh:
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have other tokens but the same parameters as this rank. None: all ranks."""
+        """The ranks that have other tokens but the same parameters as this rank. None is the default group, with all
+        ranks."""
         if self.layout.tensor == self.layout.pipeline == 1:
             return None
         return _own_group(self._data_ranks(), dist.distributed_c10d.default_pg_timeout, "data")
@@ -119,8 +122,8 @@ class Mesh:
     def statistics_group(self, timeout_seconds: int) -> dist.ProcessGroup:
         """Create a second process group of the ranks of `data_group`, for collectives within forward and backward.
 
-        In FSDP2's NCCL group these collectives would wait for the all-gathers that FSDP2 has prefetched. Creating the
-        group is collective over all ranks.
+        In FSDP2's NCCL group, these collectives would wait for the all-gathers that FSDP2 has prefetched. This call is
+        collective over all ranks.
         """
         return _own_group(self._data_ranks(), timedelta(seconds=timeout_seconds), "batchnorm statistics")
 
@@ -138,7 +141,8 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Build the mesh of all ranks of the default process group. Collective over all ranks."""
+    """Build the mesh of all ranks of the default process group. Also clear DTensor's caches and replace gloo's
+    all-gather. Collective over all ranks."""
     clear_mesh_caches()
     replace_gloo_all_gather()
 

@@ -51,15 +51,16 @@ class Ranks:
 def process_group(
     device_choice: str, timeout_seconds: int, stop_signal: Callable[[], int] = lambda: 0
 ) -> Iterator[Ranks]:
-    """Join the process group that torchrun describes, or create one for this process alone. Destroy it at the end.
+    """Join the process group that torchrun's environment variables describe. Without torchrun, create a group of this
+    process alone. Destroy the group at the end of the block.
 
     GPU runs use NCCL for GPU tensors and gloo for CPU tensors. CPU runs use gloo. `stop_signal` returns the number of a
-    signal that asks the run to end, or 0. While other ranks are missing, rank 0 polls this function.
+    signal that asked the run to end, or 0. Rank 0 polls this function while it waits for other ranks.
 
     If the block raises an error, the group is not destroyed. Destruction of an NCCL group would wait for collectives
     that other ranks never join, so this process would not exit, and torchrun would not notice the failure.
 
-    Raises ConfigError if `job.device` is `cuda` and this rank has no GPU.
+    Raises ConfigError if this rank needs a GPU and the host has too few.
     """
     device = choose_device(device_choice, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -72,7 +73,7 @@ def process_group(
         group_store = wait_for_ranks(
             _connect(rank, world_size, timeout), rank, world_size, timeout_seconds, stop_signal
         )
-    # Without `device_id`, NCCL takes the device from LOCAL_RANK, also where each rank sees one GPU only.
+    # Without `device_id`, NCCL takes the device from LOCAL_RANK, which is wrong if each rank sees only one GPU.
     own = device if device.type == "cuda" else None
     dist.init_process_group(
         backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout, device_id=own
@@ -84,7 +85,7 @@ def process_group(
 
 @contextmanager
 def _store_errors_explained(rank: int, world_size: int) -> Iterator[None]:
-    """Replace errors of an unreachable store by a RunError that names its address."""
+    """Replace the errors of a store that cannot be reached by a RunError with the address of the store."""
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -109,8 +110,8 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_exit(store: dist.Store, rank: int, world_size: int) -> None:
-    """Let rank 0 wait until the other ranks exit, if rank 0 hosts the store. If rank 0 exited first, NCCL's threads on
-    the other ranks would log that the store is gone."""
+    """If rank 0 hosts the store, let rank 0 wait at most 10 s until the other ranks are about to exit. If rank 0 exited
+    first, NCCL's threads on the other ranks would log that the store is gone."""
     if agent_keeps_store():
         return
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
@@ -121,8 +122,8 @@ def _wait_for_exit(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def choose_device(choice: str, local_rank: int) -> torch.device:
-    """Return the device of this process. `auto`: the GPU whose number is the local rank, or the CPU if the host has no
-    GPU. Raises ConfigError if the host has too few GPUs."""
+    """Return the device of this process: for `cuda`, the GPU whose number is the local rank. `auto` is `cuda` if the
+    host has a GPU, and `cpu` otherwise. Raises ConfigError if the host has too few GPUs."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -137,10 +138,11 @@ def choose_device(choice: str, local_rank: int) -> torch.device:
 
 
 def set_timeouts(seconds: int) -> None:
-    """Set the timeout of later collectives in all process groups of this rank. Every rank must call this function.
+    """Set the timeout of later collectives in all process groups of this rank except `UNWATCHED_GROUPS`. Every rank
+    must call this function.
 
-    PyTorch creates the groups of a DeviceMesh with its own timeout (gloo: 30 minutes, NCCL: 10 minutes), so this
-    function changes these groups too.
+    This includes the groups of a DeviceMesh, which PyTorch creates with a default timeout (gloo: 30 minutes, NCCL: 10
+    minutes).
     """
     for group in process_groups():
         if group.group_desc not in UNWATCHED_GROUPS:

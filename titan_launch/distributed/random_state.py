@@ -17,8 +17,8 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 def random_stream(rank: int, parallelism: ParallelismConfig) -> int:
     """Return the index of the random stream that a rank uses during training.
 
-    Each rank has its own stream, but the ranks of a tensor-parallel group share one stream. These ranks hold the same
-    activations, so their dropout masks must be equal."""
+    Each rank has a stream of its own, except that the ranks of a tensor-parallel group share one stream. These ranks
+    hold the same activations, so their dropout masks must be equal."""
     return rank // parallelism.tensor_parallel_degree
 
 
@@ -51,7 +51,8 @@ class RandomState:
     """State of this rank's random generators: PyTorch's (CPU and this rank's GPU), Python's and NumPy's.
 
     A checkpoint stores each stream under its own key, because DCP saves only one rank's copy of a shared key. A resumed
-    rank continues its stream. If a resumed run has more streams, `seed_new_stream` seeds each new one.
+    rank continues its stream. If a resumed run has more streams than the checkpoint, `seed_new_stream` seeds each new
+    stream.
     """
 
     def __init__(self, device: torch.device, seed: int, stream: int):
@@ -96,7 +97,8 @@ class RandomState:
             torch.cuda.set_rng_state(state["cuda"], self._device)
 
     def seed_new_stream(self, step: int) -> None:
-        """Seed a stream that the checkpoint of `step` does not contain, from the job's seed, stream and step."""
+        """Seed a stream that the checkpoint of `step` does not contain. The seed depends on the job's seed, the
+        stream's index and the step."""
         digest = hashlib.blake2b(f"{self._seed}/{self.stream}/{step}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
         torch.manual_seed(seed % 2**63)

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of one start of a run. Earlier starts, before a restart, may have used the same store."""
+"""Rendezvous of the ranks of one start of a run. After a restart, earlier starts have used the same store."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def wait_for_ranks(
 ) -> dist.Store:
     """Wait for the other ranks of this start. Return the part of `store` that only these ranks use.
 
-    torchrun keeps one store across restarts, so restarted ranks would read the addresses of dead processes in it.
-    torchrun has no id that all ranks of a start share and that changes with each start: each agent counts only its own
-    failures. So rank 0 publishes a random id of the start. Every other rank stores its own random name under the id
-    that it reads. This id may come from a dead rank 0. But only a living rank 0 replies to the name.
+    torchrun keeps one store across restarts. In it, restarted ranks would read the addresses of dead processes.
+    torchrun also has no id that all ranks of a start share and that changes with each start, because each agent counts
+    only its own failures. So rank 0 publishes a random id of the start in the store. Every other rank reads the id, and
+    stores its own random name under it. If the id is from a dead rank 0 of an earlier start, no reply comes, and the
+    rank waits for the next id. Only a living rank 0 replies to the name.
 
     Raises RunError if ranks do not join in time. If `stop_signal()` returns a signal on rank 0 while ranks are missing,
     rank 0 waits for at most 15 more seconds. Then all ranks that have joined raise Stopped.
@@ -45,7 +46,7 @@ class _Clock:
         self._pause = _POLL_S[0]
 
     def pause(self) -> bool:
-        """Sleep, longer at each call, and return True. After the deadline return False at once."""
+        """Sleep and return True. Each call sleeps longer, up to 0.5 s. After the deadline, return False at once."""
         if time.monotonic() >= self._deadline:
             return False
         time.sleep(self._pause)

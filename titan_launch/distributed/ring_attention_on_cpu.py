@@ -1,5 +1,5 @@
-"""PyTorch's ring attention on the CPU, for proofs and tests. A run does not support it: the kernel is registered with
-PyTorch's dispatcher here, and only for causal attention without a mask."""
+"""PyTorch's ring attention on the CPU, for proofs and tests. Training runs do not support it. This module adds CPU
+handlers to DTensor's dispatcher, only for attention without dropout and without an attention mask."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _aten = torch.ops.aten
 _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _TOKENS = 2
+"""The dim of the tokens in queries, keys and values."""
 
 
 def _attention() -> Any:
@@ -26,7 +27,7 @@ def _attention() -> Any:
 
 @contextmanager
 def ring_attention_on_cpu() -> Iterator[None]:
-    """Allow this process to train with context parallelism on the CPU until the end of the block."""
+    """Until the end of the block, let this process train with context parallelism on the CPU."""
     handlers = {
         _FORWARD: lambda op, args, kwargs: _forward(*args, **kwargs),
         _BACKWARD: lambda op, args, kwargs: _backward(*args, **kwargs),

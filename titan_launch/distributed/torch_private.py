@@ -1,9 +1,10 @@
 """All accesses to private state of FSDP2, DTensor and process groups, one function per purpose.
 
 Each function was checked against the source of torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, unless its docstring
-names other releases. A test lists every private name that is used here, and fails on a release that lacks one. An
-untested release is newer than `torch_release.NEWEST_TESTED`. On such a release the functions find no units and do
-nothing, because the meaning of a private name may have changed.
+names other releases. A test lists every private name that is used here, and fails on a release that lacks one. A
+release that is newer than `torch_release.NEWEST_TESTED` is untested. On an untested release, the functions find no
+units (groups of parameters that FSDP2 all-gathers together) and do nothing, because the meaning of a private name may
+have changed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ _ROOTS = "_titan_launch_roots"
 
 
 def set_roots(model: nn.Module, roots: Sequence[nn.Module]) -> None:
-    """Store the pipeline stages of this rank on a model. FSDP2 wraps these modules instead of the model."""
+    """Store the pipeline stages of this rank as an attribute of a model. FSDP2 wraps these stages instead of the
+    model."""
     vars(model)[_ROOTS] = tuple(roots)  # not as submodules: the stages share the model's submodules
 
 
@@ -67,7 +69,8 @@ def roots(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def parameter_group(module: nn.Module) -> FSDPParamGroup | None:
-    """Return FSDP2's state of a wrapped module's unit; None for a unit without parameters or on an untested release."""
+    """Return FSDP2's state of the unit of a wrapped module. None: the unit has no parameters, or the release is
+    untested."""
     assert isinstance(module, FSDPModule), "fully_shard was not called on this module"
     if not is_tested_release():
         return None
@@ -75,7 +78,8 @@ def parameter_group(module: nn.Module) -> FSDPParamGroup | None:
 
 
 def parameter_groups(model: nn.Module) -> list[FSDPParamGroup]:
-    """Return FSDP2's states of all units that have parameters, each once. On an untested release the list is empty."""
+    """Return FSDP2's states of all units of a model that have parameters, each once. On an untested release, the list
+    is empty."""
     modules = [module for root in roots(model) for module in root.modules()]
     groups = [parameter_group(module) for module in modules if isinstance(module, FSDPModule)]
     return list({id(group): group for group in groups if group is not None}.values())
@@ -91,7 +95,8 @@ CollectiveCallback = Callable[[str, Tensor, Tensor], None]
 
 @contextmanager
 def collectives_watched(group: FSDPParamGroup, on_collective: CollectiveCallback) -> Iterator[None]:
-    """Call `on_collective` for every collective of a unit until the end of the block, on the collective's CUDA stream.
+    """Until the end of the block, call `on_collective` for every collective of a unit, on the CUDA stream of the
+    collective.
 
     An all-gather or reduce-scatter is reported before it runs. An all-reduce (HSDP) is reported after it has run, with
     the same tensor as output and input.
@@ -127,10 +132,10 @@ class _Watched:
 
 @contextmanager
 def communication_wrapped(group: FSDPParamGroup, counted: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter `counted()` around everything in which a unit communicates or waits for it, until the end of the block: the
-    all-gather, the wait for it, the reduction of gradients, and the wait for it at the end of backward.
+    """Until the end of the block, run the functions in which a unit communicates inside of `counted()`.
 
-    These functions also copy between parameters and buffers.
+    The functions are the all-gather, the wait for the all-gather, the reduction of gradients, and the wait for the
+    reduction at the end of backward. They also copy between parameters and buffers.
     """
     with ExitStack() as stack:
         for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
@@ -165,9 +170,9 @@ class ReplicaGroup(ABC):
 def replace_replica_groups(
     model: nn.Module, stand_in: Callable[[dist.ProcessGroup, FSDPParamGroup], ReplicaGroup]
 ) -> None:
-    """Replace the process group over which FSDP2 all-reduces a unit's gradients by `stand_in(group, unit)`.
+    """Replace the process group over which FSDP2 all-reduces the gradients of each unit by `stand_in(group, unit)`.
 
-    Units without replicas have no such group and are not changed.
+    Units without replicas have no group for all-reduces and are not changed.
     """
     for unit in parameter_groups(model):
         info: Any = unit.mesh_info
@@ -195,12 +200,12 @@ def sharded_parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:
 
 @contextmanager
 def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
-    """Replace functions of FSDP2 by `wraps[name](function)`, in all units of the process, until the end of the block.
+    """Until the end of the block, replace functions of FSDP2 by `wraps[name](function)`, in all units of the process.
 
     Names that concern a unit: `unshard` (all-gather), `wait_for_unshard` (copy-out), `post_backward`, `foreach_reduce`
     (reduction of gradients), and `all_gather` and `reduce_scatter` (calls into the process group). Names that concern
-    one parameter: `init_unsharded_param`, `gradient_to_reduce` (tensor parallelism may reduce it first), and the
-    property `all_gather_inputs`.
+    one parameter: `init_unsharded_param`, `gradient_to_reduce` (returns the local gradient; tensor parallelism may
+    reduce the gradient in this function), and the property `all_gather_inputs`.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 
@@ -225,13 +230,13 @@ def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]
 
 @contextmanager
 def hooks_watched(on_hook: Callable[[str, nn.Module], None]) -> Iterator[None]:
-    """Call `on_hook(name, module)` before each hook of FSDP2 runs, in units that are made in the block. `module`: a
-    module of the unit.
+    """Call `on_hook(name, module)` before each hook of FSDP2 runs, in units that are created within the block.
+    `module`: a module of the unit.
 
-    Names: `pre_forward`, `unshard_in_forward` (the inputs are cast), `prefetch_in_forward`, `post_forward`,
-    `complete_forward` (the end of a forward in which not all modules of the unit have run), `pre_backward`,
-    `post_backward`, and of a whole model `finish_backward` (autograd has ended) and `finalize_backward`. Hooks that the
-    last two call are not reported.
+    Names of a unit's hooks: `pre_forward`, `unshard_in_forward` (the inputs are cast already), `prefetch_in_forward`
+    (reported after `pre_forward` has run), `post_forward`, `complete_forward` (the end of a forward in which not all
+    modules of the unit have run), `pre_backward` and `post_backward`. Names of a whole model's hooks: `finish_backward`
+    (autograd has ended) and `finalize_backward`. Hooks that run inside of these two are not reported.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -273,7 +278,8 @@ def hooks_watched(on_hook: Callable[[str, nn.Module], None]) -> Iterator[None]:
 
 @contextmanager
 def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the function in which DTensor computes shapes on unsharded tensors by `wrap(function)`."""
+    """Until the end of the block, replace the function in which DTensor computes the shapes of unsharded results by
+    `wrap(function)`."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -282,28 +288,30 @@ def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a value with `function` applied to its tensors, in the collections that FSDP2 traverses."""
+    """Return `value` with `function` applied to the tensors in it, also in the collections that FSDP2 traverses."""
     from torch.distributed.utils import _apply_to_tensors
 
     return _apply_to_tensors(function, value)
 
 
 def unsharded_parameter(parameter: Any) -> nn.Parameter:
-    """Return the unsharded parameter that `init_unsharded_param` has created. All steps use the same object."""
+    """Return the unsharded parameter that `init_unsharded_param` has created for an FSDPParam. All steps use the same
+    object."""
     unsharded: nn.Parameter = parameter._unsharded_param
     return unsharded
 
 
 def divided_shapes(model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Size]]:
-    """Yield the sharded parameters of a model, each with the shape that FSDP2 shards. With tensor or expert
-    parallelism, this is the shape of this rank's part."""
+    """Yield each sharded parameter of a model with the shape of the tensor that FSDP2 shards. With tensor or expert
+    parallelism, that tensor is this rank's part of the parameter."""
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             yield parameter.sharded_param, parameter._orig_size
 
 
 def unsharded_gradients(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield the sharded parameters whose unsharded parameters have a gradient, each with this gradient."""
+    """Yield (sharded parameter, gradient of the unsharded parameter) for each parameter of a model with such a
+    gradient."""
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             gradient = unsharded_parameter(parameter).grad
@@ -312,22 +320,24 @@ def unsharded_gradients(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor
 
 
 def shard_to_send(parameter: Any) -> tuple[Tensor, torch.dtype | None]:
-    """Return the padded flat shard, and the dtype to which it is cast for the all-gather (None: no cast)."""
+    """Return the padded flat shard of an FSDPParam, and the dtype to which it is cast for the all-gather (None: no
+    cast)."""
     return parameter._sharded_param_data, parameter.param_dtype
 
 
 def update_trained_parameters(model: nn.Module) -> None:
     """Tell FSDP2 that `requires_grad` of parameters has changed since the first forward.
 
-    FSDP2 passes `requires_grad` on to unsharded parameters itself. But it reads the dtypes of a unit's gradients from
-    the trained parameters once, before the first forward, and finds none in a unit that is frozen then.
+    FSDP2 passes `requires_grad` on to unsharded parameters itself. But FSDP2 reads the dtypes of a unit's gradients
+    only once, before the first forward, from the parameters that are trained then. In a unit that is frozen then, it
+    finds no dtypes.
     """
     for group in parameter_groups(model):
         group._init_mp_dtypes()
 
 
 def was_gathered(module: nn.Module) -> bool:
-    """Return False if FSDP2 has not yet all-gathered the unit of a wrapped module. (True on an untested release.)"""
+    """Return True if FSDP2 has all-gathered the unit of a wrapped module before, or if the release is untested."""
     group = parameter_group(module)
     return group is None or any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
 
@@ -341,8 +351,8 @@ ForwardOrder = tuple["FSDPParamGroup", ...]
 def pop_forward_order(root: nn.Module) -> ForwardOrder:
     """Return the order of units in the forward that has just ended, and delete FSDP2's record of it.
 
-    FSDP2 keeps one record. If several forwards ran before the first backward, their orders would be concatenated, and a
-    backward would prefetch by the order of another forward.
+    FSDP2 has only one record. If several forwards ran before the first backward, FSDP2 would concatenate their orders.
+    Then a backward would prefetch by the order of a different forward.
     """
     if not is_tested_release():
         return ()
@@ -356,7 +366,7 @@ def pop_forward_order(root: nn.Module) -> ForwardOrder:
 
 
 def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
-    """Restore FSDP2's record of a forward before its backward, which prefetches by this order."""
+    """Before a backward, restore FSDP2's record of its forward. The backward prefetches by this record."""
     if not is_tested_release():
         return
     assert isinstance(root, FSDPModule)
@@ -369,7 +379,7 @@ def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
 def accumulate_in_reduce_dtype(root: nn.Module) -> None:
     """Add the gradients of unsharded parameters to the accumulated gradients, in the reduce dtype.
 
-    FSDP2 does this at the end of a full backward, but not if only the gradients of weights were computed (zero-bubble
+    FSDP2 adds them at the end of a full backward, but not if only the gradients of weights were computed (zero-bubble
     schedules). From torch 2.15 on, autograd adds the gradients, and this function does nothing.
     """
     if ACCUMULATES_IN_GRAD:
@@ -384,8 +394,8 @@ def end_forward(root: nn.Module) -> None:
     """Free the unsharded parameters of a wrapped module after forwards without a backward, and delete FSDP2's record of
     these forwards.
 
-    Gradients do not change, so a step may call this function between its microbatches. `FSDPModule.reset_iter_state`
-    would not do: from torch 2.15 on it discards reduced gradients, gradients that wait for the last microbatch, and
+    Gradients do not change, so a step may call this function between its microbatches. `FSDPModule.reset_iter_state` is
+    no alternative: from torch 2.15 on, it discards reduced gradients, gradients that wait for the last microbatch, and
     partial sums of HSDP.
     """
     if not isinstance(root, FSDPModule):
@@ -411,11 +421,11 @@ def _has_started(root: FSDPModule) -> bool:
 
 
 def reset_iteration(root: nn.Module) -> None:
-    """Free the unsharded parameters of a wrapped module, and reset the state of its forward and backward, after an
-    exception in either.
+    """After an exception in forward or backward, free the unsharded parameters of a wrapped module, and reset FSDP2's
+    state of this forward and backward.
 
-    `FSDPModule.reset_iter_state` is public from torch 2.13 on. It discards partial sums of HSDP, and from torch 2.15 on
-    all gradients. So call this function only if the step is abandoned.
+    This function discards partial sums of HSDP, and from torch 2.15 on all gradients. So call it only if the step is
+    abandoned. `FSDPModule.reset_iter_state` is public from torch 2.13 on.
     """
     if not isinstance(root, FSDPModule):
         return  # nothing is sharded
@@ -435,8 +445,8 @@ def reset_iteration(root: nn.Module) -> None:
 
 
 def _reset_iteration_state(model: FSDPModule) -> None:
-    """Reset FSDP2's state as `reset_iter_state` does (torch 2.11 and 2.12). Later work waits for pending
-    collectives."""
+    """Do what `reset_iter_state` does, which torch 2.11 and 2.12 lack: reset FSDP2's state. Work that is started later
+    on the current stream waits for pending collectives."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     assert isinstance(model, nn.Module)
@@ -471,7 +481,7 @@ def _reset_iteration_state(model: FSDPModule) -> None:
 def drop_unsharded_gradients(model: nn.Module) -> None:
     """Drop accumulated gradients of unsharded parameters, and gradients that wait for an all-reduce.
 
-    From torch 2.15 on `reset_iter_state` does this.
+    From torch 2.15 on, `reset_iter_state` drops these gradients, and this function does nothing.
     """
     if ACCUMULATES_IN_GRAD:
         return
@@ -487,23 +497,25 @@ def drop_unsharded_gradients(model: nn.Module) -> None:
 
 
 def clear_mesh_caches() -> None:
-    """Clear DTensor's caches of operations. Their entries refer to a mesh, and also match a new mesh that is equal.
+    """Clear DTensor's caches of operations. A cache entry refers to a mesh, and also matches a new mesh that is equal.
 
     After an earlier job in this process, stale entries would return that job's process groups on some ranks, which
-    causes a deadlock. PyTorch's own function (torch.distributed.tensor.debug) is slow to import.
+    causes a deadlock.
     """
+    # Not PyTorch's own function (torch.distributed.tensor.debug), which is slow to import.
     with suppress(AttributeError):  # an untested release; `launch` trains one job in a process
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def record_memory_history() -> None:
-    """Record all allocations on GPUs from now on, with stack traces. The functions are documented, but private."""
+    """Record all allocations on GPUs from now on, with stack traces. PyTorch documents this function and the next one,
+    although their names are private."""
     torch.cuda.memory._record_memory_history(max_entries=200_000)
 
 
 def write_memory_snapshot(file: str) -> None:
-    """Write the recorded allocations to a file, for https://docs.pytorch.org/memory_viz."""
+    """Write the recorded allocations to a file, which https://docs.pytorch.org/memory_viz shows."""
     torch.cuda.memory._dump_snapshot(file)
 
 
@@ -516,8 +528,8 @@ def process_groups() -> Iterable[dist.ProcessGroup]:
 
 
 def default_store() -> dist.Store:
-    """Return the store of the default process group. If an untested release has no such function, return an in-memory
-    store, which other ranks do not share."""
+    """Return the store of the default process group. If an untested release lacks PyTorch's private function for it,
+    return an in-memory store, which other ranks do not share."""
     try:
         store: dist.Store = distributed_c10d._get_default_store()
     except AttributeError:
@@ -548,8 +560,8 @@ def flight_record_entries(backend: str) -> list[dict[str, Any]]:
 
 
 def _implementation(backend: str) -> str:
-    """Return the name of the class that a backend stands for. From torch 2.15 on, `nccl` is `nccl2` unless
-    `TORCH_DIST_USE_NCCL2=0`. `nccl2` has a flight record of its own."""
+    """Return the name of the implementation of a backend. From torch 2.15 on, the backend `nccl` is implemented by
+    `nccl2` unless `TORCH_DIST_USE_NCCL2=0`. `nccl2` has a flight record of its own."""
     if backend == "gloo" or dist.group.WORLD is None:
         return backend
     try:
@@ -560,14 +572,16 @@ def _implementation(backend: str) -> str:
 
 
 def _recorder_of(name: str) -> tuple[str, ...]:
-    """Return the last argument of PyTorch's dump functions, which have it from torch 2.15 on."""
+    """Return the last argument of PyTorch's dump functions: the name of the implementation, or nothing for gloo. The
+    dump functions have this argument from torch 2.15 on."""
     return () if name == "gloo" else (name,)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of later collectives of a process group.
 
-    `torch.distributed.set_timeout` is public from torch 2.14 on. Remove the other function with support for torch 2.13.
+    `torch.distributed.set_timeout` is public from torch 2.14 on. Remove the private function with the support of torch
+    2.13.
     """
     set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_group_timeout(timeout, group)
@@ -575,8 +589,8 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 @contextmanager
 def grouped_products_have_shapes() -> Iterator[None]:
-    """Let the grouped product take tensors without values, until the end of the block. PyTorch's function of its shapes
-    rejects fp32 before 2.15, and some strides."""
+    """Until the end of the block, let the grouped matrix product (`_grouped_mm`) take meta tensors of all dtypes and
+    strides. PyTorch's own meta kernel rejects some strides and, before torch 2.15, fp32."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
         yield
@@ -585,7 +599,8 @@ def grouped_products_have_shapes() -> Iterator[None]:
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a tensor with the shape and strides of the result. Rows begin at multiples of 16 bytes."""
+    """Return an empty tensor with the shape and the strides of the grouped product. Its rows begin at multiples of 16
+    bytes."""
     rows, columns, dtype = a.shape[-2], b.shape[-1], out_dtype or a.dtype
     per_row = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
     if a.dim() != b.dim():  # the offsets divide the rows, or the columns
@@ -598,14 +613,16 @@ def _grouped_mm(
 
 
 def pending_result(tensor: Tensor) -> Tensor:
-    """Return the tensor into which a pending functional collective writes; a tensor that is no wrapper itself."""
+    """If `tensor` is the wrapper of a pending functional collective, return the tensor into which the collective
+    writes. Otherwise return `tensor` itself."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return an alias of `tensor` outside of the graph, in a dispatch mode. Unlike `tensor.detach()` there, the alias
-    has the version counter of `tensor`, so operations in place are noticed."""
+    """Return an alias of `tensor` outside of the autograd graph, for use in a dispatch mode. In a dispatch mode, the
+    result of `tensor.detach()` would have a version counter of its own. The alias shares that of `tensor`, so autograd
+    notices operations in place."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()

@@ -1,4 +1,4 @@
-"""The chat template of a trained model, and where its answers end."""
+"""The chat template of a trained model, and the tokens or texts that end its answers."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from titan_launch.inference.saved_model import SavedModel
 from titan_launch.models.huggingface.files import WeightsError
 
 OPTION: KeyPath = ("--template",)
-"""The option that names a template, as errors name it."""
+"""The option that names a template. Errors name it as their key."""
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """The format of chats by the command line. What it leaves out is that of the run."""
+    """The chat format that the command line sets. Options that are None or empty are taken from the run."""
 
     template: str | None = None
     """A Jinja file, or a name as in `data.template`."""
 
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables of the template."""
+    """Variables of the template, added to those of the run."""
 
     date: str | None = None
-    """The date of `strftime_now`, as `YYYY-MM-DD`."""
+    """The date that `strftime_now` returns in the template, as `YYYY-MM-DD`."""
 
 
 def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
-    """Return the template of a model: that of the command line, or that of the run's chats, or else the one beside the
-    tokenizer, or in the Hugging Face folder of the weights. Raises WeightsError and ConfigError."""
+    """Return the chat template of a model. It is the first of these that exists: the template of the command line, the
+    one of the run's chat data, the one beside the tokenizer, and the one in the Hugging Face folder of the weights.
+    Raises WeightsError and ConfigError."""
     data = template_section(saved.job, options.template is not None)
     given = {"template": options.template, "date": options.date}
     changes = {name: value for name, value in given.items() if value is not None}
@@ -49,8 +50,9 @@ def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions)
 
 
 def template_section(job: JobConfig, has_template: bool = False) -> ChatData:
-    """Return the section of the chats on which a run was trained, or the defaults. Raises WeightsError if there are
-    several formats. `has_template`: the user names another template."""
+    """Return the section of the chat data on which a run was trained; without chat data, return the defaults. Raises
+    WeightsError if the run has several chat formats and `has_template` is False. `has_template`: True if the user named
+    a template."""
     sections = [source for source in single_sources(job.data).values() if isinstance(source, ChatData)]
     if any(_format(section) != _format(sections[0]) for section in sections) and not has_template:
         raise WeightsError("its sources of chats have several formats; choose the chat template with --template")
@@ -62,8 +64,9 @@ def _format(data: ChatData) -> tuple[Any, ...]:
 
 
 def ends_of_answers(template: ChatTemplate | None, tokenizer: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return the token, or else the text, with which the template ends the last answer of a chat. Both are empty if it
-    writes none, and without a template. Raises ConfigError."""
+    """Return (tokens, texts) that end an answer: the token with which the template ends the last answer of a chat or,
+    if the end is not one token, its text. Both are empty if the template writes no end, or if there is no template.
+    Raises ConfigError."""
     end = "" if template is None else template.end_of_answer()
     tokens, _ = tokenizer.encode_chat(end)
     if len(tokens) == 1:

@@ -17,32 +17,34 @@ class Answer(NamedTuple):
     """An answer that is generated while its pieces are read."""
 
     pieces: Generator[str, None, None]
-    """The text. Its end, or `close` after the first text, adds the answer to the conversation."""
+    """The pieces of the text. After the last piece, the answer is added to the conversation. If `close` ends the answer
+    early, the text so far is added, unless it is empty."""
 
     stream: TextStream
     num_tokens: int
-    """Tokens of the conversation before the answer."""
+    """Number of tokens of the conversation before the answer."""
 
     max_new_tokens: int
-    """Most tokens of the answer."""
+    """Largest number of tokens of the answer."""
 
     @property
     def is_cut(self) -> bool:
-        """True if the answer has the most tokens that it may have, and not yet an end."""
+        """True if the answer was cut off after `max_new_tokens` tokens."""
         return self.stream.num_tokens == self.max_new_tokens and not self.stream.is_stopped
 
 
 class Conversation:
-    """A conversation whose keys and values are kept from answer to answer.
+    """A conversation that caches its keys and values from one answer to the next.
 
-    Each answer renders the whole conversation. A template may write an earlier message differently once a later one
-    follows, for example without its thoughts. The tokens of this text may also differ from the generated tokens. So the
-    keys and values of the tokens before the first difference are kept, and the others are computed again.
+    For each answer, the template renders the whole conversation again. The new text may differ from the cached tokens:
+    the template may render an earlier message differently once a later one follows, for example without its thoughts.
+    Also, the tokens of the rendered text may differ from the generated tokens. So the keys and values before the first
+    difference are kept, and all later ones are computed again.
     """
 
     def __init__(self, model: LanguageModel, sequence: TokenSequence, system: str | None = None):
-        """`model`: a model with a chat template. `sequence`: an empty sequence of its module. `system`: text of the
-        first message."""
+        """`model`: a model with a chat template. `sequence`: an empty sequence of `model.module`. `system`: text of a
+        system message, which is then the first message."""
         self.model = model
         self.sequence = sequence
         self._first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -61,8 +63,9 @@ class Conversation:
         generator: torch.Generator | None = None,
         stop: Sequence[str] = (),
     ) -> Answer:
-        """Return the answer to a message of the user. `max_new_tokens`: most tokens of the answer, unless the model has
-        room for fewer. `stop`: texts that end the answer.
+        """Return the answer to a message of the user. The answer is generated while its pieces are read.
+        `max_new_tokens`: largest number of tokens of the answer; the model's longest sequence may lower it. `stop`:
+        texts that end the answer.
 
         Raises UserError if the template refuses the message, or if the model has no room for an answer.
         """
@@ -71,7 +74,7 @@ class Conversation:
         room = model.max_tokens - len(tokens)
         if room < 1:
             reason = f"the conversation has {len(tokens)} tokens, but the model takes {model.max_tokens} at most"
-            raise UserError(f"error: {reason}, with its answer; shorten the message, or begin anew with /reset")
+            raise UserError(f"error: {reason}, with its answer; shorten the message, or type /reset to begin a new one")
         most = min(max_new_tokens, room)
         new = generate_tokens(model, tokens, most, sampling, generator, self.sequence)
         stream = TextStream(model.tokenizer.decode, (), (*stop, *model.end_texts))

@@ -28,27 +28,29 @@ from titan_launch.inference.generation import Sampling, TextStream, generate_tok
 from titan_launch.inference.language_model import LanguageModel
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
-"""A request: texts, tokens of the context, and tokens of the continuation to score."""
+"""A request to score a continuation: (context, continuation) as texts or None, tokens of the context, and tokens of the
+continuation."""
 
 
 class ChatForm(NamedTuple):
-    """The form of a document as a chat."""
+    """The way in which a document of a task becomes a chat."""
 
     system: str | None
     """Text before the description of the task in the system message."""
 
     is_multiturn: bool
-    """True if the examples in a prompt are turns of their own. False: they are a part of the user's message."""
+    """True if each few-shot example in a prompt is a turn of its own. False: all examples are part of the user's
+    message."""
 
 
 class EvaluatedModel(TemplateLM):
-    """A trained model as lm-evaluation-harness calls it.
+    """A trained model behind the interface that lm-evaluation-harness calls.
 
-    Texts that are too long lose tokens at their beginning, as with the harness's own model `hf`.
+    Texts that are too long lose tokens at their beginning, like those for `hf`, the harness's own class of models.
     """
 
     def __init__(self, model: LanguageModel, batch_size: int):
-        """`model`: if it has a chat template, the harness gives it chats that `apply_chat_template` has written."""
+        """If `model` has a chat template, the harness passes texts that `apply_chat_template` has rendered."""
         super().__init__()
         self.model = model
         self.batch_size = batch_size
@@ -61,12 +63,13 @@ class EvaluatedModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the begin of a document, or else the end of the one before it."""
+        """The token before a text without context: the one that begins a document or, if there is none, the
+        end-of-document token."""
         return self.model.begin[0] if self.model.begin else self.eot_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """A name of the tokenizer and of the chat template, for caches of requests."""
+        """A key that identifies the tokenizer and the chat template, for the harness's cache of requests."""
         return f"{self.model.tokenizer.digest} {self.chat_template()}"
 
     def chat_template(self, chat_template: bool | str = False) -> str:
@@ -74,11 +77,14 @@ class EvaluatedModel(TemplateLM):
         return "" if self.model.template is None else self.model.template.text
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a chat. If the last message is of the assistant, the answer continues it, and the harness
-        wants no prompt for an answer. Raises UserError.
+        """Return the text of a chat. Raises UserError if the template refuses the chat.
 
-        As with the model `hf`, names of special tokens in documents become these tokens, and a template that refuses a
-        system message gets none.
+        The text ends with the template's prompt for an answer. But if the last message is one of the assistant, the
+        text ends with this message, so that the answer continues the message. The messages alone tell both cases apart,
+        so `add_generation_prompt` has no effect.
+
+        Two details are as with the harness's model `hf`. Names of special tokens in documents become these tokens. If
+        the template refuses system messages, they are removed.
         """
         assert self.model.template is not None
         messages = list(chat_history)
@@ -95,18 +101,20 @@ class EvaluatedModel(TemplateLM):
         return self.apply_chat_template(others)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text, in which the chat template has written its special tokens."""
+        """Return the tokens of a text. With a chat template, the names of special tokens in the text become these
+        tokens."""
         model = self.model
         if add_special_tokens is False:
             return model.tokenizer.encode(string)
         return model.encode(string) if model.template is None else model.tokenizer.encode_chat(string)[0]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text. Windows of the longest sequence score each token once."""
+        """Return the log-likelihood of each text. A long text is divided into windows that fit into the model's longest
+        sequence, and each token is scored once."""
         windows: list[Scored] = []
         owners: list[int] = []
         for index, request in enumerate(requests):
-            tokens = self.model.encode(request.args[0])  # the harness makes no chat of it
+            tokens = self.model.encode(request.args[0])  # the harness passes this text without the chat template
             for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.model.max_tokens, context_len=1):
                 windows.append((None, *make_disjoint_window(pair)))
                 owners.append(index)
@@ -140,7 +148,7 @@ class EvaluatedModel(TemplateLM):
         return results
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text after each context, up to a stop text."""
+        """Return the generated text after the context of each request, up to the first stop text."""
         return [self._generate(*request.args) for request in tqdm(requests, desc="generation", disable=disable_tqdm)]
 
     def _generate(self, context: str, options: Mapping[str, Any]) -> str:
@@ -172,10 +180,11 @@ def evaluate(
     include_path: Path | None = None,
     chat: ChatForm | None = None,
 ) -> dict[str, Any]:
-    """Return the results of the harness on some tasks. `include_path`: a folder with tasks of the user, as YAML files.
-    `chat`: the form of chats, for a model with a chat template.
+    """Return the results of the harness on some tasks. `limit`: number of documents per task; None: all.
+    `include_path`: a folder with the user's own tasks, as YAML files. `chat`: only for a model with a chat template;
+    None: documents are not chats.
 
-    Raises UserError for unknown tasks, and for documents that the template refuses.
+    Raises UserError for unknown tasks, and for documents that the chat template refuses.
     """
     form = {} if chat is None else {"system_instruction": chat.system, "fewshot_as_multiturn": chat.is_multiturn}
     manager = _find_tasks(tasks, include_path)
@@ -195,8 +204,8 @@ def evaluate(
 
 
 def _find_tasks(tasks: Sequence[str], include_path: Path | None) -> TaskManager:
-    """Return the manager of tasks. Reading the harness's own 14,000 tasks takes seconds, so they are read only if the
-    folder of the user does not have all tasks."""
+    """Return a task manager that knows all `tasks`. It reads the harness's own 14,000 tasks, which takes seconds, only
+    if the user's folder `include_path` lacks a task. Raises UserError for an unknown task."""
     for has_defaults in (False, True):
         manager = TaskManager(include_path=include_path, include_defaults=has_defaults)
         unknown = [name for name in tasks if not manager.match_tasks([name])]

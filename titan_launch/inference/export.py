@@ -1,4 +1,4 @@
-"""Export of a run's weights, in one process, from a checkpoint that any number of ranks may have written."""
+"""Export of a run's weights. It runs in one process, whatever the number of ranks that wrote the checkpoint."""
 
 from __future__ import annotations
 
@@ -61,24 +61,26 @@ class ExportOptions:
     """Options of the command `export`."""
 
     is_plain: bool = False
-    """Write one file in the names of this package, instead of a Hugging Face folder."""
+    """Write one file with this package's names of tensors, instead of a Hugging Face folder."""
 
     step: int | None = None
     dtype: str | None = None
     max_shard_size: str = DEFAULT_SHARD_SIZE
     vocab_size: int | None = None
     ema: bool = False
-    """Write the moving average of the weights in place of each parameter that has one."""
+    """Write the moving average (EMA) of each parameter that has one, instead of the parameter."""
 
     is_adapter: bool = False
-    """Write only the adapters, as a folder of `peft`, instead of the model with its adapters added to its weights."""
+    """Write only the LoRA adapters, as a folder for `peft`. False: add the adapters to the weights, and write the whole
+    model."""
 
     base: Path | None = None
-    """Folder of the parameters that the checkpoint omits; None: `model.weights` of the run."""
+    """Folder with the parameters that the checkpoint omits. None: the default of `open_saved_model`."""
 
 
 def export(run: Path, out: Path, options: ExportOptions) -> str:
-    """Write the weights of a run, or of a folder that `open_saved_model` takes. Return a line about the result.
+    """Write the weights of a run, or of another folder that `open_saved_model` can open, into the new folder `out`.
+    Return a line about the result, and further lines with notes.
 
     Host memory stays near twice the largest tensor. Raises WeightsError, DamagedCheckpointError and UserError.
     """
@@ -141,8 +143,8 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
 
 
 def _copy_companions(source: SavedModel, folder: Path) -> None:
-    """Copy the Hugging Face files of the weights with which the run began, but the tokenizer of the run, if it has
-    files."""
+    """Copy the Hugging Face files that came with the weights with which the run began. If the run's own tokenizer has
+    files, copy these instead of the tokenizer files among them."""
     names = MODEL_FILES if (own := _tokenizer_folder(source)) else (*MODEL_FILES, *TOKENIZER_FILES)
     if source.companions is not None:
         copy_companions(source.companions, folder, names)
@@ -151,7 +153,7 @@ def _copy_companions(source: SavedModel, folder: Path) -> None:
 
 
 def _tokenizer_folder(source: SavedModel) -> Path | None:
-    """Return the folder of the run's tokenizer; None if it has no files, or if they are not there."""
+    """Return the folder of the run's tokenizer; None if the tokenizer has no files, or if its files no longer exist."""
     tokenizer = source.job.tokenizer
     if tokenizer.kind != "huggingface" or tokenizer.path is None:
         return None
@@ -161,15 +163,16 @@ def _tokenizer_folder(source: SavedModel) -> Path | None:
 
 
 def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the file that `transformers` makes from the config of a model, if the folder has none."""
+    """If the folder has no `generation_config.json`, write the one that `transformers` would make from the model's
+    config."""
     if not (folder / GENERATION_FILE).exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key)}
         write_json(folder / GENERATION_FILE, {"_from_model_config": True, **ids})
 
 
 def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
-    """Write the chat template of a run that trained on chats, and the token that ends its answers, as `transformers`
-    finds them. Yield notes about what the folder does not have."""
+    """For a run that trained on chats, write the chat template and the token that ends an answer to the files in which
+    `transformers` looks for them. Yield notes about parts of the chat format that the folder lacks."""
     if not any(isinstance(data, ChatData) for data in single_sources(source.job.data).values()):
         return
     try:
@@ -193,7 +196,8 @@ def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
 
 
 def _rows(source: SavedModel, options: ExportOptions) -> int | None:
-    """Return the number of rows of the vocabulary to write; None if the model has no argument `vocab_size`."""
+    """Return the number of rows that the exported embedding and output layer get; None if the model has no argument
+    `vocab_size`, or if it is a class of `transformers`. Raises WeightsError."""
     model = source.job.model
     rows: int | None = getattr(known_args(model), "vocab_size", None)
     if rows is None or model.name == HUGGINGFACE:
@@ -208,7 +212,7 @@ def _rows(source: SavedModel, options: ExportOptions) -> int | None:
 
 
 def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
-    """Write the adapters as a folder of `peft`, for the model with which the run began."""
+    """Write the adapters as a folder for `peft`, which applies them to the model with which the run began."""
     adapters, lora = adapters_of_saved(source), source.job.lora
     if not adapters:
         raise WeightsError("it has no adapters ([lora] was not set); remove --adapter")
@@ -241,7 +245,8 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
 
 
 def _other_trained(source: SavedModel, own: Collection[str]) -> list[str]:
-    """Return the parameters that a run trained besides its adapters, whose names are `own`."""
+    """Return the names of the parameters that a run trained besides its adapters. `own`: names of the adapters'
+    parameters."""
     freezing = Freezing(source.job.training, has_adapters=True)
     return [
         name
@@ -251,8 +256,8 @@ def _other_trained(source: SavedModel, own: Collection[str]) -> list[str]:
 
 
 def _write_class(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
-    """Write the tensors of a class of `transformers` as its `save_pretrained` does, and the `config.json` that it was
-    built from."""
+    """Write the tensors of a class of `transformers` like its method `save_pretrained`, and the `config.json` from
+    which the class was built."""
     model, training = source.job.model, source.job.training
     if options.vocab_size is not None:
         raise WeightsError("--vocab-size is for the models of this package; this run trains a class of transformers")
@@ -266,12 +271,13 @@ def _write_class(source: SavedModel, folder: Path, options: ExportOptions) -> tu
 
 
 def _published(module: Any, source: SavedModel) -> tuple[list[Entry], Callable[[Entry], Tensor]]:
-    """Return the tensors of the files of a class of `transformers`, and a function that returns one of them.
+    """Return the entries of the tensors that a class of `transformers` has in its files, and a function that reads the
+    tensor of an entry.
 
-    The function keeps those that are converted together, so that each parameter is read once. Raises WeightsError if
-    the class could not read the files.
+    Several tensors may be converted together from the same parameters. The function keeps their results until they are
+    asked for, so that each parameter is read once. Raises WeightsError if the class could not load such files.
     """
-    shapes = {name: attrgetter(name)(module).shape for name in source.entries}  # () for scalars, as in the class
+    shapes = {name: attrgetter(name)(module).shape for name in source.entries}  # the shape of the class: () for scalars
     dtypes = {name: entry.dtype for name, entry in source.entries.items()}
     whole = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
     files = [Entry(name, tuple(t.shape), t.dtype) for name, t in in_published_format(module, whole).items()]
@@ -301,7 +307,8 @@ def _dtype_name(source: SavedModel) -> str:
 
 
 def _without_shared(source: SavedModel) -> dict[str, Entry]:
-    """Return the tensors without the output layer's if it is the embedding's."""
+    """Return the entries to write. If the output layer shares the weight of the embedding, `output.weight` is left
+    out."""
     model = source.job.model
     if model.name in ARCHITECTURES and resolve_args(model.name, model.flavor, model.args).tied_by() is not None:
         return {name: entry for name, entry in source.entries.items() if name != "output.weight"}

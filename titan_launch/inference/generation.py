@@ -1,4 +1,5 @@
-"""Generation of text: a cache of keys and values, the choice of the next token, and the pieces of text as they come."""
+"""Generation of text: a cache of keys and values, the choice of the next token, and the decoding of tokens to pieces of
+text."""
 
 from __future__ import annotations
 
@@ -22,21 +23,22 @@ from titan_launch.models.decoder.module import Decoder
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of the next token."""
+    """The settings for the choice of the next token."""
 
     temperature: float = 0.0
     """Divisor of the logits. 0 chooses the token with the largest logit (greedy)."""
 
     top_k: int | None = None
-    """Choose among this number of tokens: those with the largest logits. None: all tokens."""
+    """Choose only among the `top_k` tokens with the largest logits. None: among all tokens."""
 
     top_p: float = 1.0
-    """Choose among the fewest tokens, the most probable ones, whose probabilities add up to at least this number."""
+    """Choose only among the most probable tokens: as few as possible, so that their probabilities add up to at least
+    `top_p`."""
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probability with which each token is chosen, in fp32. `logits`: (vocabulary). `top_k` applies before
-    `top_p`, whose sum is over the tokens that are left."""
+    """Return the probability with which each token is chosen, in fp32. `logits`: (vocabulary). `top_k` applies first.
+    For `top_p`, the probabilities of the remaining tokens are scaled to a sum of 1."""
     logits = logits.float()
     if sampling.temperature == 0:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
@@ -49,16 +51,16 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> int:
-    """Return the next token. `generator`: on the host, where the token is drawn."""
+    """Return the next token. `generator`: a generator on the CPU, because the token is drawn there."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial(probabilities(logits.cpu(), sampling), 1, generator=generator))
 
 
 class TokenSequence:
-    """A sequence of tokens that a model has computed, and that further tokens extend.
+    """A sequence of tokens that a model has processed. `extend` adds tokens.
 
-    Without a cache, as here, each call computes the whole sequence.
+    This base class has no cache, so each call of `extend` computes the whole sequence. Subclasses have caches.
     """
 
     def __init__(self, module: nn.Module):
@@ -66,27 +68,28 @@ class TokenSequence:
         self.module = module
         self.device = next((tensor.device for tensor in module.parameters()), None)
         self.tokens: list[int] = []
-        """The tokens that are computed."""
+        """The tokens that the model has processed."""
 
         self.num_kept = 0
         """Number of tokens that the last call of `continued_as` kept."""
 
     def continued_as(self, tokens: Sequence[int]) -> list[int]:
-        """Keep what the sequence shares with the beginning of `tokens`, as far as the model can. Return the tokens that
-        are left to compute, which are at least one."""
+        """Shorten the sequence to the longest beginning that it shares with `tokens`, or further if the cache cannot be
+        shortened to this length. Return the rest of `tokens`, at least one token, for `extend`."""
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens, strict=False)))
         self.num_kept = self._shortened(min(shared, len(tokens) - 1))
         del self.tokens[self.num_kept :]
         return list(tokens[self.num_kept :])
 
     def extend(self, tokens: Sequence[int]) -> Tensor:
-        """Return the logits (vocabulary) of the last of some new tokens."""
+        """Add new tokens to the sequence. Return the logits (vocabulary) of the last one."""
         logits = self._logits(tokens)
         self.tokens += tokens
         return logits
 
     def _shortened(self, num_tokens: int) -> int:
-        """Keep the first `num_tokens` tokens, or fewer. Return their number."""
+        """Shorten the cache to the first `num_tokens` tokens, or to fewer. Return the number of tokens that it still
+        has."""
         return num_tokens
 
     def _logits(self, tokens: Sequence[int]) -> Tensor:
@@ -97,8 +100,8 @@ class TokenSequence:
 
 
 class _OwnCache(TokenSequence):
-    """A sequence of a model that keeps a cache itself. The caches of `transformers` have no common way to forget some
-    tokens, so a sequence with another end is computed again."""
+    """A sequence of a model that returns its own cache, such as a class of `transformers`. These caches have no common
+    method to remove tokens. So a sequence whose end changes is computed again as a whole."""
 
     past: Any = None
 
@@ -116,7 +119,7 @@ class _OwnCache(TokenSequence):
 
 
 class _DecoderSequence(TokenSequence):
-    """A sequence of a decoder of this package, whose layers of attention have caches."""
+    """A sequence of a decoder of this package, with a cache for each attention layer."""
 
     def __init__(self, module: Decoder, max_tokens: int):
         super().__init__(module)
@@ -127,7 +130,8 @@ class _DecoderSequence(TokenSequence):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Give the caches to the model until the end of the block. Its output layer computes the last token only."""
+        """Until the end of the block, let the model's attention layers use the caches, and its output layer compute
+        only the last token."""
 
         def last_token(output: nn.Module, args: tuple[Tensor]) -> Tensor:
             return args[0][:, -1:]
@@ -158,11 +162,11 @@ class _DecoderSequence(TokenSequence):
 
 @contextmanager
 def token_sequence(module: nn.Module, max_tokens: int = 0) -> Iterator[TokenSequence]:
-    """Yield an empty sequence for the forwards of `module` until the end of the block.
+    """Yield an empty sequence of `module`, which can be used until the end of the block.
 
-    A decoder of this package gets a cache in each layer of attention, with memory for `max_tokens` tokens, which grows
-    if more come. A model whose forward takes `past_key_values`, as the classes of `transformers` do, keeps a cache
-    itself. Any other model computes the whole sequence in each call.
+    In a decoder of this package, each attention layer gets a cache with memory for `max_tokens` tokens. The cache grows
+    if there are more. A model whose forward takes `past_key_values` and `use_cache`, like the classes of
+    `transformers`, has its own cache. Any other model computes the whole sequence in each call.
     """
     if isinstance(module, Decoder):
         sequence = _DecoderSequence(module, max_tokens)
@@ -173,7 +177,8 @@ def token_sequence(module: nn.Module, max_tokens: int = 0) -> Iterator[TokenSequ
 
 
 def has_cache(module: nn.Module) -> bool:
-    """Return True if the model can cache keys and values, so that a new token does not repeat earlier forwards."""
+    """Return True if the model can cache keys and values. Then a new token does not compute the earlier tokens
+    again."""
     return isinstance(module, Decoder) or {"past_key_values", "use_cache"} <= _parameters(module)
 
 
@@ -200,8 +205,9 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` tokens after a prompt, without the token that ends the text.
 
-    `sequence`: one of the model with which the prompt may begin; its tokens are then not computed again. Raises
-    UserError for an empty prompt, and if the sequence could become longer than those of the model.
+    `sequence`: an earlier sequence of this model. Tokens that the prompt shares with its beginning are not computed
+    again. Raises UserError if the prompt is empty, or if the prompt and `max_new_tokens` together exceed
+    `model.max_tokens`.
     """
     if not prompt:
         raise UserError("error: the prompt is empty; give at least one character")
@@ -226,15 +232,16 @@ _REPLACEMENT, _MOST_HELD = "\N{REPLACEMENT CHARACTER}", 3
 
 
 class TextStream:
-    """The text of tokens that come one by one, as pieces. The pieces joined are the text of all tokens up to a stop.
+    """A decoder of tokens that arrive one by one. It returns pieces of text. Joined, they are the text of all tokens up
+    to the first stop text.
 
-    Text is held back while it may be a part of a character or of a stop text. Tokens are decoded together with those
-    before them, since some tokenizers drop the space before the first token.
+    Text is held back while it may be the beginning of a character or of a stop text. New tokens are decoded together
+    with some tokens before them, because some tokenizers drop the space before the first token.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stop: Sequence[str] = ()):
-        """`prompt`: the tokens before those of the stream; none for a text of its own, such as an answer. `stop`: texts
-        that end the stream. They are not part of it."""
+        """`prompt`: the tokens that the text continues; none if the text stands alone, like an answer in a chat.
+        `stop`: texts that end the stream. The stream does not contain the stop text."""
         self._decode = decode
         self._stop = stop
         self._tokens = list(prompt[-8:])
@@ -245,7 +252,8 @@ class TextStream:
         self.is_stopped = False
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the pieces of text of some tokens: one for each token, and what is held back at their end."""
+        """Yield one piece of text for each token and, after the last token, the text that was held back. Some pieces
+        are empty."""
         for token in tokens:
             yield self.push(token)
             if self.is_stopped:
@@ -253,11 +261,12 @@ class TextStream:
         yield self.close()
 
     def push(self, token: int) -> str:
-        """Return the piece of text that a token completes; often empty."""
+        """Add a token. Return the piece of text that it completes, which is often empty."""
         self._tokens.append(token)
         self.num_tokens += 1
         text = self._decode(self._tokens[self._start :])
-        # A part of a character is up to three U+FFFD at the end: one for all of its bytes, or one for each.
+        # An incomplete character is decoded to up to three U+FFFD at the end: one for all of its bytes, or one for each
+        # byte.
         complete = text.rstrip(_REPLACEMENT)
         complete += _REPLACEMENT * max(0, len(text) - len(complete) - _MOST_HELD)
         piece = complete[self._taken :]
@@ -268,7 +277,7 @@ class TextStream:
         return self._up_to_stop(piece)
 
     def close(self) -> str:
-        """Return the text that is still held back."""
+        """End the stream. Return the text that is still held back."""
         if self.is_stopped:
             return ""
         rest = self._up_to_stop(self._decode(self._tokens[self._start :])[self._taken :])

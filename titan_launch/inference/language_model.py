@@ -1,4 +1,4 @@
-"""A trained language model in one process: its module, its tokenizer, and the length of its sequences."""
+"""A trained language model in one process: its module, its tokenizer, and the longest sequence that it takes."""
 
 from __future__ import annotations
 
@@ -38,46 +38,46 @@ from titan_launch.plan.types import full_name
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A model of tokens that is ready to compute."""
+    """A language model on a device, with its weights, and all that generation and evaluation need of it."""
 
     module: nn.Module
     """The model in evaluation mode, without gradients."""
 
     tokenizer: Tokenizer
     begin: tuple[int, ...]
-    """Tokens before a text: none, or the one that begins a document."""
+    """Tokens before the first token of a text: none, or the one that begins a document."""
 
     max_tokens: int
-    """Length of the longest sequence."""
+    """Number of tokens of the longest sequence that the model takes."""
 
     end_tokens: frozenset[int]
-    """Tokens that end a text."""
+    """Tokens after which generation stops."""
 
     device: torch.device
     description: str
     template: ChatTemplate | None = None
-    """The chat template, if chats are wanted."""
+    """The chat template; None if the model was loaded without one."""
 
     end_texts: tuple[str, ...] = ()
-    """Texts that end an answer in a chat whose template marks its end without a token."""
+    """Texts that end an answer, if the chat template does not end an answer with a token of its own."""
 
     def make_room(self, num_tokens: int) -> None:
-        """Extend the tables of positions, so that sequences can have `num_tokens`."""
+        """Extend the tables of rotary embeddings, so that sequences can have `num_tokens` tokens."""
         for child in self.module.modules():
             if isinstance(child, RotaryEmbedding):
                 child.extend(num_tokens)
 
     def encode(self, text: str, has_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a text, as those of a document begin. `has_special_tokens`: names of special tokens in
-        the text are these tokens, also the one that begins a document."""
+        """Return the tokens of a text, which begin like those of a document. `has_special_tokens`: True if names of
+        special tokens in the text become these tokens. The token that begins a document is not added a second time."""
         if not has_special_tokens:
             return [*self.begin, *self.tokenizer.encode(text)]
         tokens, _ = self.tokenizer.encode_chat(text)
         return tokens if tokens[: len(self.begin)] == [*self.begin] else [*self.begin, *tokens]
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a chat up to the answer that follows. Raises UserError for messages that the template
-        refuses, or that have the name of a special token."""
+        """Return the tokens of a chat up to the beginning of the next answer. Raises UserError if the template refuses
+        the messages, or if a message contains the name of a special token."""
         assert self.template is not None
         try:
             text = self.template.prompt(messages)
@@ -99,9 +99,10 @@ def load_language_model(
 ) -> LanguageModel:
     """Build a saved model on a device, and read its weights. `source`: the folder of the model.
 
-    `dtype`: dtype of the parameters, by default the widest of the saved ones. `model`: name of the model by the user,
-    who may choose code; a folder may not. `chat`: choices about the chat template, which is loaded only then. Raises
-    WeightsError, ConfigError and UserError.
+    `dtype`: dtype of the parameters, by default the widest dtype of the saved tensors. `model`: name of the model, if
+    the user gave one. If the model is the user's own code, the user must name it, because a folder must not choose code
+    that is run. `chat`: options of the chat template; None: no template is loaded. Raises WeightsError, ConfigError and
+    UserError.
     """
     saved = merged(saved)
     job = saved.job
@@ -128,17 +129,20 @@ def _check_model(job: JobConfig, model: str | None) -> None:
         raise WeightsError(f'its model.{problem.key[-1]} is "{problem.value}": {problem.reason}')
     name = job.model.name
     if ":" in name and name != model:
-        raise WeightsError(f"its model is code, and a folder may not choose code: add --model {name}")
+        raise WeightsError(
+            f"its model is the factory {name}, and code that only a folder names is not run; add --model {name}"
+        )
     if model not in (None, name):
         raise WeightsError(f"its model is {name}, not {model}; remove --model")
     if (unit_taken(job.model) or job.data.unit) == "images":
-        raise WeightsError(f"its model, {name}, takes images; name a model of text")
+        raise WeightsError(f"its model, {name}, takes images; give the folder of a language model")
     if job.data.own_vocabulary() is not None:
         raise WeightsError(f'its model was trained on data.kind = "{job.data.kind}", which is not text')
 
 
 def tokenizer_of_model(saved: SavedModel) -> TokenizerConfig:
-    """Return the tokenizer of the job. A folder without a job has that of Hugging Face."""
+    """Return the tokenizer of the job. For a folder without a job, return the tokenizer among its Hugging Face files.
+    Raises WeightsError if there is none."""
     if "tokenizer" in saved.job.model_fields_set:
         return saved.job.tokenizer
     found = None if saved.companions is None else tokenizer_beside(saved.companions)
@@ -148,8 +152,8 @@ def tokenizer_of_model(saved: SavedModel) -> TokenizerConfig:
 
 
 def _end_tokens(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-document token, and those at which `transformers` stops: `eos_token_id` of the generation
-    config that the weights came with, or else of their config."""
+    """Return the end-of-document token, and the tokens at which `transformers` stops. These are `eos_token_id` in the
+    `generation_config.json` that came with the weights or, if it has none, in their `config.json`."""
     folder = saved.companions
     files = [] if folder is None else [folder / GENERATION_FILE, folder / CONFIG_FILE]
     for file in filter(Path.exists, files):
@@ -161,8 +165,8 @@ def _end_tokens(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _longest(saved: SavedModel) -> int:
-    """Return the number of tokens of the longest sequence: the rows of the table of positions, else the limit in
-    `config.json` of Hugging Face, else `training.seq_len`."""
+    """Return the number of tokens of the longest sequence: the rows of the model's table of positions, else the limit
+    in Hugging Face's `config.json`, else `training.seq_len`."""
     model = saved.job.model
     args = known_args(model)
     limit = None if args is None else args.longest_sequence()
@@ -173,12 +177,13 @@ def _longest(saved: SavedModel) -> int:
 
 
 _FIRST_ROWS = 8192
-"""Rows of the tables of rotary embeddings before longer sequences come. A `config.json` may name millions."""
+"""Largest number of rows with which the tables of rotary embeddings begin. `make_room` extends them for longer
+sequences. (A `config.json` may allow sequences of millions of tokens.)"""
 
 
 def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.dtype, max_tokens: int) -> nn.Module:
     model = saved.job.model
-    if model.name == HUGGINGFACE:  # so that the class does not initialise its parameters
+    if model.name == HUGGINGFACE:  # with `weights`, the class does not initialize its parameters
         model = model.model_copy(update={"weights": str(source)})
     host = HostBuild(seed=0, free_bytes=int(free_memory_gib() * GIB))
     built = build_model(model, min(max_tokens, _FIRST_ROWS), host)
@@ -187,7 +192,7 @@ def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.d
         free = f"{host.free_bytes / GIB:,.1f} GiB are free"
         raise WeightsError(f"its parameters need {needed / GIB:,.1f} GiB of memory, but {free}")
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it takes up to 0.5 s to plan each new length of a sequence
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN takes up to 0.5 s for each new sequence length
     _allocate(built.module, device, dtype)
     _fill(built, saved, device)
     for child in built.module.modules():
@@ -197,8 +202,8 @@ def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.d
 
 
 def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a model from the meta device to `device`, in place, without values. Its parameters get `dtype`, except for
-    those of BatchNorm, which compute in the dtype of their statistics. Shared tensors stay shared."""
+    """Move a model from the meta device to `device` in place. The tensors are not initialized. Parameters get `dtype`,
+    except those of BatchNorm, which keep the dtype of its statistics. Shared tensors stay shared."""
     allocated: dict[Tensor, Tensor] = {}
     for module in model.modules():
         is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -214,9 +219,11 @@ def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
 
 @torch.no_grad()
 def _fill(built: BuiltModel, saved: SavedModel, device: torch.device) -> None:
-    """Copy the saved tensors into an allocated model. Other tensors (tables of positions) get their initial values.
+    """Copy the saved tensors into a model after `_allocate`. Tensors that are not saved, such as tables of positions,
+    get their initial values.
 
-    Raises WeightsError if a parameter is not saved, or if a saved tensor has another shape.
+    Raises WeightsError if a parameter is not saved, or if the model has no tensor with the name and shape of a saved
+    one.
     """
     tensors = {
         full_name(path, name): tensor
@@ -232,18 +239,20 @@ def _fill(built: BuiltModel, saved: SavedModel, device: torch.device) -> None:
     filled: set[int] = set()
     for name, entry in saved.entries.items():
         if name not in tensors or tuple(tensors[name].shape) != entry.shape:
-            raise WeightsError(f"its tensor {name} {list(entry.shape)} is not one of the model")
+            found = f"it has the tensor {name} with the shape {list(entry.shape)}"
+            raise WeightsError(f"{found}, but the model has no tensor with this name and shape")
         tensors[name].copy_(saved.read(name))
         filled.add(id(tensors[name]))
     missing = [
         name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and id(tensor) not in filled
     ]
     if missing:
-        raise WeightsError(f"it has no values for {listed(missing)}")
+        raise WeightsError(f"it lacks these parameters of the model: {listed(missing)}")
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device with a name; by default the GPU if there is one. Raises UserError without such a device."""
+    """Return the device with the name `name`. None: the GPU if there is one, else the CPU. Raises UserError if `name`
+    is `cuda` and there is no GPU."""
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise UserError("error: --device cuda: PyTorch finds no GPU; use --device cpu")

@@ -1,4 +1,4 @@
-"""The model card of an export: README.md with the origin of the weights."""
+"""The model card of an export: a README.md that records where the weights come from."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CARD = "README.md"
 
 
 def write_card(folder: Path, source: SavedModel, origin: Path, library: str) -> None:
-    """Write the model card of an export into its folder. `origin`: the exported folder. `library`: the library that
-    loads the export, as Hugging Face names it.
+    """Write the model card of an export into its folder. `origin`: the folder that was exported, for example of a run.
+    `library`: Hugging Face's name of the library that loads the export.
 
     Raises FileExistsError if the folder has a card.
     """
@@ -74,7 +74,7 @@ def _samples_seen(run: Path, step: int) -> int:
 
 
 def _named(source: SavedModel, section: str) -> str:
-    """Return the path or the kind of a data source of the job."""
+    """Return the path or the kind of the data source in `section` of the job, with a comma; "" if there is none."""
     table: Any = source.record
     for part in section.split("."):
         table = table[int(part)] if part.isdecimal() else table.get(part, {})
@@ -82,7 +82,7 @@ def _named(source: SavedModel, section: str) -> str:
 
 
 def _toml(record: Any) -> Iterator[str]:
-    """Yield the sections of the job as TOML, as `config.json` of the run has them."""
+    """Yield the lines of the job as TOML. `record`: the content of the run's `config.json`."""
     for section, table in record.items():
         yield f"[{section}]"
         yield from (f"{key} = {toml_value(value)}" for key, value in table.items())

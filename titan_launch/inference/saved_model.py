@@ -1,4 +1,5 @@
-"""The weights of a trained model, in a run's checkpoint, a folder that `import` wrote, or a Hugging Face folder."""
+"""The weights of a trained model, from a run's checkpoint, from a folder that `import` wrote, or from a Hugging Face
+folder."""
 
 from __future__ import annotations
 
@@ -35,39 +36,41 @@ from titan_launch.plan.freezing import ADAPTER
 from titan_launch.train.run_folder.folder import checkpoint_folder
 
 _OF_FROZEN = ("trainable", "frozen", "unfreeze")
-"""Keys of `[training]` that a model without adapters has no use for."""
+"""Keys of `[training]` that are removed when the adapters are added to the weights."""
 
 _LONGEST = 2048
-"""Largest `training.seq_len` in the record of a Hugging Face folder."""
+"""Largest `training.seq_len` that the record of a Hugging Face folder gets, even if the model takes longer
+sequences."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The tensors of a trained model, in the names of this package."""
+    """The tensors of a trained model, with this package's names."""
 
     record: Mapping[str, Any]
     """The `config.json` in the format of this package: at least the sections `model` and `training`."""
 
     job: JobConfig
-    """The same, with defaults for the other sections."""
+    """The job of `record`, with defaults for missing sections."""
 
     entries: Mapping[str, Entry]
     read: Callable[[str], Tensor]
-    """Function that returns a whole tensor."""
+    """Function that reads the whole tensor with a name of `entries`."""
 
     description: str
     companions: Path | None
-    """Folder with the Hugging Face `config.json` and tokenizer that the weights came with; None without it."""
+    """Folder with the Hugging Face `config.json` and tokenizer that came with the weights; None without such a
+    folder."""
 
     notes: tuple[str, ...] = ()
     """Sentences about keys of a Hugging Face `config.json` that have no effect here."""
 
     base: Path | None = None
-    """Folder of the weights with which the run began, as far as it still exists; the folder itself for Hugging Face
-    weights."""
+    """Folder of the weights with which the run began; None if there is none, or if it no longer exists. For a Hugging
+    Face folder: this folder itself."""
 
     manifest: Manifest | None = None
-    """Manifest of the checkpoint; None for a folder that is not of a run."""
+    """Manifest of the checkpoint; None if the folder is not a run folder."""
 
     @property
     def num_parameters(self) -> int:
@@ -85,10 +88,11 @@ class SavedModel:
 def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, base: Path | None = None) -> SavedModel:
     """Open a run folder, a folder that `import` or `export` wrote, or a Hugging Face folder. No values are read.
 
-    `step`: step of the run's checkpoint, by default that of `result_step`. `ema`: use the moving average of the weights
-    in place of each parameter that has one. `base`: folder of the parameters that the checkpoint omits, by default the
-    first that exists of `model.weights` and the path in the manifest. Adapters are tensors of their own; see `merged`.
-    Raises WeightsError, DamagedCheckpointError and UserError.
+    `step`: step of the run's checkpoint, by default that of `result_step`. `ema`: use the moving average of each
+    parameter that has one, instead of the parameter. `base`: folder of the parameters that the checkpoint omits. Its
+    default is the first that exists of `model.weights`, the path in the manifest, and `model.path`. Adapters are
+    separate tensors in the result; `merged` adds them to the weights. Raises WeightsError, DamagedCheckpointError and
+    UserError.
     """
     refuse_adapter(folder)
     record = read_json(folder / CONFIG_FILE)
@@ -133,8 +137,8 @@ def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
 
 
 def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> Path | None:
-    """Return the folder with whose weights a run began: `given`, or the first that exists of `model.weights`, the path
-    in the manifest, and `model.path`. None without such a folder."""
+    """Return the folder of the weights with which a run began: `given`, or the first that exists of `model.weights`,
+    the path in the manifest, and `model.path`. None if none exists."""
     if given is not None:
         return given
     named = (job.model.weights, recorded and recorded.folder, job.model.path)
@@ -142,9 +146,9 @@ def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> P
 
 
 def _with_base(saved: SavedModel) -> SavedModel:
-    """Return the model with the parameters that the checkpoint omits, which are in the folder that the run began with.
+    """Return the model with the parameters that the checkpoint omits. They are read from the folder `saved.base`.
 
-    Raises WeightsError if that folder is missing, or has another fingerprint.
+    Raises WeightsError if that folder is missing, or if its fingerprint is not the one that the manifest records.
     """
     base = None if saved.manifest is None else saved.manifest.base
     if base is None or not base.omitted:
@@ -195,7 +199,8 @@ def _open_huggingface(folder: Path) -> SavedModel:
 
 
 def adapters_of_saved(saved: SavedModel) -> list[Adapter]:
-    """Return the adapters among the tensors of a model. Raises WeightsError if the kind of one is unknown."""
+    """Return the adapters among the tensors of a model. Raises WeightsError if an adapter may be of a linear layer or
+    of an embedding."""
     if not saved.job.lora.targets:
         return []
     if ":" not in saved.job.model.name:
@@ -204,22 +209,25 @@ def adapters_of_saved(saved: SavedModel) -> list[Adapter]:
 
 
 def _adapter_by_shape(saved: SavedModel, a: str) -> Adapter:
-    """Return an adapter of a user's own model, whose code is not run: the shapes tell a linear layer from an
-    embedding."""
+    """Return an adapter of a user's own model. The model's code is not run: the shapes of the tensors show whether the
+    adapter is of a linear layer or of an embedding. Raises WeightsError for a square weight, whose shape does not show
+    it."""
     path = a.removesuffix(".a")
     module = path.removesuffix(f".{ADAPTER}")
     weight, b = f"{module}.weight", f"{path}.b"
     rows, columns = saved.entries[weight].shape
     if rows == columns:
-        reason = "is square, so it may be of a linear layer or of an embedding, and a folder may not choose code"
+        reason = (
+            "is square, so it may be of a linear layer or of an embedding, and the model's code is not run to find out"
+        )
         raise WeightsError(f"{weight} {reason}; its adapter cannot be merged")
     rank, num_in = saved.entries[a].shape
     return Adapter(weight, a, b, rank, saved.job.lora.of(module).scale, is_embedding=num_in == rows)
 
 
 def merged(saved: SavedModel) -> SavedModel:
-    """Return the model with its adapters added to its weights. A weight with an adapter is read in fp32, so that it is
-    rounded once. Without adapters, return the model itself."""
+    """Return the model with its adapters added to its weights; without adapters, the model itself. `read` returns a
+    weight with an adapter in fp32, so that it is rounded only once, when it is cast."""
     adapters = {adapter.weight: adapter for adapter in adapters_of_saved(saved)}
     if not adapters:
         return saved
@@ -247,15 +255,15 @@ def merged(saved: SavedModel) -> SavedModel:
 
 @dataclass(frozen=True)
 class _FolderWeights:
-    """The parameters of a model in a folder."""
+    """The parameters of a model that are read from a folder of weights."""
 
     weights: Weights
     entries: Mapping[str, Entry]
 
     @classmethod
     def of(cls, job: JobConfig, folder: Path) -> _FolderWeights:
-        """Compare a folder with the model of a job. The code of a user's own model is not run: the folder then has the
-        names of the model. Raises WeightsError."""
+        """Find the parameters of the job's model in a folder. The code of a user's own model is not run; the names in
+        the folder are then taken as those of the model. Raises WeightsError if the folder does not fit the model."""
         model = job.model.model_copy(update={"weights": str(folder)})
         try:
             files = open_weights(model)
@@ -280,6 +288,6 @@ class _FolderWeights:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Return the dtype with a name in a file."""
+    """Return the dtype whose name in a safetensors file is `name`. Unknown names count as int64."""
     dtype: torch.dtype = getattr(torch, FLOATS.get(name, "int64"))
     return dtype

@@ -23,9 +23,10 @@ _SECONDS_AFTER_A_FAILURE = 30  # the same timeout as torchrun's own
 class ElasticAgent(LocalElasticAgent):
     """The agent that starts and monitors the ranks of this host.
 
-    torchrun's own agent ends at a signal, kills its ranks after 30 s, and does not report how they ended. This agent
-    continues to monitor after a signal, which `launch.torchrun` forwards to the ranks. Ranks that save and end with
-    status 0 have succeeded. There is no restart after a signal, or when the input of a rank is wrong.
+    After a signal, torchrun's own agent ends, kills its ranks after 30 s, and does not report how they ended. This
+    agent continues to monitor its ranks, and `launch.torchrun` forwards the signal to them. If all ranks then save and
+    end with status 0, the run has succeeded. This agent does not restart the ranks after a signal, or if one of them
+    ended with a status in `final_statuses`.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class ElasticAgent(LocalElasticAgent):
         **kwargs: Any,
     ):
         """`on_start`: called with the processes of every start. `on_failure`: called with the failures of ranks before
-        a restart. `is_stopping`: returns True after a signal. `stop_timeout_s`: seconds that ranks may take to end
-        after a request. `final_statuses`: exit statuses of ranks after which a restart would fail in the same way."""
+        a restart. `is_stopping`: returns True after a signal. `stop_timeout_s`: seconds that ranks may take to save and
+        end after a request. `final_statuses`: exit statuses of ranks after which a restart would fail in the same
+        way."""
         super().__init__(*args, **kwargs)
         self._on_start = on_start
         self._on_failure = on_failure
@@ -60,8 +62,8 @@ class ElasticAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """End the ranks, before a restart or at the end of the run.
 
-        If a new host joined, the ranks get `stop_timeout_s` to save. If a rank has failed, the others cannot save, and
-        on GPUs they may not notice the signal."""
+        If a new host joined, the ranks get `stop_timeout_s` to save. If a rank has failed, they get only 30 s: the
+        others cannot save, and on GPUs they may not notice the signal."""
         if self._pcontext is not None:
             self._pcontext.close(RESTART_SIGNAL, _SECONDS_AFTER_A_FAILURE if self._has_failed else self._stop_timeout_s)
         super()._stop_workers(worker_group)
@@ -69,7 +71,7 @@ class ElasticAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         silent = self._silent_failures(worker_group)
         if silent:
-            # `on_failure` will report these ranks. The other ranks must not report the SIGTERM that they get now.
+            # `on_failure` will report the silent ranks. The other ranks must not report the SIGTERM that they get now.
             assert self._pcontext is not None
             claim_announcement(self._pcontext.envs[0])
             self._pcontext.close(signal.SIGTERM, _SECONDS_AFTER_A_FAILURE)
@@ -81,8 +83,8 @@ class ElasticAgent(LocalElasticAgent):
             return result
         self._has_failed = True
         statuses = {failure.exitcode for failure in result.failures.values()}
-        if RESTART_STATUS in statuses:  # another agent has noticed the new host first
-            self._remaining_restarts += 1  # a new host is not a failure, but `super` has used up a restart
+        if RESTART_STATUS in statuses:  # another host's agent was the first to notice the new host
+            self._remaining_restarts += 1  # a new host is no failure, but `super` counted a restart
             self._has_failed = False
             return result
         if self._is_stopping() or statuses & set(self._final_statuses):
@@ -97,7 +99,8 @@ class ElasticAgent(LocalElasticAgent):
     def _silent_failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """Return, by rank, the failures of ranks that ended without printing an error.
 
-        A signal killed such a rank, or its code called `exit` directly, perhaps with status 0."""
+        Either a signal killed the rank, or its code called `exit` directly, perhaps with status 0 (see
+        `EXITED_DIRECTLY`)."""
         assert isinstance(self._pcontext, SubprocessContext)
         failures = {}
         for local_rank, handler in self._pcontext.subprocess_handlers.items():

@@ -56,7 +56,7 @@ class Processes:
 
 
 def plan_processes(options: Mapping[str, str]) -> Processes:
-    """Parse the options of `launch`. Raises UserError for invalid numbers."""
+    """Parse the options of `launch`, given by name without `--`. Raises UserError for invalid numbers."""
     options = dict(options)
     per_node = _processes_per_node(options.pop("nproc-per-node", "auto"))
     nodes = options.pop("nnodes", "1")
@@ -101,7 +101,7 @@ _RANGES = {"master-port": (1, _LAST_PORT), "max-restarts": (0, _MOST), "shutdown
 
 
 def _number(text: str, first: int, last: int) -> int | None:
-    """Return a whole number within a range, or None."""
+    """Return the whole number in `text`; None if there is none, or if it is not within `first` and `last`."""
     return int(text) if text.isdecimal() and len(text) < 10 and first <= int(text) <= last else None
 
 

@@ -1,9 +1,11 @@
 """torchrun inside this process, with other handling of errors and signals.
 
-The torchrun command ends every failure with a 40-line banner and exit status 1. This module prints only the error of
-the worker that failed first, and returns its exit status. After a signal, the torchrun command ends within 30 seconds
-with a traceback and status 1, or (SIGUSR1) at once without ending its workers. This module forwards the signal to the
-workers, waits until they have saved, and returns their exit status.
+After a failure, the torchrun command prints a 40-line banner and ends with exit status 1. This module prints only the
+error of the worker that failed first, and returns the exit status of that worker.
+
+After a signal, the torchrun command ends within 30 seconds with a traceback and status 1. After SIGUSR1, it even ends
+at once and leaves its workers running. This module forwards the signal to the workers, waits until they have saved a
+checkpoint, and returns their exit status.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ _AFTER_SECOND_SIGNAL_S = 5
 
 
 def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int], run_folder: Path) -> int:
-    """Run the training processes and wait for them. Return the exit status of the first that failed, or 0.
+    """Run the training processes (workers) and wait for them. Return the exit status of the worker that failed first,
+    or 0.
 
     `final_statuses`: exit statuses of workers after which a restart would fail in the same way. `run_folder`: folder to
-    which the workers write.
+    which the workers write their flight records.
     """
     os.environ[AGENT_PID] = str(os.getpid())
     stopping = Stopping(processes.shutdown_timeout_s, tempfile.mkdtemp(prefix="titan-launch-"))
@@ -59,8 +62,8 @@ def _run_torchrun(
 ) -> int:
     _share_cores(processes.per_node)
     if "--standalone" not in processes.torchrun_args:
-        # Agents would reuse the address of their shared store after its host is gone. So rank 0 of each start hosts a
-        # store instead.
+        # By default, agents would reuse the address of their shared store after the host of this store is gone. With
+        # the variable, rank 0 of each start hosts a new store.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with without_garbage_collection():
         _import_torch_quietly()
@@ -106,14 +109,15 @@ def _run_torchrun(
 def _import_torch_quietly() -> None:
     """Import torch with native logging limited to errors, in this process only.
 
-    When a host is gone, the native code would log twenty lines of addresses. This module reports the loss itself.
+    Otherwise, if another host is gone, the native code would log twenty lines of addresses. This module reports the
+    lost host itself.
     """
     with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
         importlib.import_module("torch")
 
 
 class Stopping:
-    """Forwarding of signals to the workers of this host. Workers that do not end in time are killed."""
+    """A forwarder of signals to the workers of this host. It kills workers that do not end in time."""
 
     def __init__(self, timeout_s: float, rank_folders: str):
         self.rank_folders = rank_folders
@@ -123,7 +127,7 @@ class Stopping:
         """True if workers were killed because they did not end in time."""
 
         self.last_start = 0.0
-        """Time of the last start of workers, in seconds since the epoch."""
+        """Time of the last start of workers, in seconds since the epoch; 0 before the first start."""
 
         self._timeout_s = timeout_s
         self._number = 0
@@ -135,7 +139,7 @@ class Stopping:
         return self._number != 0
 
     def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Register the processes of a new start of the workers."""
+        """Register the processes of a new start of the workers. If a signal has arrived already, forward it to them."""
         with self._lock:
             self.last_start = time.time()
             self._workers = workers
@@ -143,7 +147,8 @@ class Stopping:
                 self._pass_on(self._number)
 
     def on_request(self, number: int, is_repeated: bool) -> None:
-        """Forward a signal to the workers. If no worker is running, end this process. This method is called in a thread
+        """Forward a signal to the workers. If no worker is running, end this process. After the timeout, kill the
+        workers that still run; a repeated signal shortens the timeout to at most 5 s. This method is called in a thread
         other than the main thread."""
         with self._lock:
             self._number = number
@@ -174,17 +179,18 @@ class Stopping:
 
 
 def _torchrun_signals() -> list[str]:
-    """Return the signals that torchrun handles, except ignored ones: torchrun would override the SIG_IGN of `nohup`."""
+    """Return the signals that torchrun should handle. Signals that this process ignores are left out, because torchrun
+    would override the SIG_IGN of `nohup`."""
     signals = [signal.SIGQUIT, signal.SIGHUP]
     return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, stopping: Stopping) -> int:
-    """Return the exit status of the rank that failed first. If this rank printed no error, print one for it.
+    """Return the exit status of the rank that failed first. If that rank printed no error, print one for it.
 
-    A rank that was killed by a signal counts as the first, else a rank that called `os._exit`. Such a rank makes the
-    other ranks fail in their next collective. Ranks killed by SIGTERM are ignored, because torchrun stops the other
-    ranks with SIGTERM.
+    If a signal killed a rank, that rank counts as the first. Otherwise, a rank that called `os._exit` counts as the
+    first. In both cases the other ranks failed later, in their next collective. Ranks that SIGTERM killed do not count,
+    because torchrun ends the other ranks with SIGTERM after a failure.
     """
     exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
@@ -209,10 +215,10 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
 
 
 def _abort_cause(run_folder: Path, since: float) -> str:
-    """Return a text with the cause of a SIGABRT, if the flight records show one. The aborted rank itself reports no
-    error, because a native abort runs no Python code.
+    """Return the text that explains a SIGABRT, with the unfinished collectives in the flight records. The aborted rank
+    itself reports no error, because a native abort runs no Python code.
 
-    `since`: start time of the workers. Older records are ignored.
+    `since`: start time of the workers, in seconds since the epoch. Older records are ignored.
     """
     from titan_launch.train.health.flight_recorder import unfinished_collectives
 

@@ -1,12 +1,14 @@
-"""The loss in chunks of classes: from the input of an output layer, without the logits of a whole microbatch.
+"""Cross-entropy in chunks of classes. It is computed from the input of an output layer, so that the logits of a whole
+microbatch never exist.
 
-Forward goes through the chunks and keeps a running log-sum-exp for each target. Backward computes the logits of each
-chunk a second time; their softmax follows from the log-sum-exp.
+Forward goes through the chunks and updates a running log-sum-exp for each target. Backward computes the logits of each
+chunk a second time. The softmax follows from these logits and the log-sum-exp.
 
-The chunks divide classes, not tokens, for three reasons. The gradient of the weight is one matrix product per chunk,
-written once, in the dtype of the weight: nothing is accumulated in bf16, and there is no fp32 copy of the largest
-gradient of the model. Only the gradient of the input is a sum over chunks, in fp32; that tensor is small. And tensor
-parallelism, which divides classes over ranks, reduces the running numbers once, for any number of chunks.
+The chunks divide classes, not tokens, for three reasons. First, a chunk's part of the weight gradient is one matrix
+product, which is written once, in the dtype of the weight. So nothing is accumulated in bf16, and this gradient, the
+largest of the model, needs no fp32 copy. Second, only the gradient of the input is a sum over chunks; that tensor is
+small, so the sum is in fp32. Third, tensor parallelism also divides classes, over ranks. It all-reduces the running
+numbers once, for any number of chunks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ Adjust = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Classes:
-    """The range of classes that this rank holds."""
+    """The range of classes that this rank holds: `count` classes, from class `start` on. `total`: number of classes on
+    all ranks; 0 if this rank holds all classes."""
 
     count: int
     start: int = 0
@@ -41,9 +44,9 @@ class Classes:
 
     @staticmethod
     def of(divided: DTensor, count: int) -> Classes:
-        """Return this rank's `count` classes of a DTensor that is divided by class.
+        """Return this rank's range of `count` classes, for a DTensor that is sharded by class.
 
-        The count is the same on all ranks: check_tensor_plan requires this.
+        The count is the same on all ranks: `check_tensor_plan` requires this.
         """
         mesh = divided.device_mesh
         return Classes(count, mesh.get_local_rank() * count, mesh.size() * count, mesh.get_group())
@@ -54,16 +57,17 @@ class Classes:
         return self.total or self.count
 
     def chunks(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield first and last + 1 of each chunk, counted from this rank's first class.
+        """Yield (first, end) of each chunk, counted from this rank's first class. `end` is not part of the chunk.
 
-        Sizes are multiples of 8, for which GPUs have fast matrix products.
+        There are at most `number` chunks. Their sizes, except the last one, are multiples of 8, for which GPUs have
+        fast matrix products.
         """
         size = -(-self.count // (8 * number)) * 8
         for first in range(0, self.count, size):
             yield first, min(first + size, self.count)
 
     def reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Reduce `values` over the ranks in place, and return them."""
+        """All-reduce `values` over the ranks of `group` in place, and return them."""
         if self.group is not None:
             dist.all_reduce(values, op=op, group=self.group)
         return values
@@ -71,7 +75,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class _Running:
-    """Numbers of each target after some of the classes: (n, 1) in fp32."""
+    """Running numbers of each of n targets, over the classes of the chunks so far: (n, 1) in fp32."""
 
     largest: Tensor
     """The largest logit."""
@@ -80,7 +84,7 @@ class _Running:
     """The sum of exp(logit - largest)."""
 
     wanted: Tensor
-    """The logit of the target; 0 before its chunk, and on other ranks."""
+    """The logit of the target's class. 0 before the chunk with this class, and on ranks that do not hold the class."""
 
     logit_sum: Tensor | None
     """The sum of the logits, for label smoothing."""
@@ -93,7 +97,8 @@ class _Running:
         return _Running(lowest, zeros, zeros, zeros if smooths else None)
 
     def of_all_ranks(self, classes: Classes, has_largest: bool) -> _Running:
-        """Return the numbers for the classes of all ranks. `has_largest`: `largest` is that of all ranks already."""
+        """Return the numbers over the classes of all ranks. Collective over `classes.group`. `has_largest`: True if
+        `largest` is the maximum over all ranks already."""
         if classes.group is None:
             return self
         largest = self.largest if has_largest else classes.reduced(self.largest.clone(), dist.ReduceOp.MAX)
@@ -109,7 +114,7 @@ def _add_classes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the fields of `_Running` after a chunk of logits (n, classes).
 
-    `index`: the target, counted from the first class of the chunk.
+    `index` (n, 1): the target's class, counted from the first class of the chunk. It may be outside of the chunk.
     """
     before, largest = largest, torch.maximum(largest, logits.amax(-1, keepdim=True)).float()
     exponentials = logits.to(torch.float32, copy=True).sub_(largest).exp_()
@@ -134,8 +139,8 @@ def _gradient(  # noqa: PLR0913 - a compiled function takes tensors and numbers
     """Return the gradient of a chunk of logits, in their dtype: `scale` times the sum of three terms. These are softmax
     (times `z_factor`), -(1 - smoothing) at the target, and -smoothing / num_classes everywhere.
 
-    The softmax follows from the largest logit and the logarithm of `_Running.sum_exp` for all classes. (Their sum alone
-    would lose digits of large logits.)
+    The softmax is exp((logit - `largest`) - `log_sum`), where `log_sum` is the logarithm of `_Running.sum_exp` over all
+    classes. (The sum `largest` + `log_sum` alone would lose digits of large logits.)
     """
     gradient = logits.to(torch.float32, copy=True).sub_(largest).sub_(log_sum).exp_()
     if z_factor is not None:
@@ -149,7 +154,7 @@ def _gradient(  # noqa: PLR0913 - a compiled function takes tensors and numbers
 
 @dataclass(frozen=True)
 class Kernels:
-    """The functions of one chunk. They have no collectives, so each can be compiled."""
+    """The two functions that process one chunk of logits. Neither calls a collective, so each can be compiled."""
 
     add_classes: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
     gradient: Callable[..., Tensor]
@@ -162,7 +167,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Method:
-    """The way in which a loss is computed in chunks."""
+    """The settings and functions with which a loss is computed in chunks."""
 
     config: LossConfig
     classes: Classes
@@ -177,11 +182,12 @@ class Method:
         return self.classes.chunks(self.config.chunks)
 
     def index(self, targets: Tensor, first: int) -> Tensor:
-        """Return targets (n) as an index (n, 1) that counts from a class of this rank."""
+        """Return the targets (n) as indices (n, 1) that count from class `first` of this rank."""
         return (targets - (self.classes.start + first)).unsqueeze(-1)
 
     def gradient(self, logits: Tensor, *numbers: Tensor | None) -> Tensor:
-        """Return the gradient of a chunk of logits, not adjusted. `numbers`: the next arguments of `_gradient`."""
+        """Return the gradient of a chunk of logits, before `adjust`. `numbers`: the arguments of `_gradient` from
+        `index` to `z_factor`."""
         constants = (self.config.label_smoothing, self.classes.number)
         if self.adjust is None:
             return self.kernels.gradient(logits, *numbers, *constants)
@@ -194,17 +200,18 @@ class Method:
 
 
 def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None, first: int, end: int) -> Tensor:
-    """Return a chunk of logits, not adjusted. Without a weight, `x` are the logits."""
+    """Return the logits of the classes from `first` to `end` - 1, before `adjust`. Without a weight, `x` is the
+    logits."""
     if weight is None:
         return x[:, first:end]
     return F.linear(x, weight[first:end], None if bias is None else bias[first:end])
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The sums of `Loss` from the input x (n, features) of an output layer or, without a weight, from logits
-    (n, classes).
+    """The two sums of `CrossEntropy.sums`. `x` is the input (n, features) of an output layer or, without a weight, the
+    logits (n, classes).
 
-    Only the first sum takes a gradient. For backward the function saves its inputs and two fp32 numbers for each
+    Backward runs through the first sum only. For backward, the function saves its inputs and two fp32 numbers for each
     target.
     """
 
@@ -214,7 +221,7 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         smoothing, classes = method.config.label_smoothing, method.classes
         running = _Running.start(len(x), x.device, smoothing > 0)
-        if weight is None:  # the logits of all chunks exist
+        if weight is None:  # `x` is the logits, so the largest is known in advance
             largest = classes.reduced(x.amax(-1, keepdim=True).float(), dist.ReduceOp.MAX)
             running = replace(running, largest=largest)
         best = _Best.start(running) if method.counts_correct else None
@@ -273,7 +280,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Best:
-    """The largest logit of each target, and the first class that has it: (n, 1)."""
+    """For each of n targets, the largest logit so far and the first class with this logit: (n, 1)."""
 
     logit: Tensor
     label: Tensor
@@ -291,7 +298,7 @@ class _Best:
         return _Best(logit.float().where(is_larger, self.logit), (label + first).where(is_larger, self.label))
 
     def of_all_ranks(self, classes: Classes) -> Tensor:
-        """Return the first class with the largest logit of all ranks."""
+        """Return the first class with the largest logit on all ranks, int64 (n, 1). Collective over `classes.group`."""
         if classes.group is None:
             return self.label
         largest = classes.reduced(self.logit.clone(), dist.ReduceOp.MAX)

@@ -1,7 +1,7 @@
 """The cross-entropy of logits, with label smoothing and z-loss.
 
-Without chunks a model returns logits, and the loss is computed from them. With chunks (`loss.chunks`) the output layer
-of the model computes the loss itself (`loss.chunked`), and logits exist for one chunk of classes at a time.
+Without chunks, the model returns logits, and the loss is computed from them. With chunks (`loss.chunks`), the model's
+output layer computes the loss itself (`loss/chunked.py`), so logits exist only for one chunk of classes at a time.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class CrossEntropy(Loss):
         self._kernels = Kernels.compiled(compiled)
         self._has_head = False
         self.targets: Tensor | None = None
-        """The targets of the forward that runs; None if the output layer is to return logits."""
+        """The targets of the current forward. While they are None, the output layer returns logits."""
 
     def compute_in(self, head: nn.Module, dtypes: Sequence[torch.dtype] = ()) -> None:
-        """Let `head`, an `nn.Linear`, return `sums` in place of logits while targets are given.
+        """Change the forward of `head`, an `nn.Linear`, in place: within `given`, it returns the sums of the loss
+        instead of logits.
 
         The logits are the output of the layer. If the layer has the method `adjust_logits`, an elementwise function
-        such as a soft cap, the method is applied to each chunk. Then the logits are cast to `dtypes`, one after the
-        other.
+        such as a soft cap, this method is applied to each chunk of logits. Then each chunk is cast to all `dtypes`, one
+        after the other.
         """
         self._has_head = True
         adjust = _adjustment(getattr(head, "adjust_logits", None), dtypes)
@@ -57,7 +58,7 @@ class CrossEntropy(Loss):
 
     @contextmanager
     def given(self, targets: Tensor) -> Iterator[None]:
-        """Provide the targets of the model's next forward to its output layer during the block."""
+        """During the block, provide the targets of the model's next forward to the model's output layer."""
         self.targets = targets
         try:
             yield
@@ -66,16 +67,17 @@ class CrossEntropy(Loss):
 
     def select(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the logits in a model's outputs, or the sums if the output layer computes them. Raise ConfigError if
-        there are none."""
+        there are neither logits nor sums."""
         fits = (lambda tensor, _: tensor.shape == (2,)) if self._has_head else are_logits
         return select_logits(outputs, targets, fits)
 
     def sums(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return two sums over the valid targets, in fp32, from what the model has returned.
+        """Return two sums over the valid targets, in fp32, from the model's outputs.
 
-        With gradients enabled: the loss, which is the cross-entropy plus the z-loss times its weight, and this z-loss
-        alone. Only the first takes a gradient. Without gradients: the cross-entropy without label smoothing, and the
-        number of targets with the largest logit. Of equal logits, the first counts as the largest.
+        With gradients enabled, the first sum is the loss: the cross-entropy plus the weighted z-loss. The second sum is
+        the weighted z-loss alone. Backward runs through the first one only. Without gradients, the first sum is the
+        cross-entropy without label smoothing and z-loss. The second is the number of targets whose class has the
+        largest logit; of equal logits, the first counts as the largest.
 
         `outputs` are logits (..., classes), or the sums if the output layer computes them. `targets` are class indices
         (...). If no target is valid, the sums and the gradients are 0, and all ranks still run the same backward.
@@ -100,15 +102,15 @@ class CrossEntropy(Loss):
         return sums
 
     def of_head(self, head: Any, x: Tensor, targets: Tensor, adjust: Adjust | None) -> Tensor:
-        """Return `sums` of the logits of `head` for the input `x`. With tensor parallelism the sums are a DTensor, like
-        the outputs of the other layers that tensor parallelism divides."""
+        """Return the two sums that `sums` describes, from the input `x` of the output layer `head`. With tensor
+        parallelism, the result is a DTensor, like the outputs of the other layers that tensor parallelism divides."""
         weight, bias = head.weight, head.bias
         self._check((*x.shape[:-1], weight.shape[0]), targets)
         if not isinstance(weight, DTensor):
             return self._in_chunks(Classes(weight.shape[0]), x, weight, bias, targets, adjust)
         assert isinstance(x, DTensor), "tensor parallelism makes DTensors of the input and the weight"
         own_weight, own_bias = weight.to_local(), None if bias is None else bias.to_local()
-        own_x = x.to_local(grad_placements=[Partial()])  # each rank's classes give a part of the gradient
+        own_x = x.to_local(grad_placements=[Partial()])  # the gradients from all ranks' classes add up
         classes = Classes.of(weight, own_weight.shape[0])
         sums = self._in_chunks(classes, own_x, own_weight, own_bias, targets, adjust)
         return DTensor.from_local(sums, weight.device_mesh, [Replicate()], run_check=False)
@@ -138,8 +140,9 @@ _CHANGED_OUTPUT = (
 def _head_forward(
     loss: CrossEntropy, compute: Callable[[Tensor], Tensor], adjust: Adjust | None
 ) -> Callable[..., Tensor]:
-    """Return the forward of an output layer. Its first argument is the module: explanations of errors look for it."""
+    """Return a new forward of an output layer. `compute` is the old forward."""
 
+    # The explanation of an out-of-memory error finds the module in a frame under the name `self`.
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return compute(x) if loss.targets is None else loss.of_head(self, x, loss.targets, adjust)
 
@@ -147,7 +150,7 @@ def _head_forward(
 
 
 def _adjustment(adjust: Adjust | None, dtypes: Sequence[torch.dtype]) -> Adjust | None:
-    """Return `adjust` and then the casts to `dtypes` as one function; None if there is nothing to do."""
+    """Return one function that applies `adjust` and then casts to all `dtypes`; None if there is nothing to do."""
     if adjust is None and not dtypes:
         return None
 
@@ -164,7 +167,7 @@ _SUM: dict[str, Any] = {"ignore_index": IGNORED_TARGET, "reduction": "sum"}
 
 
 def _plain_sums(logits: Tensor, targets: Tensor, z_loss: float, label_smoothing: float) -> Tensor:
-    """Return the sums of loss and z-loss of whole logits (n, classes), by PyTorch's own operations."""
+    """Return the sums of the loss and of the weighted z-loss, without chunks, from the logits (n, classes)."""
     logits = logits.float()
     cross_entropy = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, **_SUM)
     if not z_loss:

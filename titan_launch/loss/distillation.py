@@ -1,4 +1,4 @@
-"""Distillation: the loss is the distance from the probabilities of a teacher, and the cross-entropy."""
+"""Distillation: a weighted sum of the KL divergence from a teacher's probabilities and the cross-entropy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from titan_launch.loss.second_model import FrozenModel
 
 
 class DistillationLoss(CrossEntropy):
-    """The KL divergence from a teacher's probabilities, and the cross-entropy (Hinton et al., arXiv:1503.02531).
+    """A weighted sum of the KL divergence from a teacher's probabilities and the cross-entropy (Hinton et al.,
+    arXiv:1503.02531).
 
     Validation computes the cross-entropy alone, without the teacher.
     """
@@ -43,8 +44,8 @@ class DistillationLoss(CrossEntropy):
             self._logits = self._teacher(inputs, targets, documents)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sums of the loss, of the KL divergence and of the cross-entropy; without gradients as
-        `CrossEntropy`."""
+        """Return the three sums of `distillation_sums`. Without gradients, return the two sums of `CrossEntropy.sums`.
+        Raises ConfigError if the teacher has a different number of classes."""
         if not torch.is_grad_enabled():
             return super().sums(outputs, targets)
         self._check(outputs.shape, targets)
@@ -64,8 +65,9 @@ class DistillationLoss(CrossEntropy):
 def distillation_sums(logits: Tensor, teacher: Tensor, targets: Tensor, temperature: float, weight: float) -> Tensor:
     """Return three sums over the valid targets, fp32: the loss, the KL divergence at `temperature`, the cross-entropy.
 
-    `logits`, `teacher`: (n, classes). `targets`: (n). The loss is `weight` x `temperature`^2 x KL divergence +
-    (1 - `weight`) x cross-entropy: the factor keeps the gradients of both terms alike at every temperature.
+    `logits`, `teacher`: (n, classes). `targets`: (n). The loss is the sum of `weight` x `temperature`^2 x KL divergence
+    and (1 - `weight`) x cross-entropy. The factor `temperature`^2 keeps the gradients of both terms at the same scale
+    at every temperature.
     """
     logits, teacher = logits.float(), teacher.float()
     cross_entropy = F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum")

@@ -1,8 +1,9 @@
 """The interface of a loss: what it needs of a model and a batch, and what it returns.
 
-A loss returns sums over its items, and never divides. The step divides them by the number of its items over all
-microbatches and ranks (`means_of_step`), which is known before the first backward. So the gradient is that of one large
-batch, for unequal microbatches and ranks too.
+The items of a loss are the terms of its sum: the valid targets or, for DPO, the pairs of answers. A loss returns sums
+over the items of a microbatch, and never divides. The step divides these sums by the number of items in all its
+microbatches on all ranks (`means_of_step`). That number is known before the first backward. So the gradient is that of
+one large batch, even if microbatches or ranks have different numbers of items.
 """
 
 from __future__ import annotations
@@ -20,75 +21,82 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function that compiles a function of tensors, or returns it unchanged."""
 
 Z_LOSS = "train/z_loss"
-"""Metric of a sum that is part of the loss, but not of `train/loss`."""
+"""Name of the metric of the z-loss. The z-loss is part of the loss that is trained, but not of the metric
+`train/loss`."""
 
 
 class Loss:
-    """The loss of a job. `train.forward.run_model` calls the four methods around a forward:
+    """The loss of a job. A training step calls its methods in this order (`train.forward.run_model` is the `with`
+    block):
 
     loss.prepare(inputs, targets, documents)
     with loss.given(targets):
         outputs = loss.select(model(inputs, **loss.arguments(model, targets)), targets)
     sums = loss.sums(outputs, targets)
 
-    The items of a loss are the valid targets, unless `counts` says otherwise.
+    The items are the valid targets, unless a subclass overrides `counts`.
     """
 
     num_sums = 2
-    """Number of sums with gradients enabled."""
+    """Number of sums that `sums` returns with gradients enabled."""
 
     accuracy_of_items = False
-    """True if validation reports a fraction of the items as accuracy. False: a fraction of the valid targets."""
+    """True if the accuracy in validation is the fraction of items that are correct. False: the fraction of valid
+    targets that are predicted correctly."""
 
     tags: tuple[str, ...] = ()
-    """Metrics of the sums after the first one, with gradients enabled. Sums without a tag are not reported."""
+    """Names of the metrics that report the second and later sums, with gradients enabled. Sums without a tag are not
+    reported."""
 
     frozen: nn.Module | None = None
-    """A second model, which is not trained, and whose outputs the loss reads. It is wrapped like the trained model."""
+    """The second model, whose outputs the loss reads. It is not trained, but wrapped like the trained model. None: no
+    second model."""
 
     def __init__(self, check: LogitsCheck = lambda shape, targets: None):
         self._check = check
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
-        """Return the number of items, by which sums are divided, and of valid targets: int64 (2), on the device of the
-        targets. `documents`: as in `data.sources.Batch`."""
+        """Return two numbers: the items of a microbatch, by which the sums are divided, and its valid targets. They are
+        int64 (2), on the device of the targets. `documents`: as in `data.sources.interface.Batch`."""
         return count_valid(targets).expand(2)
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        """Compute what the loss needs besides the outputs of the model, before the model's forward. Collective."""
+        """Before the model's forward, compute what the loss needs besides the model's outputs, such as a teacher's
+        logits. Collective."""
 
     @contextmanager
     def given(self, targets: Tensor) -> Iterator[None]:
-        """Provide the targets of the model's next forward to its output layer during the block."""
+        """During the block, provide the targets of the model's next forward to the model's output layer."""
         yield
 
     def arguments(self, model: nn.Module, targets: Tensor) -> dict[str, Tensor]:
-        """Return the keyword arguments of a forward that the loss needs."""
+        """Return the keyword arguments that the loss adds to a call of the model's forward."""
         return {}
 
     def select(self, outputs: Any, targets: Tensor) -> Any:
-        """Return the outputs of a model that `sums` reads: the logits. Raise ConfigError if there are none.
+        """Return the part of a model's outputs that `sums` reads: the logits. Raise ConfigError if there are no logits.
 
-        The others, such as a cache of keys and values, are freed before the loss is computed.
+        The other outputs, such as a cache of keys and values, are freed before the loss is computed.
         """
         return select_logits(outputs, targets)
 
     def sums(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the sums over the items of a microbatch, in fp32. `outputs`: as `select` returns them.
 
-        With gradients enabled: `num_sums` sums. Only the first takes a gradient; `tags` names the others. Without
-        gradients two sums: the loss that validation reports, and the number of correct predictions.
+        With gradients enabled, there are `num_sums` sums. Backward runs through the first one only; `tags` names the
+        others. Without gradients, there are two sums: the loss that validation reports, and the number of correct
+        predictions.
         """
         raise NotImplementedError
 
     def contract(self, unit: SampleUnit) -> str:
-        """Return the part of an error that says what a forward gets and must return."""
+        """Return the end of an error message: what the model's forward gets, and what it must return."""
         return logits_contract(unit)
 
 
 def means_of_step(sums: Tensor, num_items: Tensor) -> Tensor:
-    """Return a microbatch's part of the step's loss: its sums, divided by the number of the step's items over all
-    ranks."""
+    """Return a microbatch's part of the step's means: its sums divided by `num_items`, the number of items in the whole
+    step on all ranks."""
     return sums / num_items.clamp(min=1)
 
 
@@ -98,5 +106,6 @@ def count_valid(targets: Tensor) -> Tensor:
 
 
 def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the number of targets with the largest logit. Of equal logits, the first counts as the largest."""
+    """Return the number of correct predictions: targets whose class has the largest logit. Of equal logits, the first
+    counts as the largest."""
     return (logits.argmax(-1) == targets).sum()

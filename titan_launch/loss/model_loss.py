@@ -17,7 +17,7 @@ from titan_launch.loss.outputs import INPUTS, are_logits, entry, find_logits, fo
 
 
 class ModelLoss(Loss):
-    """The loss that a model computes itself, as the sum over the valid targets of a microbatch."""
+    """The loss that a model computes itself, converted to the sum over the valid targets of a microbatch."""
 
     def __init__(self, reduction: Literal["mean", "sum"], unit: SampleUnit, has_values: bool = True):
         """`has_values`: False for a trace, whose tensors have no values to check."""
@@ -28,13 +28,11 @@ class ModelLoss(Loss):
         self._cross_entropy = CrossEntropy(LossConfig(chunks=8))
 
     def arguments(self, model: nn.Module, targets: Tensor) -> dict[str, Tensor]:
-        """Return the labels.
-
-        The language models of `transformers` shift `labels` by one token, and not `shift_labels`. Their forward passes
-        `shift_labels` on to `loss_function` among other keyword arguments.
-        """
+        """Return the targets as `labels`, and also as `shift_labels` if the forward takes this argument."""
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        # The language models of `transformers` shift `labels` by one token, but use `shift_labels` unchanged. Most of
+        # them take `shift_labels` in **kwargs, which their forward passes on to their `loss_function`.
         if "shift_labels" in parameters or (takes_any and hasattr(model, "loss_function")):
             return {"labels": targets, "shift_labels": targets}
         return {"labels": targets}
@@ -44,8 +42,8 @@ class ModelLoss(Loss):
         return model_loss_contract(unit)
 
     def select(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the loss in a model's outputs, in fp32, and the logits, if there are any. Raise ConfigError without a
-        loss."""
+        """Return the loss in a model's outputs, an fp32 scalar, and the logits, or None without logits. Raise
+        ConfigError if there is no loss."""
         loss = entry(outputs, "loss")
         if loss is None:
             loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
@@ -61,7 +59,7 @@ class ModelLoss(Loss):
         The first is the loss: a mean is multiplied by the number of valid targets. The second is 0 with gradients
         enabled. Without gradients it is the number of targets with the largest logit, or NaN without logits.
 
-        Raise ConfigError if the loss shifts the targets once more.
+        Raises ConfigError if the model shifts the targets by one token, because the targets are shifted already.
         """
         loss, logits = outputs
         if logits is not None and not are_logits(logits, targets):
@@ -80,8 +78,9 @@ class ModelLoss(Loss):
     def _check_shift(self, loss: Tensor, logits: Tensor | None, targets: Tensor) -> None:
         """Raise ConfigError if the loss is the cross-entropy of the targets shifted by one token.
 
-        The losses of both alignments are compared until they differ, usually in the first step. The host waits for
-        the device. Without logits there is no check.
+        The check computes the cross-entropy of the targets and of the shifted targets. If both are equal, the next
+        forward checks again; usually they differ in the first step. The host waits for the device. Without logits there
+        is no check.
         """
         if logits is None:
             self._checks_shift = False
@@ -97,7 +96,8 @@ class ModelLoss(Loss):
         if (loss - shifted).abs() < 1e-4 * shifted.abs():
             reason = (
                 "shifts the labels by one token, but the targets are shifted already; remove model.loss, so that the "
-                "launcher computes the loss of its logits, or compare the logits at each position with its label"
+                "launcher computes the loss from the model's logits, or compare the logits at position i with "
+                "labels[:, i] in the model"
             )
             raise forward_error(reason)
 

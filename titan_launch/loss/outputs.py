@@ -1,4 +1,4 @@
-"""The logits in the outputs of a model. Each failed check is a ConfigError on `model.name`."""
+"""Functions that find and check the logits in a model's outputs. Each failed check is a ConfigError on `model.name`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.models.documents import document_arguments
 
 LogitsCheck = Callable[[Sequence[int], Tensor], None]
-"""A function of the shape of logits and of the targets. It raises an error if they do not fit."""
+"""A function of the shape of the logits, and of the targets. It raises ConfigError if the shape does not fit the
+targets."""
 
 FORWARD = "the model's forward "
 """The first words of every error of a forward. The errors concern the key `model.name`."""
@@ -23,7 +24,8 @@ DATA = {"tokens": "the vocabulary of the data has {} tokens", "images": "the ima
 
 
 def forward_error(reason: str, contract: str = "") -> ConfigError:
-    """Return the error of a forward. `contract` explains the required arguments and outputs."""
+    """Return a ConfigError about the model's forward. `reason`: the rest of the sentence that `FORWARD` begins.
+    `contract` explains the required arguments and outputs."""
     return config_error(("model", "name"), FORWARD + reason + contract)
 
 
@@ -43,8 +45,9 @@ def are_logits(tensor: Tensor, targets: Tensor) -> bool:
 def find_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], bool] = are_logits) -> Tensor | None:
     """Return the logits in a model's outputs, or None.
 
-    The logits are the outputs themselves, their attribute or entry `logits`, or the first floating-point tensor in a
-    tuple that `fits` the targets, by default one of the shape (*targets.shape, classes).
+    Outputs that are one tensor are the logits, unless the tensor is a scalar. Otherwise the logits are the attribute or
+    entry `logits` of the outputs. Without it they are the first floating-point tensor in a tuple or list for which
+    `fits(tensor, targets)` is True: by default, a tensor of the shape (*targets.shape, classes).
     """
     if isinstance(outputs, Tensor):
         return outputs if outputs.ndim else None
@@ -56,12 +59,14 @@ def find_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], 
 
 
 def entry(outputs: Any, name: str) -> Any:
-    """Return an entry or an attribute of a model's outputs, or None."""
+    """Return the entry `name` of outputs that are a mapping, or the attribute `name` of other outputs. None: there is
+    none."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
 def select_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], bool] = are_logits) -> Tensor:
-    """Return the logits in a model's outputs (see `find_logits`). Raise ConfigError if there are none."""
+    """Return the logits in a model's outputs (see `find_logits`). Outputs that are one tensor are returned whatever
+    their shape. Raise ConfigError if there are no logits."""
     logits = outputs if isinstance(outputs, Tensor) else find_logits(outputs, targets, fits)
     if logits is None:
         contract = logits_contract("tokens" if targets.ndim > 1 else "images")
@@ -81,7 +86,7 @@ def logits_of(model: nn.Module, inputs: Tensor, targets: Tensor, documents: Tens
 
 
 def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
-    """Return a check of the logits' shape, which does not wait for the device.
+    """Return a check of the shape of logits. The check does not wait for the device.
 
     `num_classes`: number of classes of the data; for tokens, the size of the vocabulary. The check raises ConfigError
     if the logits are not (*targets.shape, classes), or have fewer classes than the data. Without the check,
@@ -92,7 +97,7 @@ def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
 
     def check(shape: Sequence[int], targets: Tensor) -> None:
         if not shape:
-            raise forward_error("returns a scalar, as if it computed the loss", contract)
+            raise forward_error("returns a scalar, probably the loss, instead of logits", contract)
         if tuple(shape[:-1]) != targets.shape:
             shapes = f"{tuple(shape)} for targets of the shape {tuple(targets.shape)}"
             raise forward_error(f"returns a tensor of the shape {shapes}", contract)

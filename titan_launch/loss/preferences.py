@@ -1,4 +1,5 @@
-"""Direct preference optimization (DPO): the loss of pairs of answers, relative to a reference model."""
+"""Direct preference optimization (DPO): a loss that compares the two answers of a pair, relative to a reference
+model."""
 
 from __future__ import annotations
 
@@ -44,9 +45,8 @@ class DPOLoss(Loss):
         self._prepared = documents, reference
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sums over pairs of the loss, of the rewards of chosen and rejected answers, of the pairs with a
-        higher reward of the chosen answer, and of the margins. Without gradients: the sums of the loss without label
-        smoothing, and of these pairs."""
+        """Return the five sums over pairs of `dpo_sums`. Without gradients, return two sums: the loss without label
+        smoothing, and the number of pairs whose chosen answer has the higher reward."""
         self._check(outputs.shape, targets)
         assert self._prepared is not None, "prepare comes first"
         (documents, reference), self._prepared = self._prepared, None
@@ -58,11 +58,12 @@ class DPOLoss(Loss):
 
 
 def dpo_sums(log_ratios: Tensor, is_pair: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """Return five sums over pairs: the loss, the rewards of the chosen and of the rejected answers, the number of pairs
-    with a higher reward of the chosen answer, and the margins. Only the first takes a gradient.
+    """Return five sums over pairs: the loss, the rewards of the chosen answers, the rewards of the rejected answers,
+    the number of pairs whose chosen answer has the higher reward, and the margins between both rewards. Backward runs
+    through the first sum only.
 
     `log_ratios`: fp32 (..., 2), the log-probability of the chosen and of the rejected answer in the trained model minus
-    that in the reference model. `is_pair`: False for entries that do not count (...).
+    that in the reference model. `is_pair`: bool (...), False for entries that do not count.
     """
     rewards = beta * log_ratios
     chosen, rejected = rewards.unbind(-1)
@@ -75,8 +76,8 @@ def dpo_sums(log_ratios: Tensor, is_pair: Tensor, beta: float, label_smoothing: 
 def answer_log_probs(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
     """Return the sum of the log-probabilities of the valid targets of each document: fp32 (batch, pairs, 2).
 
-    `logits`: (batch, tokens, classes). `targets`, `documents`: (batch, tokens). `pairs` is the largest possible number
-    of pairs; the sums of missing documents are 0.
+    `logits`: (batch, tokens, classes). `targets`, `documents`: (batch, tokens). `pairs` is the largest number of pairs
+    that a sample may have. The sums of documents that a sample lacks are 0.
     """
     losses = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
@@ -85,7 +86,7 @@ def answer_log_probs(logits: Tensor, targets: Tensor, documents: Tensor) -> Tens
 
 
 def are_pairs(targets: Tensor, documents: Tensor) -> Tensor:
-    """Return True for each pair of documents that both have a valid target: bool (batch, pairs)."""
+    """Return a tensor that is True for each pair whose two documents both have a valid target: bool (batch, pairs)."""
     return (_by_document((targets != IGNORED_TARGET).float(), documents) > 0).all(-1)
 
 

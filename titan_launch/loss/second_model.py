@@ -24,7 +24,7 @@ from titan_launch.plan.types import ModelPlan
 
 
 class Base:
-    """The trained model without its adapters."""
+    """The reference model of a LoRA run without a second model: the trained model with its adapters disabled."""
 
     module = None
     """None, because the run already holds the trained model (see `Loss.frozen`)."""
@@ -40,13 +40,14 @@ class Base:
 
 
 class WeightsSource:
-    """A folder of weights among the files that a run reads, so that a resume notices other weights."""
+    """A folder of weights in the list of the run's data sources. A checkpoint stores its fingerprint, so a resumed run
+    notices changed weights."""
 
     def __init__(self, folder: WeightsFolder):
         self._folder = folder
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the files, which does not depend on `seed`."""
+        """Return the fingerprint of the files. `seed` has no effect."""
         return self._folder.fingerprint()
 
     def __len__(self) -> int:
@@ -56,16 +57,17 @@ class WeightsSource:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model in a folder, which is never trained. `train.model.assemble_model` wraps it as it wraps the trained model.
+    """A model from a folder of weights that is never trained. `train.model.assemble_model` wraps this model like the
+    trained model.
 
-    It is in evaluation mode, and its forward records no graph.
+    The model is in evaluation mode, and its forward records no autograd graph.
     """
 
     key: KeyPath
-    """Key of the job that names the folder."""
+    """Key of the job file whose value is the folder, such as `loss.distillation.teacher`."""
 
     config: JobConfig
-    """The job of the model: result of `frozen_job`."""
+    """The job that describes this model: the result of `frozen_job`."""
 
     built: BuiltModel
     wrapping: ModelPlan | None = None
@@ -83,8 +85,8 @@ class FrozenModel:
         return self.wrapping
 
     def load(self) -> WeightsSource:
-        """Copy the weights of the folder into the wrapped module, and return the folder. Collective. Raises
-        ConfigError."""
+        """Copy the weights of the folder into the wrapped module, and return the folder. Collective. Raises ConfigError
+        if the weights cannot be read or do not fit the model."""
         found: list[Weights] = []
 
         def read() -> int:
@@ -103,9 +105,11 @@ class FrozenModel:
 
 
 def build_frozen_model(config: JobConfig) -> FrozenModel | None:
-    """Return the second model that the job's loss names, on the meta device; None if there is none. Raises ConfigError.
+    """Return the second model that the job's loss names, on the meta device; None if the loss names none. Raises
+    ConfigError if the model cannot be built.
 
-    Its parameters take gradients until it is planned, because the plan decides dtypes as for a trained model.
+    The parameters still have `requires_grad`, because the plan of this model decides dtypes as for a trained model.
+    `assemble_model` sets it to False after planning.
     """
     second = config.loss.frozen_model()
     if second is None:
@@ -117,7 +121,8 @@ def build_frozen_model(config: JobConfig) -> FrozenModel | None:
 
 @contextmanager
 def errors_on(key: KeyPath) -> Iterator[None]:
-    """Let errors of `[model]` name the key of the second model's folder."""
+    """Replace ConfigErrors on keys of `[model]` by ConfigErrors on `key`, which names the folder of the second
+    model."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""A loss that is a function of the user: `loss.name = "package.module:function"`."""
+"""A loss that the user writes as a function: `loss.name = "package.module:function"`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def import_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor] | None
 
 
 class FunctionLoss(Loss):
-    """A function of the user: function(logits, targets) returns the sum of the loss over its items, a scalar.
+    """A loss that the user writes: `function(logits, targets)` returns the sum of the loss over the items, a scalar.
 
     `logits`: fp32 (*targets.shape, classes). `targets`: int64, with -100 at ignored positions. The items are the valid
-    targets, unless the function has an attribute `count`: a function of the targets of a microbatch that returns the
-    number of its items.
+    targets, unless the function has an attribute `count`. Then `function.count(targets)` returns the number of items in
+    a microbatch, a whole number.
     """
 
     num_sums = 1
@@ -62,18 +62,19 @@ class FunctionLoss(Loss):
         self._checks_sum = has_values
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
-        """Return the number of items, by the function's `count`, and of valid targets."""
+        """Return the number of items, by the function's `count`, and the number of valid targets. Raises ConfigError if
+        `count` does not return a whole number."""
         count = torch.as_tensor(self._count(targets), device=targets.device)
         if count.numel() != 1 or count.is_floating_point():
             raise self._error(f"has a count that returns {_described(count)} instead of a whole number")
         return torch.stack([count.reshape(()).long(), count_valid(targets)])
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the loss. Without gradients, also the number of targets with the largest logit, so that
-        validation reports an accuracy.
+        """Return the sum of the loss. Without gradients, also return the number of targets whose class has the largest
+        logit, for the accuracy in validation.
 
-        Raises ConfigError if the function fails, returns no scalar, or a scalar without a gradient. In the first step
-        also if it returns a mean instead of a sum.
+        Raises ConfigError if the function fails, returns no scalar, or returns a scalar without a gradient. The first
+        microbatch with several samples also raises it if the function returns a mean instead of a sum.
         """
         self._check(outputs.shape, targets)
         logits = outputs.float()
@@ -99,8 +100,8 @@ class FunctionLoss(Loss):
 
     @torch.no_grad()
     def _check_is_sum(self, logits: Tensor, targets: Tensor, value: Tensor) -> None:
-        """Raise ConfigError if the loss of a microbatch is not the sum of the losses of its samples. The host waits for
-        the device, once."""
+        """Raise ConfigError if the loss of a microbatch is not the sum of the losses of its samples. This check runs
+        once, because the host waits for the device."""
         self._checks_sum = False
         first, rest = (self._value(self._function, logits[part], targets[part]) for part in (slice(1), slice(1, None)))
         if not (first + rest - value).abs() <= 1e-3 * (first.abs() + rest.abs()):

@@ -106,13 +106,13 @@ def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured
 
     torch.empty(_KEPT_BYTES, dtype=torch.uint8)
     watch = _Stopwatch(ranks.device, scope.budget_seconds)
-    say(f"products: {2 * len(scope.sizes) ** 3} shapes and dtypes")
+    say(f"matrix products: {2 * len(scope.sizes) ** 3} combinations of shapes and dtypes")
     products = {name: _products(watch, scope.sizes, dtype) for name, dtype in _DTYPES.items()}
     say("attention, convolution and elementwise operations")
     attention = tuple(_attention(watch, scope, *each) for each in product(_DTYPES, scope.widths))
     convolution = {name: _convolution(watch, scope.images, dtype) for name, dtype in _DTYPES.items()}
     memory = tuple(_memory(watch, num_bytes // 4) for num_bytes in scope.result_bytes)
-    say("work of the host: modules, FSDP2 units, DTensors")
+    say("host overhead: modules, FSDP2 units, DTensors")
     unit_seconds, parameter_seconds = _unit_seconds(watch, ranks.world_size)
     operation_seconds = max(0.0, _operation_seconds(watch) - memory[0][1])
     exchange_seconds = _exchange_seconds(watch) if ranks.world_size > 1 else 0.0

@@ -163,8 +163,8 @@ TAGS = [
     Tag(
         "activations/rms/<module>",
         "same",
-        "With `metrics.modules`: root mean square of a module's outputs in the reported step; also of all outputs of "
-        "the modules of a precision rule together.",
+        "With `metrics.modules`: root mean square of a module's outputs in the reported step. For each precision "
+        "rule, one more value covers the outputs of all its modules.",
         chart=("Precision", "root mean square of outputs"),
     ),
     Tag(
@@ -190,8 +190,8 @@ TAGS = [
     Tag(
         "train/epoch",
         "same",
-        "Position in the data, in epochs. Samples that a rollback skipped count. With a mixture, an epoch has as many "
-        "samples as all sources.",
+        "Position in the data, in epochs, including samples that a rollback skipped. With a mixture, an epoch has as "
+        "many samples as all sources.",
         value=lambda run: run.progress.data_position / run.batches.order.num_samples,
     ),
     Tag(
@@ -255,8 +255,8 @@ TAGS = [
     Tag(
         "throughput/tflops_per_device",
         "same",
-        "Floating-point operations of the model per second of training and device, in TFLOP/s. Every position counts; "
-        "activation checkpointing does not.",
+        "Floating-point operations of the model per second of training and device, in TFLOP/s. Positions with an "
+        "ignored target count, too. Operations that activation checkpointing runs twice count once.",
         chart=("Speed", "TFLOP/s per device"),
     ),
     Tag(
@@ -316,22 +316,22 @@ TAGS = [
     Tag(
         "time/validation_s",
         "same",
-        "Seconds of validations, with that of this report, divided by the number of steps since the report before it. "
-        "They are not in `time/step_s`.",
+        "Seconds of validation per step: all validations since the previous report, including the one of this report, "
+        "divided by the steps since then. Not part of `time/step_s`.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/checkpoint_s",
         "same",
-        "Seconds for which the run waited for checkpoints since the report before this one, divided by the number of "
-        "steps, also for the return to a checkpoint. The last report of a run includes the checkpoint after it. They "
-        "are not in `time/step_s`.",
+        "Seconds per step for which the run waited for checkpoints since the previous report, including returns to a "
+        "checkpoint. The last report of a run includes the final checkpoint. Not part of `time/step_s`.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/compile_s",
         "max",
-        "Seconds of compilation since the last report, with `compile.enable`. The log counts graphs from the cache.",
+        "Seconds of compilation since the last report, with `compile.enable`. Only the log has the number of graphs "
+        "that came from the compile cache.",
         chart=("Speed", "compilation (s per report)"),
     ),
     Tag(
@@ -545,7 +545,7 @@ TAGS = [
     Tag(
         "experts/dropped",
         "sum",
-        "Choices without a computation. Always 0, because no token is dropped.",
+        "Choices of an expert by a token that were not computed. Always 0, because no token is dropped.",
     ),
 ]
 

@@ -122,5 +122,5 @@ def _obstacle_in_transformers(model: Any, seq_len: int) -> str | None:
         stack.enter_context(suppress(Exception))  # some layers fail without values, after the masks are made
         model(tokens, position_ids=positions_in(tokens))
     if own_positions:
-        return f"looks up {own_positions[0]} at positions of its own"
+        return f"looks up {own_positions[0]} at positions that are not made from position_ids"
     return None if is_separated and all(is_separated) else "makes attention masks without position_ids"

@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of linear layers, embeddings and experts.
 
 A target is a layer that gets an adapter. It keeps its path and the names of its parameters, and gets a child, `lora`.
-To the product with its weight, W x, it adds the result of the child, scale * B A x. The child is a module with a
-forward of its own, so that it can be an FSDP2 unit with its own dtypes.
+The target computes W x + scale * B A x, and the child returns the second term. The child is a module with a forward of
+its own, so that it can be an FSDP2 unit with its own dtypes.
 
-The sum is formed inside of the target's forward, where `nn.Linear` or `nn.Embedding` computes the product. So a layer
-that changes the product, such as an output layer with a soft cap, changes the sum.
+The sum is formed inside of the target's forward, where `nn.Linear` or `nn.Embedding` computes W x. If the target then
+changes its product, as an output layer with a soft cap does, the change applies to the sum.
 """
 
 from __future__ import annotations
@@ -287,8 +287,8 @@ def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
     if not ends_in(entry, weights) and not ends_in(f"{entry}.weight", weights):
         return None
     globs = [*alike(ends_in(entry, modules)), *alike(stacked)]
-    what = "names a weight of experts in transformers, and the weights of experts only get adapters together"
-    return f"{what}; write globs: {entry} is in {', '.join(globs)} here"
+    what = "is the name of one weight of the experts in transformers, but all weights of experts get adapters together"
+    return f"{what}; write globs of the modules that contain {entry} instead: {', '.join(globs)}"
 
 
 def _why_nothing(entry: str, matched: Sequence[str], modules: Mapping[str, nn.Module]) -> str:
@@ -300,7 +300,7 @@ def _why_nothing(entry: str, matched: Sequence[str], modules: Mapping[str, nn.Mo
     if others := [f"{path} ({type(modules[path]).__name__})" for path in matched if path in runnable]:
         return (
             f"matches only {listed(others)}; adapters are for linear layers (nn.Linear), embeddings (nn.Embedding) and "
-            "stacked experts (Experts): name such modules, also inside of those that it matches"
+            "stacked experts (Experts); name such modules, which may be inside of the matched modules"
         )
     return nothing_matched(entry, runnable, [path for path in modules if path not in runnable])
 
@@ -329,15 +329,18 @@ def _rank_problem(targets: Mapping[str, nn.Module], config: LoRAConfig) -> Itera
         index, key = config.rule_of(path), KeyPath(("lora", "rank"))
         if index is not None and config.rules[index].rank is not None:
             key = ("lora", "rules", index, "rank")
-        reason = f"is above the smaller side of {path}, {sides[path]}; set {sides[path]} or less, or name only larger "
-        yield Problem(key, f"{reason}layers in lora.targets", ranks[path], also=(_TARGETS,))
+        reason = f"is above {sides[path]}, the smaller dimension of the weight of {path}; set {sides[path]} or less, "
+        yield Problem(key, f"{reason}or name only larger layers in lora.targets", ranks[path], also=(_TARGETS,))
 
 
 def _rules_without_effect(targets: Mapping[str, nn.Module], config: LoRAConfig) -> Iterator[Problem]:
     used = {config.rule_of(path) for path in targets}
     for index, rule in enumerate(config.rules):
         if index not in used:
-            reason = "matches no module that lora.targets gives an adapter and that no earlier rule matches"
+            reason = (
+                "applies to no module: it matches no module with an adapter (lora.targets), or only modules that an "
+                "earlier rule matches"
+            )
             if not any(matches(glob, path) for glob in rule.match for path in targets):
                 reason += "".join(suggestion(glob, targets) for glob in rule.match[:1])
             yield Problem(("lora", "rules", index, "match"), reason, list(rule.match), also=(_TARGETS,))

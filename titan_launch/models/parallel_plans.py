@@ -155,8 +155,9 @@ def _unmatched(model: nn.Module, styles: Mapping[str, TensorStyle]) -> Iterator[
 def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> Iterator[Problem]:
     wanted = _CLASSES.get(style)
     if wanted is not None and not isinstance(module, wanted):
-        reason = f'{path} is a {type(module).__name__}, but its style in tensor_parallel, "{style}", requires an '
-        yield Problem(_NAME, f"{reason}nn.{wanted.__name__}")
+        library = "nn" if wanted.__module__.startswith("torch.") else wanted.__module__
+        reason = f'{path} is a {type(module).__name__}, but its style in tensor_parallel, "{style}", requires '
+        yield Problem(_NAME, f"{reason}the class {library}.{wanted.__name__}")
         return
     if style not in DIVIDED_AXIS:
         return

@@ -86,12 +86,15 @@ def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collectio
         return
     if not head and all(group.algorithm is None for group in config.param_groups):
         reason = (
-            "does not support output layers, and the output layer of your model is unknown; add a group for the "
-            f'output layer, as in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
+            f"leaves the output layer to {for_others}, but the output layer of your model is unknown; name it in a "
+            f'group of its own, as in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
         )
         yield Problem(("optimizer", "name"), reason, config.name)
     elif all(group.settings.algorithm != config.name for group in group_parameters(model, config, head)):
-        reason = f'the model has no matrix for this algorithm ({for_others} updates convolutions); set "{for_others}"'
+        reason = (
+            f"the model has no matrix that this algorithm can update (convolutions are updated by {for_others}); "
+            f'set "{for_others}"'
+        )
         yield Problem(("optimizer", "name"), reason, config.name)
 
 

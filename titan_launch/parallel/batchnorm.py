@@ -37,7 +37,7 @@ def prepare_batch_norms(
         frozen = [path for path, norm in norms.items() if _is_frozen(norm)]
         for path in frozen:
             _fix_statistics(norms.pop(path))
-        _log.info("batchnorm statistics: those of %d frozen layers are fixed", len(frozen))
+        _log.info("batchnorm statistics: fixed in %d frozen layers", len(frozen))
     if config.momentum_per == "step":
         for norm in norms.values():
             if norm.momentum is not None:  # None: a cumulative average of all microbatches with equal weights

@@ -143,8 +143,8 @@ def _compile_error(error: Exception, config: CompileConfig, name: str) -> Config
         is_cached = config.cache_folder is not None
         damaged = "; delete compile.cache_folder if a file there is damaged, or" if is_cached else ";"
         reason = (
-            f"failed on {what}{damaged} set compile.enable = false, or another backend to find the cause "
-            '("aot_eager" generates no kernels, and its FlexAttention stores all scores)'
+            f"failed on {what}{damaged} set compile.enable = false; to find the cause, set compile.backend = "
+            '"aot_eager", which generates no kernels (FlexAttention then stores all scores)'
         )
         return config_error(("compile", "backend"), reason, config.backend)
     if isinstance(error, FailOnRecompileLimitHit):

@@ -189,7 +189,7 @@ class _OrderCheck:
             handle.remove()
 
     def _check_input(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        expected = self._next.pop(0) if self._next else "the end"
+        expected = self._next.pop(0) if self._next else "no module"
         if path != expected:
             raise _no_pipeline_order(f"the model runs {path}, but pipeline_order has {expected} next")
         if not args or args[0] is not self._last_output:

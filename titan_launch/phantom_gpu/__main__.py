@@ -1,4 +1,4 @@
-"""`python -m titan_launch.phantom_gpu --device h100-80gb --gpus 8 COMMAND ...`: run a command on phantom GPUs."""
+"""Run a command on phantom GPUs: CUDA code on a host without a GPU sees them as GPUs. They run no kernels."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _torch_folder() -> Path:
         reason = "which has no code for CUDA; install torch from PyPI (pip install torch) in an environment of its own"
         raise UserError(f"error: the phantom GPU cannot run torch {version}, {reason}")
     if not cuda.startswith("13."):
-        raise UserError(f"error: the phantom GPU answers CUDA 13, and torch {version} is built for CUDA {cuda}")
+        raise UserError(f"error: the phantom GPU needs torch for CUDA 13, and torch {version} is for CUDA {cuda}")
     if not (folder.parent / _HEADERS / "cuda.h").exists():
         raise UserError("error: the phantom GPU needs CUDA's headers: pip install nvidia-cuda-runtime")
     return folder
@@ -66,7 +66,8 @@ def _compile(folder: Path, torch: Path) -> None:
     tools = {name: shutil.which(name) for name in ("gcc", "nm")}
     if missing := [name for name, path in tools.items() if path is None]:
         remedy = "install a C compiler (Debian: apt install gcc)"
-        raise UserError(f"error: the phantom GPU is compiled at its first use: {missing[0]} is not there; {remedy}")
+        reason = f"{missing[0]} is not installed, but the phantom GPU is compiled at its first use"
+        raise UserError(f"error: {reason}; {remedy}")
     sources = sorted(_SOURCES.glob("*.c"))
     generated = folder / "unanswered.c"
     texts = "".join(path.read_text() for path in sources)

@@ -51,8 +51,8 @@ def describe_device(name: str, memory_gib: float | None = None) -> str:
     `memory_gib`: memory, by default that of the device.
     """
     if name not in PHANTOMS:
-        known = f"there are {', '.join(PHANTOMS)}{did_you_mean(name, PHANTOMS)}"
-        raise UserError(f'error: no phantom GPU has the name "{name}"; {known}')
+        known = f"known: {', '.join(PHANTOMS)}{did_you_mean(name, PHANTOMS)}"
+        raise UserError(f'error: unknown phantom GPU "{name}"; {known}')
     device = PHANTOMS[name]
     row = next(row for row in DEVICES if row.name == name)
     memory = int((memory_gib or row.memory_gib) * GIB)

@@ -36,9 +36,9 @@ def phantom_gpus(
     free = free_memory_gib()
     if free < count * RANK_GIB:
         most = int(free / RANK_GIB)
-        needed = f"{count * RANK_GIB:.0f} GiB of this host, and {free:.1f} GiB are free"
+        needed = f"{count * RANK_GIB:.0f} GiB of host memory, but {free:.1f} GiB are free"
         reason = f"{count} phantom GPUs need about {needed}"
-        raise UserError(f"error: {reason}; use at most {most}, or another host")
+        raise UserError(f"error: {reason}; use at most {most} phantom GPUs, or a host with more memory")
     libraries = build()
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="phantom-", dir=shared) as folder:

@@ -287,8 +287,8 @@ def _uniform(operator: Any, args: tuple[Any, ...], result: Tensor) -> Tensor:
 
 
 def _rotate(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Tensor, Tensor]) -> None:
-    """Give row `r` of `topk` the indices `r*k`, `r*k + 1`, ... (modulo the number of elements), so that experts get
-    equal numbers of tokens."""
+    """Give row `r` of a result of `topk`, which has k columns, the indices `r*k`, `r*k + 1`, ..., modulo the size of
+    the input along `dim` (the number of experts). All experts then get equal numbers of tokens."""
     values, indices = results
     _zeroed(values)
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)

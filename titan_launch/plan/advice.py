@@ -159,7 +159,7 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
             values[mode] = "immediate"
         yield (_Change(values, "the exchange between replicas does not overlap with backward"),)
     if config.loss.chunks < 16 and config.data.unit == "tokens" and config.model.loss is None:
-        yield (_Change({("loss", "chunks"): 16}, "a second product of the output layer in backward"),)
+        yield (_Change({("loss", "chunks"): 16}, "backward computes the output layer a second time"),)
     size = _smaller_batch(config, layout, limit_bytes, predict)
     if size is not None:
         batches = {"local_batch_size": size, "global_batch_size": config.training.global_batch_size}
@@ -170,9 +170,10 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
     if modes := stronger.get(checkpointing.mode, ()):
         yield tuple(_Change({("activation_checkpoint", "mode"): mode}, costs[mode]) for mode in modes)
     if config.job.device != "cpu" and not config.training.enable_cpu_offload:
-        yield (_Change({("training", "enable_cpu_offload"): True}, "parameters cross the bus in every microbatch"),)
+        cost = "parameters are copied from the host to the device in every microbatch"
+        yield (_Change({("training", "enable_cpu_offload"): True}, cost),)
     if config.optimizer.state_dtype is None:
-        cost = "coarser moments: this changes the training"
+        cost = "less precise optimizer moments, which change the results of the training"
         yield tuple(_Change({("optimizer", "state_dtype"): dtype}, cost) for dtype in ("bfloat16", "int8"))
 
 

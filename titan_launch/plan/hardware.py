@@ -195,11 +195,20 @@ def _measured_here(config: JobConfig, name: str | None, known: Device | None, ke
     assert file is not None
     measured, reason = read_measured(file), None
     if measured.kernels != kernels:
-        reason = f"measured on {measured.device}, and the job is planned for {kernels} kernels; measure that device"
+        reason = (
+            f"was measured on {measured.device}, but the job is planned for {kernels} kernels; measure the planned "
+            "device with titan-launch measure-device"
+        )
     elif name is not None and measured.device != name and find_device(measured.device) != known:
-        reason = f"measured on {measured.device}, not on {name}; measure that device"
+        reason = (
+            f"was measured on {measured.device}, not on {name}; measure the planned device with titan-launch "
+            "measure-device"
+        )
     elif kernels == "cuda" and config.kernels.float32_precision == "tf32":
-        reason = 'has float32 products of full precision; set kernels.float32_precision = "ieee", or remove this key'
+        reason = (
+            "was measured with float32 matrix products in full precision, but this job uses TF32; set "
+            'kernels.float32_precision = "ieee", or remove this key'
+        )
     if reason is not None:
         raise config_error(("planner", "speeds"), reason, file)
     return measured

@@ -228,12 +228,12 @@ def _accumulations(config: JobConfig, layout: Layout) -> tuple[list[GradientAccu
     for candidate in sorted(_candidates(layout), key=lambda it: not _is_configured_accumulation(config, it)):
         problem = _problem_of(config, candidate)
         if problem is None:
-            found.setdefault(_effect(candidate, layout), candidate)
+            found.setdefault(_effect(config, candidate, layout), candidate)
         elif not candidate.keep_params_unsharded or own.keep_params_unsharded:
             key, reason = format_key(problem.key), problem.reason.partition(";")[0]
             notes.append(f"{accumulation_label(candidate)} is not compared: {key} = {problem.value}: {reason}")
-    order = [_effect(candidate, layout) for candidate in _candidates(layout)]
-    return sorted(found.values(), key=lambda it: order.index(_effect(it, layout))), list(dict.fromkeys(notes))
+    order = [_effect(config, candidate, layout) for candidate in _candidates(layout)]
+    return sorted(found.values(), key=lambda it: order.index(_effect(config, it, layout))), list(dict.fromkeys(notes))
 
 
 def _candidates(layout: Layout) -> Iterator[GradientAccumulationConfig]:
@@ -243,16 +243,18 @@ def _candidates(layout: Layout) -> Iterator[GradientAccumulationConfig]:
                 yield GradientAccumulationConfig(mode=name, keep_params_unsharded=unsharded)
 
 
-def _effect(accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[bool, bool, bool]:
+def _effect(config: JobConfig, accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[bool, bool, bool]:
     """Return whether a mode defers reduce-scatters, defers all-reduces, and keeps parameters unsharded in this layout.
 
-    With one microbatch or one rank, no mode defers. With one shard, no mode keeps parameters unsharded.
+    With one microbatch or one rank, no mode defers. With one shard, a mode keeps parameters unsharded only if it spares
+    casts: FSDP2 otherwise casts the parameters to the compute dtype again in each microbatch.
     """
     defers = layout.num_microbatches > 1 and layout.world_size > 1
+    repeats_casts = layout.num_microbatches > 1 and config.precision.param_dtype != config.precision.storage_dtype
     return (
         defers and not accumulation.row.reduce_scatters_each,
         defers and not accumulation.row.all_reduces_each,
-        bool(accumulation.keep_params_unsharded) and layout.parameter_shards > 1,
+        bool(accumulation.keep_params_unsharded) and (layout.parameter_shards > 1 or repeats_casts),
     )
 
 

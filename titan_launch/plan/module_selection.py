@@ -193,20 +193,20 @@ def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collect
     remedy = (
         'set precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "remove those precision rules"
     )
-    what = f"the FSDP2 units of {', '.join(reasons)}, whose hooks cannot be part of a graph"
+    what = f"from the FSDP2 units of {', '.join(reasons)}, whose hooks cannot be part of a graph"
     if any(reason.startswith("trained") for reason in reasons):
         remedy = (
             "leave modules of each block without adapters and trained parameters (lora.targets, training.trainable)"
         )
-        what = "FSDP2 units of trained parameters in frozen blocks, whose hooks cannot be part of a graph"
+        what = "from FSDP2 units of trained parameters in frozen blocks, whose hooks cannot be part of a graph"
         keys = [("lora", "targets"), ("training", "trainable")]
     if not inside:
-        what = f"checkpointed modules ({listed(sorted(outside))})"
+        what = f"from the checkpointed modules ({listed(sorted(outside))})"
         remedy = "remove these modules from activation_checkpoint.modules"
         keys = [_CHECKPOINTED_MODULES]
     reason = (
-        f"nothing of {listed(blocks)} can be compiled: only single layers are outside of {what}; {remedy}, or set "
-        "compile.enable = false"
+        f"no part of {listed(blocks)} can be compiled: apart {what}, there are only single layers, which are not "
+        f"compiled on their own; {remedy}, or set compile.enable = false"
     )
     return Problem(_ENABLE, reason, True, also=tuple(dict.fromkeys(keys)))
 

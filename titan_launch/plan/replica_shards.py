@@ -44,8 +44,8 @@ def gradients_leave_early(training: TrainingConfig) -> bool:
     """Return True if the gradients of a unit are exchanged between the replicas as soon as FSDP2 has reduced them in
     the last backward, False if the exchange begins when backward has ended.
 
-    The exchange begins at the end with CPU offload. FSDP2 then copies reduced gradients to the host while backward
-    continues, and it would wait for every copy if the parameters had the hook that starts the exchange.
+    With CPU offload, the exchange begins when backward has ended. FSDP2 then copies reduced gradients to the host while
+    backward continues, and it would wait for every copy if the parameters had the hook that starts the exchange.
     """
     return not training.enable_cpu_offload
 

@@ -208,8 +208,11 @@ class Search:
         self._world_size, self._hardware, self._held = world_size, hardware, frozenset(held)
         self._subject_of, self._say = subject_of, say
         if hardware.memory_gib is None or not self._knows_times():
-            reason = "a search needs the memory and the speed of a device; set it (plan: --device), or planner."
-            reason += "memory_gib and planner.speeds, or memory_gib, both bandwidths and metrics.peak_tflops_per_device"
+            reason = (
+                "a search needs the memory and the speed of the device; set planner.device (plan: --device). For a "
+                "device that is not in the table, set planner.memory_gib and planner.speeds, or set "
+                "planner.memory_gib, both bandwidths of [planner] and metrics.peak_tflops_per_device"
+            )
             raise config_error(("planner", "device"), reason, config.planner.device)
         if config.training.global_batch_size is None:
             config = with_global_batch_size(config, plan_layout(config.parallelism, config.training, world_size))
@@ -352,7 +355,7 @@ class Search:
         try:
             sizes = self._sizes(family)
             if not sizes:
-                return "the global batch cannot be divided into such microbatches"
+                return "no possible microbatch size divides the global batch evenly over the ranks"
             modes = self._modes(with_local_batch_size(family, sizes[0]))
             if not modes:
                 return "no mode is possible"
@@ -391,7 +394,10 @@ class Search:
     def _flops_of(self, job: JobConfig, checkpointing: ActivationCheckpointConfig) -> float:
         counted = self._subject(job, world_size=1).flops_of(checkpointing)
         if counted is None:
-            reason = "its FLOPs cannot be counted, so times cannot be compared; plan layouts one by one"
+            reason = (
+                "the FLOPs of this model cannot be counted, so a search cannot compare step times; use plan without "
+                "--search, one layout at a time"
+            )
             raise config_error(("model", "name"), reason, job.model.name)
         return float(counted.per_sample)
 

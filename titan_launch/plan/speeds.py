@@ -191,7 +191,7 @@ def _problem(measured: Measured) -> str | None:
     if not all(rate > 0 for rate in measured.convolution.values()):
         return "convolution: needs positive numbers"
     if measured.ranks < 1 or not all(c.ranks > 1 and 0 <= c.crossings <= c.ranks for c in measured.collectives):
-        return "ranks: must be at least 1, and 2 in a collective, with at most as many crossings"
+        return "ranks: must be at least 1; a collective needs at least 2 ranks, and from 0 to `ranks` crossings"
     for name in ("unit_seconds", "parameter_seconds", "operation_seconds", "exchange_seconds"):
         if getattr(measured, name) < 0:
             return f"{name}: must not be negative"

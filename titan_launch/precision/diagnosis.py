@@ -130,7 +130,9 @@ def clash(failure: Failure) -> Problem | None:
         return _output_dtype(failure, path) or _beside_buffers(failure, path)
     # PyTorch's own layers do not cast. So their inputs had the wrong dtype, and a rule with either dtype casts inputs.
     dtypes = ("bfloat16", "float32") if is_leaf and info.classes[0].startswith("torch.nn.") else ("float32",)
-    reason = f"an operation in {failure.describe(path)} has inputs of two dtypes ({failure.line}); cast them there"
+    reason = (
+        f"an operation in {failure.describe(path)} has inputs of two dtypes ({failure.line}); cast them to one dtype"
+    )
     return _output_dtype(failure, path) or _with_casting_rule(failure, path, reason, dtypes)
 
 
@@ -184,7 +186,8 @@ def no_kernel(failure: Failure) -> Problem | None:
     if path is None:
         return None
     where = f"an operation in {failure.describe(path)} ({failure.line})"
-    return _with_casting_rule(failure, path, f"{where} does not take bfloat16; cast to float32 there", ("float32",))
+    reason = f"{where} does not take bfloat16; cast its inputs to float32"
+    return _with_casting_rule(failure, path, reason, ("float32",))
 
 
 def _with_casting_rule(failure: Failure, path: str, reason: str, dtypes: Sequence[str]) -> Problem:

@@ -25,7 +25,8 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
     """Return the finding about a case whose results differ from those of one process."""
     smallest, parts, is_alone, tolerances = case, list[str](), True, proof.tolerances(case)
     for number, candidates in ((1, single_parts(case)), (2, pairs_of_parts(case))):
-        proof.say(f"looking for the cause: {len(candidates)} runs with {number} of {len(case.parts)} parts")
+        chosen = f"{number} of the {len(case.parts)} axes and modes"
+        proof.say(f"looking for the cause: {len(candidates)} runs, each with {chosen}")
         found = [(one, _compared(proof, one)) for one in candidates]
         failing = [(one, of_one) for one, of_one in found if exceeding(of_one, tolerances)]
         if failing:
@@ -52,8 +53,8 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
 
 
 def _compared(proof: Proof, case: Case) -> list[Difference]:
-    """Return the results of a smaller case; an empty list if the case cannot run, such as a schedule with too few
-    microbatches."""
+    """Run a case with fewer axes and modes than the one that differs, and return its differences from one process.
+    Return an empty list if the case cannot run: its schedule may need more microbatches."""
     try:
         return proof.compare(case)
     except RunError:
@@ -92,7 +93,7 @@ def _module(
         what = f"the gradient of {listed(names)} departs; activations and their gradients do not"
         return owner(names[0]), what
     if first.name == "gradient norm":
-        return "gradient clipping", "the norm of equal gradients departs"
+        return "gradient clipping", "the gradients are equal, but their norm departs"
     name = first.name.partition(" ")[2]
     if kind == "buffer":
         return owner(name), f"its buffer {name.rpartition('.')[2]} departs; gradients do not"

@@ -130,7 +130,7 @@ class Proof:
         if isinstance(results, str):
             self.unproven.append(results)
             return
-        name, errors = f"values of {config.model.weights} beside their class in transformers", largest_by_kind(results)
+        name, errors = f"values of {config.model.weights}, compared with transformers", largest_by_kind(results)
         seconds = time.perf_counter() - begin
         row = Row(name, 1, "float32", errors, dict.fromkeys(errors, WEIGHTS_TOLERANCE), len(results), seconds)
         self.rows.append(row)
@@ -197,7 +197,7 @@ class Proof:
         return min((step for step, _ in self._large_rounding(file)), default=STEPS + 1) - 1
 
     def _leave_out(self, what: str, error: float) -> None:
-        reason = f"{what}: rounding alone changes those of one process by {error:.0e}"
+        reason = f"{what} are not compared: on one process, rounding alone changes them by {error:.0e}"
         if reason not in self.unproven:
             self.unproven.append(reason)
 
@@ -285,12 +285,16 @@ class Proof:
                     "parameters, or correct the model"
                 ] = None
             if self._comparable_steps(file) == 0:
-                what = "the first step of one process more than a comparison allows"
-                found[f"chaotic: rounding alone changes {what}; remove steep functions from the model"] = None
+                found[
+                    "not comparable: on one process, rounding alone changes the first step by more than a third of the "
+                    "tolerance; remove steep functions (such as sin(1e8 * x)) from the model"
+                ] = None
             if reference.constant:
                 found[f"dead: the gradient of {listed(reference.constant)} does not depend on the data"] = None
             for key in reference.without_effect:
-                found[f"dead: {key} changes no gradient"] = None
+                found[
+                    f"without effect: no gradient changes when {key} is set to 0; remove the key, or correct the model"
+                ] = None
         return list(found)
 
     def not_live(self) -> list[str]:
@@ -336,7 +340,8 @@ def _failure_on_a_cpu_explained() -> Iterator[None]:
     except RunError as error:
         reason = f"one process on a CPU cannot train the twin, so there is nothing to compare with: {error}"
         raise UserError(
-            f"{reason}\nkernels that only run on a GPU need a CPU path; [prove.args] may choose it"
+            f"{reason}\nif the model has kernels that run only on a GPU, add CPU versions, and select them by an "
+            "argument in [prove.args]"
         ) from None
 
 

@@ -115,7 +115,11 @@ def _loaded(file: str) -> list[Step]:
 
 
 def compare(steps: list[Step], reference: list[Step]) -> list[Difference]:
-    """Return a row for each result of this rank. With pipeline parallelism a rank has those of its stages only."""
+    """Return the difference between each result of this rank and the reference.
+
+    Results that depend on a rounding error (`_follows_rounding`), and results with a shape that is not that of the
+    reference, are skipped. With pipeline parallelism, a rank has only the results of its own stages.
+    """
     rows = []
     for number, (step, other) in enumerate(zip(steps, reference, strict=True), start=1):
         floors = _floors(other)

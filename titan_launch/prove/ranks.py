@@ -83,7 +83,7 @@ def _started(
             process = _CONTEXT.Process(target=main, args=(theirs, rank, world_size, store))
             process.start()
     except (OSError, EOFError) as error:  # EOFError: the fork server has ended
-        reason = f"this host has started {rank} of {world_size} processes: {error}"
+        reason = f"this host could start only {rank} of {world_size} processes: {error}"
         limits = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
         advice = "; raise its limits (ulimit -u, ulimit -n)" if getattr(error, "errno", 0) in limits else ""
         raise UserError(f"error: {reason}{advice}") from None
@@ -115,7 +115,7 @@ def _gather(
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             late = [str(rank) for rank in range(len(pipes)) if rank not in results]
-            raise TimeoutError(f"ranks {', '.join(late)} of {len(pipes)} did not finish in time")
+            raise TimeoutError(f"ranks {', '.join(late)} (of {len(pipes)} ranks) did not finish within the time limit")
         for rank in (rank for rank, pipe in enumerate(pipes) if pipe in ready):
             results[rank] = received(pipes[rank], processes[rank], rank)
     return [results[rank] for rank in range(len(pipes))]

@@ -40,9 +40,12 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
     """
     config = JobConfig.model_validate(job)
     if find_spec("transformers") is None:
-        return "model.weights: transformers is not installed, so its class of the folder was not compared"
+        return "model.weights: not compared with transformers, because transformers is not installed"
     if config.data.unit != "tokens" or config.model.exclude_from_weights:
-        return "model.weights: only language models with all values of the folder are compared with transformers"
+        return (
+            "model.weights: not compared with transformers, because the model is no language model, or "
+            "model.exclude_from_weights is set"
+        )
     folder = open_weights(config.model)
     needed = sum(torch.Size(tensor.shape).numel() for tensor in folder.tensors.values()) * _COPIES / GIB
     if needed > free_memory_gib():

@@ -87,7 +87,7 @@ RECIPES: dict[str, Recipe] = {
         tokens_per_step=2**19,
         steps=1000,
         lr=3e-4,
-        lr_comment="larger models need smaller ones: 1.5e-4 with 70B",
+        lr_comment="larger models need lower rates: 1.5e-4 with 70B",
         warmup_steps=100,
         small_batch=4,
         prefers_steps=True,
@@ -102,7 +102,7 @@ RECIPES: dict[str, Recipe] = {
         tokens_per_step=2**18,
         steps=1000,
         lr=3e-5,
-        lr_comment="a tenth of that of pre-training keeps what the model knows",
+        lr_comment="a tenth of the rate of pre-training, so that the model keeps its knowledge",
         warmup_steps=50,
         prefers_steps=True,
     ),
@@ -131,7 +131,7 @@ RECIPES: dict[str, Recipe] = {
         tokens_per_step=2**16,
         steps=500,
         lr=2e-4,
-        lr_comment="ten times that of all parameters",
+        lr_comment="usual for adapters: ten times the rate for all parameters",
         warmup_steps=20,
         least_steps=50,
         lora_rank=16,
@@ -147,7 +147,7 @@ RECIPES: dict[str, Recipe] = {
         tokens_per_step=2**16,
         steps=200,
         lr=5e-6,
-        lr_comment="larger ones soon leave the reference",
+        lr_comment="higher rates soon move the model far from the reference",
         warmup_steps=20,
         least_steps=50,
         lora_rank=16,
@@ -163,7 +163,7 @@ RECIPES: dict[str, Recipe] = {
         tokens_per_step=256,
         steps=1000,
         lr=1e-3,
-        lr_comment="with weights: 1e-4",
+        lr_comment="with published weights: 1e-4",
         warmup_steps=50,
         small_batch=16,
         epochs_from_random=90,
@@ -226,7 +226,7 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
         yield Table("lora", list(_lora(recipe, model)))
     if "preferences" in recipe.kinds:
         yield Table("loss", [Row("name", "dpo")])
-        reference = Row("reference", "base", "the model without its adapters; or a folder, without [lora]")
+        reference = Row("reference", "base", "the model without its adapters; without [lora], name a folder")
         yield Table("loss.dpo", [reference, Row("beta", 0.1, "larger values stay closer to the reference")])
     elif not is_images and _vocabulary(model) >= _LARGE_VOCABULARY:
         yield Table("loss", [Row("chunks", 8, "logits exist for one eighth of the classes at a time")])
@@ -234,7 +234,9 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
     computed = Row("param_dtype", "bfloat16", "dtype of computation; trained parameters are stored in float32")
     yield Table("precision", [computed, *([frozen] if recipe.lora_rank else [])])
     mode = inputs.sizes.activation_checkpoint
-    comment = "selective and full save memory, and cost time" if mode == "none" else "none is faster, if it fits"
+    comment = '"none" is faster, if the job then fits into memory'
+    if mode == "none":
+        comment = '"selective" and "full" save memory, but take more time'
     if not is_images:
         yield Table("activation_checkpoint", [Row("mode", mode, comment)])
     yield Table("optimizer", list(_optimizer(recipe, model)))
@@ -364,9 +366,10 @@ def _data(recipe: Recipe, inputs: Inputs, is_validation: bool = False) -> Iterat
         if model is not None and not model.has_chat_template:
             yield Row("template", "chatml", "the folder has no chat template of its own")
         if not is_validation and recipe.kinds[0] == "chat":
-            yield Row("train_on", "assistant", "targets: the turns of the assistant; or last, all")
+            yield Row("train_on", "assistant", 'targets: the turns of the assistant; other values: "last", "all"')
         if not is_validation:
-            yield Row("truncation", "skip", "longer ones are not used; or right, left, stop")
+            comment = 'examples longer than seq_len are skipped; other values: "right", "left", "stop"'
+            yield Row("truncation", "skip", comment)
     yield from data.rows if data is not None else ()
 
 

@@ -62,7 +62,7 @@ def planned_sizes(config: JobConfig, machine: Machine, recordings_of: Recordings
     found = [(_order(candidate), candidate) for candidate in _candidates(config, machine, recordings_of)]
     if not found:
         comments = (
-            f"Sizes: the smallest ones, since the planner finds none with which the job fits into {where}.",
+            f"Sizes: the smallest ones. Even with these, the planner predicts that the job does not fit into {where}.",
             "`titan-launch plan` shows what the job needs. Use more GPUs, or a smaller training.seq_len.",
         )
         return Sizes(1, "full", comments)

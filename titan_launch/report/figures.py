@@ -273,25 +273,23 @@ def _memory(run: RecordedRun) -> str:
 
 def _not_finite(run: RecordedRun) -> str:
     bad = [step for step, value in run.values(LOSS) if not math.isfinite(value)]
-    return f"{counted(len(bad), 'report')} with a loss that is not finite, first at step {bad[0]:,}." if bad else ""
+    return f"The loss is not finite in {counted(len(bad), 'report')}, first at step {bad[0]:,}." if bad else ""
 
 
 def _interruptions(run: RecordedRun) -> str:
     last = (run.last(tag) or 0 for tag in ("train/skipped_steps", "train/rollbacks"))
     skipped, rollbacks = (int(value) if math.isfinite(value) else 0 for value in last)
-    again = f"The ranks were started {counted(run.num_starts, 'time')}" if run.num_starts > 1 else ""
-    lost = [f"{counted(skipped, 'step')} skipped"] if skipped else []
-    lost += [f"{counted(rollbacks, 'rollback')}"] if rollbacks else []
-    if again:
-        return f"{again}{'; ' * bool(lost)}{', '.join(lost)}."
-    return f"There were {', '.join(lost)}." if lost else "There was no restart, no skipped step and no rollback."
+    again = f"The ranks were started {counted(run.num_starts, 'time')}." if run.num_starts > 1 else ""
+    lost = [f"Skipped steps: {skipped:,}."] if skipped else []
+    lost += [f"Rollbacks: {rollbacks:,}."] if rollbacks else []
+    return " ".join(filter(None, [again, *lost])) or "There was no restart, no skipped step and no rollback."
 
 
 def _saved(run: RecordedRun) -> str:
     if not run.checkpoints:
         return "There is no checkpoint."
-    result = "" if run.best_step is None else f"; the best, of step {run.best_step:,}, is the result"
-    return f"{counted(len(run.checkpoints), 'checkpoint')}, the newest of step {run.checkpoints[0].step:,}{result}."
+    result = "" if run.best_step is None else f" The best is of step {run.best_step:,} and is the result."
+    return f"Checkpoints: {len(run.checkpoints):,}. The newest is of step {run.checkpoints[0].step:,}.{result}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -196,8 +196,10 @@ class PipelineRecorder:
         return call
 
     def _composed(self, notes: Iterable[Note]) -> Iterator[Note]:
-        """Yield the notes of the schedule. In place of the notes of a stand-in, yield those of the microbatch of the
-        same kind that the stage has run."""
+        """Yield the notes of the whole schedule.
+
+        Each stage has run one microbatch of each kind. For every other microbatch, which a stand-in ran, yield the
+        notes of the microbatch of the same kind that the stage has run."""
         parts = list(_between_marks(notes))
         for mark, own in parts:  # in a loop of its own: LoopedBFS runs the backward of the first microbatch last
             if mark is not None and mark.key in self._runs:

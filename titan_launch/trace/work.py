@@ -102,5 +102,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor in memory. The elements of an expanded tensor share fewer bytes."""
+    """Return the bytes of a tensor in memory. An expanded tensor has the bytes of its storage, which are fewer than
+    `nbytes`."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

@@ -132,7 +132,7 @@ class RunBase:
         """Return the names in `names` for which the folder has values. See `checkpoint.state.BaseWeights`."""
         needed = (
             f"{checkpoint} omits {base.omitted} parameters that are never trained; their values are in {base.folder}, "
-            f"with the fingerprint {base.fingerprint.digest}; name this folder, wherever it is now"
+            f"with the fingerprint {base.fingerprint.digest}; set model.weights to the present path of this folder"
         )
         if self._config.weights is None:
             raise config_error(_KEY, f"is required: {needed}")

@@ -190,7 +190,7 @@ def ending(run: Run) -> str:
     stopped = f"stopped by {signal_name(number)} after step {step} of {last}"
     if run.checkpoints is None:
         raise Stopped(f"{stopped}; {NOTHING_SAVED}", 128 + number)
-    return f"{stopped}, which is saved; to resume, {how_to_resume(run.config)}"
+    return f"{stopped}; a checkpoint of step {step} is saved; to resume, {how_to_resume(run.config)}"
 
 
 def has_ended_early(run: Run) -> bool:

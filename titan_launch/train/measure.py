@@ -65,8 +65,8 @@ class MemoryCheck:
         if not is_tested_release():
             return
         obstacles = {
-            "compile.enable, because it depends on the compiler; the command `plan` predicts the memory without "
-            "compilation": config.compile.enable,
+            "compile.enable, because the memory depends on the compiler; the command `plan` predicts the memory "
+            "without compilation": config.compile.enable,
             "float8.enable, because the memory that torchao needs is not known; the command `plan` predicts the memory "
             "with bfloat16 instead of float8": config.float8.enable,
             f"parallelism.pipeline_parallel_degree = {layout.pipeline}; the command `plan` predicts it": (

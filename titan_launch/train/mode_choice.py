@@ -101,12 +101,13 @@ def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> J
         return config
     size = on_rank_0(lambda: _largest_batch(config, hardware, ranks.world_size))
     if config.parallelism.expert_parallel_degree > 1:
-        _log.info("auto: microbatches of %d samples, without a trial: it gets no tokens from other ranks", size)
+        reason = "with expert parallelism, a trial gets no tokens from other ranks"
+        _log.info("auto: microbatches of %d samples, without a trial: %s", size, reason)
         return with_local_batch_size(config, size)
     for tried in reversed([other for other in possible_batch_sizes(config, ranks.world_size) if other <= size]):
         resized = with_local_batch_size(config, tried)
         if all(on_all_ranks(lambda resized=resized: _is_enough(resized, hardware, ranks))):  # type: ignore[misc]
-            _log.info("auto: microbatches of %d samples, with which three steps were tried", tried)
+            _log.info("auto: microbatches of %d samples; a trial of three steps fitted into memory", tried)
             return resized
         _log.warning("auto: microbatches of %d samples were planned to fit, but ran out of memory in a trial", tried)
     reason = "no microbatch passed its trial: every rank trains three steps, and one ran out of memory"
@@ -120,7 +121,7 @@ def _is_enough(config: JobConfig, hardware: Hardware, ranks: Ranks) -> bool:
 
 
 def _largest_batch(config: JobConfig, hardware: Hardware, world_size: int) -> int:
-    _log.info("auto: the job is planned with each possible microbatch")
+    _log.info("auto: planning the job with each possible microbatch size")
     with ExitStack() as stack:
         return int(TraceProcess(config, world_size, hardware, stack).result()["resolved"]["local_batch_size"])
 
@@ -185,7 +186,7 @@ def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
 def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
     if not is_tested_release():
         return _least_memory(config, layout, inspect_model(config, built))
-    _log.info("auto: the job is planned")
+    _log.info("auto: planning the job")
     with ExitStack() as stack:
         resolved = TraceProcess(config, layout.world_size, hardware, stack).result()["resolved"]
     accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])
@@ -198,5 +199,5 @@ def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> De
     first accumulation mode."""
     own, _ = possible_choices(config, layout, inventory, only_own=True)
     choice = next(choice for choice in own if choice.activation_checkpoint == own[-1].activation_checkpoint)
-    reason = "because it takes the least memory: jobs are not recorded on an untested release of PyTorch"
+    reason = "because it takes the least memory; on an untested release of PyTorch the planner cannot compare the modes"
     return choice, f"{choice.label}, {reason}"

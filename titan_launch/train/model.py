@@ -92,7 +92,7 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
         if identity.digests != made[identity.owner].digests:
             queues.setdefault(identity.owner, []).append(rank)
     if queues:
-        message = "%s builds a different module on the meta device, so %d ranks call it on the host, one after another"
+        message = "%s builds a different module on the meta device, so %d ranks call it on the CPU, one after another"
         _log.info(message, config.model.name, sum(map(len, queues.values())))
     for turn in zip_longest(*queues.values()):
         made = on_all_ranks(partial(build, on_meta=False) if ranks.rank in turn else keep)
@@ -101,7 +101,7 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     values = built.initializer
     if not isinstance(values, HostValues) or not is_owner:
         return built
-    message = "initial values: from %s with seed %d, %s on one rank of each host; free: %s"
+    message = "initial values: from %s with seed %d, %s on one rank of each host; free host memory: %s"
     if config.model.weights is None:
         _log.info(message, config.model.name, config.training.seed, *map(format_bytes, (values.num_bytes, free)))
     receivers = tuple(rank for rank, identity in enumerate(made) if identity.owner == owner != rank)

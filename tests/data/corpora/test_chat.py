@@ -327,10 +327,10 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ({"messages": messages("a")}, "path: {} is without a message of the assistant; "),
     ({"messages": messages("a", "b</s>")}, "path: {} is a chat with the special token </s> in a message; "),
     ({"messages": messages("a", "b\ufdd0")}, "path: {} is a chat with the noncharacter U+FDD0 in a message; "),
-    ({"messages": messages("\ud800", "b")}, "path: {} is not valid Unicode (it has a part of a surrogate pair); "),
+    ({"messages": messages("\ud800", "b")}, "path: {} is not valid Unicode (it has half of a surrogate pair); "),
     (
         {"messages": [{**message, "weight": 0.5} for message in messages("a", "b")]},
-        "path: {} is with a weight of a message that is neither 0 nor 1 (it is 0.5); ",
+        "path: {} is a chat with a message weight other than 0 and 1 (it is 0.5); ",
     ),
     ({"messages": messages("a", "b"), "tools": "[]"}, 'path: {} is without an array in "tools"; '),
     (

@@ -205,7 +205,7 @@ def test_bad_lines_stop_the_run_or_are_counted(tmp_path: Path, monkeypatch: pyte
         ("field", 'is without a string in "text" (it is null)'),
         ("path", "is not a JSON object"),
         ("path", "is not UTF-8 text"),
-        ("path", "is not valid Unicode (it has a part of a surrogate pair)"),
+        ("path", "is not valid Unicode (it has half of a surrogate pair)"),
         ("path", "is not valid JSON (more than 64 nested arrays and objects)"),
     ]
     config = JsonlData(kind="jsonl", path=str(path))

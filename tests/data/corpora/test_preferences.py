@@ -163,7 +163,9 @@ def test_prepared_pairs_are_the_same_samples(tmp_path: Path) -> None:
         return build_source(data, ByteTokenizer(), seq_len)
 
     assert chats_of(opened(SEQ_LEN, "documents")) == chats_of(source)
-    with pytest.raises(ConfigError, match=r'data\.packing: would divide pairs of answers, .*; set "documents"'):
+    with pytest.raises(
+        ConfigError, match=r'data\.packing: would divide the pairs of answers in the token files; set "documents"'
+    ):
         opened(SEQ_LEN, "concat")
     with pytest.raises(ConfigError, match="has pairs of 131 tokens"):
         opened(100, "documents")

@@ -539,11 +539,13 @@ ODD_TEMPLATES: dict[str, tuple[str, str]] = {
     ),
     "writes the last message first": (
         "{% for m in messages | reverse %}<{{ m.role }}>{{ m.content }}{% endfor %}",
-        "the turn of message 2 is not found: the messages before it have another text in a chat that ends with them; ",
+        "the turn of message 2 is not found: the template writes the earlier messages differently "
+        "if they end the chat; ",
     ),
     "changes texts": (
         EVERY + "<{{ m.role }}>{{ m.content | reverse }}{% endfor %}",
-        "the turn of message 2 is not found: marks in the messages change the text around them; ",
+        "the turn of message 2 is not found: the template changes or tests the texts of the messages, "
+        "so their positions are unknown; ",
     ),
     "writes no end of a turn": (EVERY + "{{ m.content }}{% endfor %}", "it would contain text of message 1; "),
     "a block with the question": (
@@ -552,7 +554,7 @@ ODD_TEMPLATES: dict[str, tuple[str, str]] = {
     ),
     "writes the prompt after every chat": (  # as the first template of Llama 3 did
         EVERY + "<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}<|assistant|>",
-        "the turn of message 2 is not found: it has another end if another message follows; ",
+        "the turn of message 2 is not found: the template ends the turn differently if another message follows; ",
     ),
     "writes the end of the chat after its last message": (
         EVERY + "{{ m.role }}:{{ m.content }}/{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
@@ -567,7 +569,7 @@ ODD_TEMPLATES: dict[str, tuple[str, str]] = {
         EVERY
         + "{% if not (loop.last and m.role == 'assistant') %}<{{ m.role }}>{{ m.content }}|{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}",
-        "the turn of message 2 is not found: it has another text in a chat that ends with it; ",
+        "the turn of message 2 is not found: the template writes the message differently if it ends the chat; ",
     ),
     "tests for a beginning": (
         EVERY + "{% if m.content.startswith('A') %}!{% endif %}<{{ m.role }}>{{ m.content }}|{% endfor %}",

@@ -47,7 +47,7 @@ def test_a_sink_that_fails_is_reported_once_closed_and_dropped(caplog: pytest.Lo
     sink.close()
     assert recorder.calls == [1, 2, True]
     assert caplog.messages == [
-        "metrics: mine:sink failed at the report of step 2 and gets no more reports; training continues. "
+        "metrics: the sink mine:sink failed at the report of step 2 and gets no more reports; training continues. "
         "ValueError: no such host"
     ]
 

@@ -116,7 +116,8 @@ def test_equivalent_modes_share_a_row_under_the_name_of_the_jobs_mode() -> None:
     comparison, _ = compared(make_job(training=one_microbatch, gradient_accumulation={"mode": "deferred"}))
     assert labels(comparison) == ["deferred", f"immediate{UNSHARDED}"]
     assert labels(compared(make_job(training=one_microbatch))[0]) == ["immediate", f"immediate{UNSHARDED}"]
-    assert labels(compared(make_job(), ranks=1)[0]) == ["immediate"]
+    assert labels(compared(make_job(), ranks=1)[0]) == ["immediate", f"immediate{UNSHARDED}"]  # it spares casts
+    assert labels(compared(make_job(precision={"param_dtype": "float32"}), ranks=1)[0]) == ["immediate"]
 
 
 def test_a_configured_activation_checkpointing_mode_has_its_row() -> None:
@@ -149,7 +150,7 @@ def test_modes_that_a_schedule_with_split_backward_does_not_support_are_not_comp
         choice_label(f"deferred{UNSHARDED}", "full"),
     ]
     assert any(
-        "selective (per operation) is not compared: keeps each saved result" in note for note in comparison.notes
+        "selective (per operation) is not compared: frees each saved result" in note for note in comparison.notes
     )
     coarse = make_job(parallelism=split, precision={"reduce_dtype": "bfloat16"}, **auto(memory_gib=10))
     with pytest.raises(

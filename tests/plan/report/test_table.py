@@ -9,7 +9,7 @@ import pytest
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.report.table import accuracy
 
-WITHOUT = "active memory of the job without {}; --measure finds that of the job itself"
+WITHOUT = "active memory of the job without {}; --measure measures the job itself"
 
 
 @pytest.mark.parametrize(

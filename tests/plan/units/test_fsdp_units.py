@@ -255,7 +255,10 @@ def test_a_rule_or_a_block_overrides_the_unit_of_a_declared_embedding() -> None:
         ({"match": "mix"}, ['matches no module of the model; did you mean "**.mix"?']),
         ({"type": "LayerNrom"}, ["precision.rules.0.type", 'did you mean "LayerNorm"']),
         ({"match": "layers"}, ["a container without a forward", 'did you mean "layers.*"']),
-        ({"match": "layers.*.act"}, ["layers.0.act, layers.1.act, layers.2.act", "no parameters to apply it to"]),
+        (
+            {"match": "layers.*.act"},
+            ["layers.0.act, layers.1.act, layers.2.act", "matches only modules without parameters"],
+        ),
         ({"match": "layers.*", "type": "Linear"}, ["matches no module of class Linear"]),
         ({"type": "Model"}, ["precision.rules.0.type", "only the model itself"]),
         ({"match": "layers.0", "reshard_after_forward": False}, ["layers.0.mix, layers.0.inner.0", "set param_dtype"]),
@@ -666,13 +669,13 @@ MIX_IN_FP32 = {"match": "layers.[01].mix", "param_dtype": "float32"}
             {**MIXES, "layers.2.mix": 3},
             [],
             {"trained": "bfloat16"},
-            {"trained after step 3": "not all parameters around are trained in the same steps"},
+            {"trained after step 3": "other parameters of the unit around are not trained in the same steps"},
         ),
         (
             dict.fromkeys(MIXES, 2),
             [MIX_IN_FP32],
             {},
-            {"precision.rules.0": "not all parameters around are trained in the same steps"},
+            {"precision.rules.0": "other parameters of the unit around are not trained in the same steps"},
         ),
         (
             {"layers.0.norm1": 0, "layers.0.inner.1": 0},

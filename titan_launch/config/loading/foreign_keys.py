@@ -314,7 +314,7 @@ COMMON_NAMES: dict[str, str] = {
 FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,
     **COMMON_NAMES,
-    "optimizer.beta": _BETAS,  # elsewhere `beta` is that of DPO
+    "optimizer.beta": _BETAS,  # in other sections, `beta` is that of DPO
     # Sections of this job file that other tools set to a single value.
     "activation_checkpoint": "activation_checkpoint.mode",
     "compile": "compile.enable",
@@ -326,8 +326,8 @@ FOREIGN_KEYS: dict[str, str] = {
     "optimizer": "optimizer.name",
     "precision": 'use "precision.param_dtype", such as "bfloat16"',
 }
-"""Remedies of all tools, by dotted key (for one section) or by name (for any section). A remedy is a key of this job
-file, or a clause with such keys in quotes."""
+"""Remedies for the keys of all tools, by dotted key (for one section) or by name (for any section). A remedy is a key
+of this job file, or a clause that contains keys of this job file in quotes."""
 
 
 def foreign_key(key: KeyPath) -> tuple[str, list[KeyPath]] | None:

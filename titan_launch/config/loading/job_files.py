@@ -33,8 +33,8 @@ class JobFile:
         self.extends = self.table.pop("extends", [])
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return the line of a key, and the location as `FILE:LINE`. A key without a line has the line of the nearest
-        table around it. If there is none, return 0 and the path."""
+        """Return (line, `FILE:LINE`) of a key. If the key has no line, use the line of the nearest table around it. If
+        there is no such line either, return (0, path)."""
         for length in range(len(key), 0, -1):
             line = self._lines.get(key[:length])
             if line is not None:
@@ -51,11 +51,10 @@ class JobFile:
 
 
 def read_job(path: str) -> list[JobFile]:
-    """Return a job file and all files that it extends, in the order in which they are merged; the job file is the last.
+    """Return a job file and all files that it extends, in the order in which they are merged. The job file is the last.
 
-    `path`, and the paths in `extends`, may also be names of configs that the package carries (`llama_bn`). A file that
-    is reached in several ways is merged once, where it is first reached. Raises UserError with the problems of all
-    files.
+    `path`, and the paths in `extends`, may also be names of job files in the package (`llama_bn`). A file that several
+    `extends` lead to is merged once, at the first of these places. Raises UserError with the problems of all files.
     """
     reader = _Reader()
     reader.read(path, place=None)
@@ -76,7 +75,8 @@ class _Reader:
         self._done: set[str] = set()
 
     def read(self, path: str, place: str | None) -> None:
-        """Read a file after the files that it extends. `place`: location of the `extends` that names the file."""
+        """Read the files that a file extends, and then the file itself. `place`: location of the `extends` that names
+        the file; None for the job file."""
         try:
             path = _named(path)
         except _FileError as error:
@@ -123,12 +123,13 @@ _SUFFIXES = (".toml", ".json")
 
 
 def _is_plain(name: str) -> bool:
-    """Return True for the name of a config that the package carries, or that it may be meant to carry."""
+    """Return True if a text is the name of a job file in the package, or looks like a name instead of a path."""
     return not name.endswith(_SUFFIXES) and (os.sep not in name or name in carried_configs())
 
 
 def _named(path: str) -> str:
-    """Return the path of the config that a plain name names, and any other path as it is. Raises _FileError."""
+    """Return the path of the job file in the package that a plain name stands for. Return any other path, and the path
+    of an existing file, unchanged. Raises _FileError for an unknown name."""
     if not _is_plain(path) or os.path.exists(path):
         return path
     known = carried_configs()
@@ -169,7 +170,8 @@ _MAX_PATH_LENGTH = 300
 
 
 def _similar_file(path: str) -> str:
-    """Return a hint for a missing file: a file in the same folder with a similar name."""
+    """Return a hint for a missing file: the file in the same folder with the most similar name, or that the folder is
+    missing; "" without a hint."""
     folder = os.path.dirname(path)
     try:
         entries = os.listdir(folder or ".")
@@ -194,7 +196,7 @@ def _parse(path: str, text: str) -> dict[str, Any]:
 
         raise _FileError(explain_toml_error(path, text, error)) from None
     except ValueError:
-        raise _FileError(f"{path}: not valid TOML: a number of thousands of digits; remove it") from None
+        raise _FileError(f"{path}: not valid TOML: a number has thousands of digits; write a shorter number") from None
 
 
 def _parse_json(path: str, text: str) -> dict[str, Any]:
@@ -209,5 +211,5 @@ def _parse_json(path: str, text: str) -> dict[str, Any]:
         raise _FileError(f"{path}: must contain a JSON object with the sections of a job")
     training = table.get("training")
     if isinstance(training, dict) and training.get("epochs") is not None:
-        training.pop("steps", None)  # a run computes it anew
+        training.pop("steps", None)  # a run computes `steps` again from `epochs`
     return table

@@ -1,4 +1,5 @@
-"""Limits of what a job file may hold. A file from somebody else can then cost one message, and nothing else."""
+"""Limits of the size and content of a job file. So a file from somebody else can cause an error message, but cannot use
+up memory or time."""
 
 from __future__ import annotations
 
@@ -8,31 +9,35 @@ from titan_launch.core.errors import KeyPath
 from titan_launch.core.files import MIB
 
 MOST_BYTES = {".toml": MIB, ".json": 4 * MIB}
-"""Limits of job files. The `config.json` of a run with a model of 21,000 named classes has 2 MiB."""
+"""Largest size of a job file in bytes, by suffix. The `config.json` of a run with a model of 21,000 named classes has 2
+MiB."""
 
 MOST_VALUES = 100_000
-"""Limit of the values in a job file."""
+"""Largest number of values in a job file."""
 
 MOST_FILES = 100
-"""Limit of the files of a job: the job file, and those that it extends."""
+"""Largest number of files of a job: the job file, and the files that it extends."""
 
 MOST_DEPTH = 32
-"""Limit of nested tables and arrays. Code that walks through a job is recursive."""
+"""Largest depth of nested tables and arrays. The depth is limited because code that walks through a job is
+recursive."""
 
 MOST_ITEMS = 1_000
-"""Limit of the items of an array. Rules and patterns are compared with each other, or with all modules."""
+"""Largest number of items in an array. It is limited because the items of some arrays, such as rules and globs, are
+compared with each other or with all modules."""
 
 MOST_PATHS = 10_000
-"""Limit of the items of an array `path`."""
+"""Largest number of items in an array `path`."""
 
 MOST_KEY_LENGTH = 200
 
 _INTEGERS = range(-(2**63), 2**63)
-"""The integers of TOML."""
+"""The range of TOML's integers."""
 
 
 def outside_of_limits(value: Any, key: KeyPath = ()) -> tuple[KeyPath, str] | None:
-    """Return the key of the first value that a job may not have, and the reason; None for a value within the limits."""
+    """Return (key, reason) of the first value, in `value` or the tables and arrays in it, that is outside of the
+    limits; None if all values are within the limits. `key`: path of `value`."""
     waiting, count = [(key, value)], 0
     while waiting:
         key, value = waiting.pop()

@@ -40,9 +40,9 @@ def load_job(
 ) -> LoadedJob:
     """Read a job file (`.toml`, or the `config.json` of a run), apply the overrides, and check the configuration.
 
-    `path`: None for a job that only overrides describe. `rules`: the rules to check before `extra_rules`. `aliases`:
-    short options and the keys that they set (`--device`: `--planner.device`). Messages show options as the user wrote
-    them. Raises UserError with all problems: location, key, value, reason and remedy of each.
+    `path`: None if the job consists only of overrides. `rules`: the rules that are checked, before `extra_rules`.
+    `aliases`: short options, each with the option that it stands for (`--device`: `--planner.device`). Messages show
+    options as the user wrote them. Raises UserError with all problems: location, key, value, reason and remedy of each.
     """
     draft, problems = _merge_all(path, overrides, aliases)
     config, more = _parse(draft.table)
@@ -55,7 +55,7 @@ def load_job(
 
 
 def dump_job(config: JobConfig) -> str:
-    """Return a configuration as JSON with all defaults. `load_job` reads it back."""
+    """Return a configuration as JSON with all defaults. `load_job` can read this JSON as a job file."""
     import json
 
     return json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2, allow_nan=False) + "\n"
@@ -90,18 +90,20 @@ def _merge(files: Iterable[JobFile | FolderFile], overrides: Iterable[Override])
 
 @dataclass(frozen=True)
 class FolderFile:
-    """The `config.json` in a folder, as a job file that all others override."""
+    """The `config.json` in a folder of a model, in the role of a job file. It is merged first, so all job files
+    override it."""
 
     path: str
     table: dict[str, Any]
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return no line, and the path of the file."""
+        """Return (0, path): the line is unknown."""
         return 0, self.path
 
 
 def _model_of_folder(model: Any) -> FolderFile | None:
-    """Return the keys of `[model]` that a job leaves to the `config.json` of its folder; None without such a folder."""
+    """Return the keys of `[model]` that the job does not set itself, but takes from the `config.json` of a folder.
+    None: the job names no such folder."""
     if not isinstance(model, dict):
         return None
     if model.get("name") == HUGGINGFACE:
@@ -110,17 +112,19 @@ def _model_of_folder(model: Any) -> FolderFile | None:
 
 
 _WITHOUT_EFFECT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-"""Keys of a `config.json` that do not change a class of `transformers` here: the launcher chooses dtypes and cache."""
+"""Keys of a `config.json` that have no effect on a class of `transformers` here, because the launcher chooses the
+dtypes and the cache."""
 
 _OVERRIDES = {"architectures": (), "num_labels": ("id2label", "label2id")}
-"""Keys that a job may set although `config.json` does not have them, with the keys that each replaces."""
+"""Keys that a job may set in `[model.args]` although `config.json` does not have them, each with the keys of
+`config.json` that it replaces."""
 
 
 def _class_of_folder(model: Mapping[str, Any]) -> FolderFile | None:
     """Return the arguments of a class of `transformers`, from the folder in `model.path` or `model.weights`.
 
     The `config.json` of a run contains all arguments, so a run that starts from it does not read the folder. Raises
-    ConfigError for a folder without a valid `config.json`, and for arguments of the job that it does not have.
+    ConfigError if the folder has no valid `config.json`, or if the job sets arguments that this file does not have.
     """
     name = "path" if "path" in model else "weights"
     folder, given = model.get(name), model.get("args", {})
@@ -147,9 +151,9 @@ def _class_of_folder(model: Mapping[str, Any]) -> FolderFile | None:
 
 
 def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
-    """Return name and arguments of the model in `model.weights`, for a job that leaves them to the folder.
+    """Return the name, flavor and arguments of the model in the folder `model.weights`. None: the job sets them itself.
 
-    Raises ConfigError if the folder does not name a model of this package, or another one than the job.
+    Raises ConfigError if the folder names no model of this package, or a different model than the job.
     """
     if not isinstance(model.get("weights"), str):
         return None
@@ -164,7 +168,8 @@ def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
     except WeightsError as error:
         raise config_error(("model", "weights"), str(error), weights, also=(("model",),)) from None
     if ":" in folder.name:
-        reason = f"its {CONFIG_FILE} names the factory {folder.name}; a folder may not choose code: set model.name"
+        why = f"its {CONFIG_FILE} names the factory {folder.name}, and code that only a folder names is not run"
+        reason = f"{why}; set model.name"
         raise config_error(("model", "weights"), reason, weights, also=(("model",),))
     if name not in (None, folder.name):
         raise config_error(("model", "name"), f"{weights} holds the weights of {folder.name}", name, also=(("model",),))
@@ -173,9 +178,9 @@ def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
 
 
 def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
-    """Return the configuration in a table, and the problems of the table.
+    """Return the configuration that a table describes, and the problems in the table.
 
-    In the configuration, a wrong key has its default value, so that the rules can check the other keys.
+    In the configuration, each wrong key has its default value, so that the rules can check the other keys.
     """
     try:
         return JobConfig.model_validate(_complete(table)), []
@@ -191,14 +196,15 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
 
 
 def _complete(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table with an empty table for each missing section, so that one validator validates all sections."""
+    """Return a job's table, with an empty table for each missing section and a `kind` in each table that needs one. So
+    the validator of `JobConfig` validates all sections."""
     complete: dict[str, Any] = _with_kinds({name: {} for name in JobConfig.model_fields} | dict(table), ())
     return complete
 
 
 def _with_kinds(value: Any, key: KeyPath) -> Any:
-    """Return a value in which every table without its `kind` has the default kind. Without the kind, pydantic does not
-    know which keys are valid."""
+    """Return a copy of a value in which every table that needs a `kind` has one, by default the default kind. Without
+    `kind`, pydantic does not know which keys of the table are valid."""
     if isinstance(value, list):
         return [_with_kinds(item, (*key, index)) for index, item in enumerate(value)]
     if not isinstance(value, Mapping):
@@ -209,7 +215,7 @@ def _with_kinds(value: Any, key: KeyPath) -> Any:
 
 
 def _without(table: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str, Any]:
-    """Return a table without its wrong keys."""
+    """Return a copy of a table without the keys that have problems."""
     rest = deepcopy(dict(table))
     for problem in problems:
         _remove(rest, problem.key)
@@ -217,7 +223,8 @@ def _without(table: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str,
 
 
 def _remove(table: dict[str, Any], key: KeyPath) -> None:
-    """Remove a wrong key. For a missing required key, and for a wrong `kind`, remove the whole table.
+    """Remove a wrong key from a table. If a required key is missing, or if `kind` is wrong, remove the whole table
+    around this key.
 
     An array is removed as a whole: without one of its items, the indices of the later items would be wrong.
     """
@@ -234,7 +241,7 @@ def _remove(table: dict[str, Any], key: KeyPath) -> None:
 
 
 def _check_rules(config: JobConfig, rules: Iterable[Rule], known: Iterable[Problem]) -> list[Problem]:
-    """Return the problems that the rules find, without those that may be consequences of the problems in `known`."""
+    """Return the problems that the rules find, except those that may be consequences of the problems in `known`."""
     wrong = [key for problem in known for key in _keys_of(problem)]
     found = [problem for rule in rules for problem in rule(config)]
     return [p for p in found if not any(_overlap(a, b) for a in _keys_of(p) for b in wrong)]

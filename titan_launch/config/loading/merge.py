@@ -28,7 +28,7 @@ class Override:
         self.value = value
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return the line (0, because an override is in no file), and the text that errors show as the location."""
+        """Return (0, text): an override has no line, and errors show `text` as its location."""
         return 0, f"command line: {shortened(self.text, _MAX_TEXT_LENGTH)}"
 
     @property
@@ -41,9 +41,9 @@ def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None 
     """Read overrides of the forms `--section.key=value`, `--section.key value` and `--section.flag` (sets the key to
     true).
 
-    `aliases`: short options and the keys that they set (`--device`: `--planner.device`). Overrides that set a `kind`
-    come first in the result, so that the order on the command line does not matter. Raises UserError with all arguments
-    that are not overrides.
+    `aliases`: short options, each with the option that it stands for (`--device`: `--planner.device`). Overrides that
+    set a `kind` come first in the result, so that the order on the command line does not matter. Raises UserError,
+    which lists all arguments that are not valid overrides.
     """
     overrides, problems = [], []
     for text, name, value in _split(arguments):
@@ -63,7 +63,7 @@ def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None 
 
 
 def _split(arguments: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
-    """Yield the overrides in the arguments, as (text, name, value). The value is None for `--section.flag`."""
+    """Yield (text, name, value) for each override in the arguments. The value is None for `--section.flag`."""
     rest = list(arguments)
     while rest:
         text = rest.pop(0)
@@ -87,7 +87,7 @@ def _parse_key(name: str) -> tuple[str, ...]:
 
 
 def _split_key(name: str) -> tuple[str, ...]:
-    """Return the parts of a dotted key. Parts may be quoted as in TOML."""
+    """Return the parts of a dotted key, which may be quoted as in TOML. Raises ValueError for any other text."""
     if '"' not in name and "'" not in name and all(name.split(".")):
         return tuple(name.split("."))
     try:
@@ -102,9 +102,11 @@ def _split_key(name: str) -> tuple[str, ...]:
 
 
 def parse_value(text: str) -> Any:
-    """Return a value that is written in TOML. Text that is not TOML is a string, so most strings need no quotes.
+    """Return the value that `text` is in TOML. Text that is not TOML is returned as a string, so most strings need no
+    quotes.
 
-    Raises ValueError for an incomplete table or array.
+    Raises ValueError if a table or an array is not valid TOML, is nested too deeply, or has a number with too many
+    digits.
     """
     try:
         table = tomli.loads(f"value = {text}")
@@ -115,12 +117,12 @@ def parse_value(text: str) -> Any:
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except ValueError:
-        raise ValueError("a number of thousands of digits") from None
+        raise ValueError("a number has thousands of digits; write a shorter number") from None
     return table["value"] if len(table) == 1 else text
 
 
 _ALTERNATIVES: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}
-"""Keys of which a job has one: each with the other one of its table."""
+"""Pairs of keys of which a job has only one. Each key has the other key of its table as the value."""
 
 
 class Draft:
@@ -147,7 +149,7 @@ class Draft:
             raise
 
     def provenance(self, path: str) -> Provenance:
-        """Return the location of every key. `path`: the job file as the user named it."""
+        """Return the locations of all keys. `path`: the job file as the user named it."""
         return Provenance(path, self.table, self._origins, self._sources)
 
     def _set(self, override: Override) -> None:
@@ -177,8 +179,8 @@ class Draft:
                 self._forget((*key, name), table.pop(name))
 
     def _drop_alternatives(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
-        """If `new` sets one of two alternatives, remove the other one, which an earlier file has set. Both stay if one
-        file, or the command line, sets both: a rule reports them."""
+        """If `new` sets one of two alternative keys, remove the other key, which an earlier file or override has set.
+        If one file, or the command line, sets both keys, both stay, and a rule reports the contradiction."""
         for name in new:
             other = _ALTERNATIVES.get((*key, name))
             if other not in table or other in new:
@@ -201,7 +203,8 @@ class Draft:
         self._origins[key] = source
 
     def _enter(self, container: Any, name: str | int, key: KeyPath, following: str, source: Source) -> Any:
-        """Return the table or array at `key`, after creating it if it does not exist."""
+        """Return the table or array at `key`. If it does not exist, create it: an array if `following`, the next part
+        of the key, is an index, otherwise a table."""
         if not _has(container, name):
             self._put(container, name, [] if following.isdecimal() else {}, key, source)
         inside = container[name]
@@ -211,7 +214,7 @@ class Draft:
         return inside
 
     def _forget(self, key: KeyPath, value: Any) -> None:
-        """Remove the sources of a key, which has had this value, and of all keys in it."""
+        """Remove the recorded source of `key`, and the sources of all keys in its old value `value`."""
         self._origins.pop(key, None)
         names = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
         for name in names:

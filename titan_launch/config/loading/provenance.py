@@ -1,4 +1,4 @@
-"""Location (file and line, or override) of every key, and messages of config problems with these locations."""
+"""The location (file and line, or override) of every key, and error messages that name these locations."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from titan_launch.core.terminal import shortened
 
 
 class KeyLocation(NamedTuple):
-    """Location at which a key is set. Locations sort in the order in which they are read: by file, then by line, with
-    the command line last."""
+    """Location at which a key is set. Locations sort in the order in which they are merged: by file, then by line; the
+    command line is last."""
 
     source: int
     line: int
@@ -21,10 +21,11 @@ class KeyLocation(NamedTuple):
 
 
 class Source(Protocol):
-    """A file or an override, which is merged over earlier ones."""
+    """A file or an override of a job. Later sources override earlier ones."""
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return the line of a key (or of the nearest table around it, or 0) and the location as text."""
+        """Return (line, location as text) of a key. The line is that of the nearest table around the key if the key has
+        no line, or 0."""
 
 
 class Provenance:
@@ -38,7 +39,7 @@ class Provenance:
         self._table, self._origins, self._sources = table, origins, sources
 
     def find(self, key: KeyPath) -> KeyLocation:
-        """Return the location of a key. For an unset key, return the location of the nearest table around it."""
+        """Return the location of a key. If the key is not set, return the location of the nearest table around it."""
         for length in range(len(key), 0, -1):
             source = self._origins.get(key[:length])
             if source is not None:
@@ -91,8 +92,9 @@ MOST_PROBLEMS = 100
 
 
 def report(lines: Sequence[str], subject: str) -> str:
-    """Return the message for problems. A single problem is one line. Several problems are a line with their number, and
-    one line each."""
+    """Return the error message for problems. The message for one problem is one line. For several problems, it has a
+    line with their number, and one line for each problem, at most `MOST_PROBLEMS`. `subject`: the job file or the
+    command line."""
     if len(lines) == 1:
         return f"error: {lines[0]}"
     more = [f"and {len(lines) - MOST_PROBLEMS:,} more"] if len(lines) > MOST_PROBLEMS else []

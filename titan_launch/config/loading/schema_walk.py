@@ -16,7 +16,7 @@ class TableSchema(NamedTuple):
     """A table of the job file."""
 
     header: str
-    """Header in the file: `[training]`, `[[precision.rules]]`."""
+    """Header of the table in the file: `[training]`, or `[[precision.rules]]` for an array of tables."""
 
     key: KeyPath
     """Path of the table. An array of tables has the path of the array."""
@@ -37,17 +37,17 @@ def alternatives(annotation: Any) -> list[Any]:
 
 
 def is_section(kind: Any) -> bool:
-    """Return True if a type is a table with known keys."""
+    """Return True if a type is a section: a table with known keys."""
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def item_types(kind: Any) -> list[Any]:
-    """Return the types of the items of an array."""
+    """Return the types of the items of an array; an empty list for any other type."""
     return alternatives(get_args(kind)[0]) if get_origin(kind) is tuple else []
 
 
 def choices(kind: Any) -> tuple[str, ...]:
-    """Return the values of a literal type."""
+    """Return the values of a literal type; an empty tuple for any other type."""
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
@@ -66,9 +66,10 @@ def tables(section: type[Section], key: KeyPath = ()) -> Iterator[TableSchema]:
 def locate(location: Sequence[str | int], section: type[Section]) -> tuple[KeyPath, type[Section] | None, bool]:
     """Convert pydantic's location of an error to a path in the job file.
 
-    Return (path, section class that contains the last key, in_union). Pydantic's locations contain names of union
-    members (`text` in `data.text.path`, `str` in `data.path.str`), which the path omits. `in_union`: True if the
-    location contains the name of a member of a union of plain types, such as `str`.
+    Return (path, owner, in_union). Pydantic's locations contain names of union members (`text` in `data.text.path`,
+    `str` in `data.path.str`); the path omits these names. `owner`: section class that contains the last key of the
+    path; None if this is no section. `in_union`: True if the location contains the name of a member of a union of plain
+    types, such as `str`.
     """
     key: KeyPath = ()
     kinds: list[Any] = [section]
@@ -94,7 +95,7 @@ def _names(label: str | int, kind: Any) -> bool:
 
 
 def _inside(kind: Any, part: str | int) -> list[Any]:
-    """Return the types that a key of a table, or an item of an array, accepts."""
+    """Return the types that `part` of a value of type `kind` accepts: a key of a table, or an item of an array."""
     if not is_section(kind):
         return item_types(kind)
     field = kind.model_fields.get(part)
@@ -102,18 +103,19 @@ def _inside(kind: Any, part: str | int) -> list[Any]:
 
 
 class Kinds:
-    """The kinds of one table."""
+    """The kinds that a table with a key `kind` may have."""
 
     def __init__(self, variants: Mapping[str, type[Section]]):
         self.variants = variants
-        """Section of each kind."""
+        """Section class of each kind."""
         self.default: str = next(iter(variants))
         """Kind of a table without `kind`: the first one."""
 
     def dropped_keys(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-        """Return the keys of the table `old` that the merge with `new` must remove, because `new` changes the kind.
+        """Return the keys of the table `old` that must be removed before `new` is merged into it, because `new` changes
+        the kind.
 
-        A key keeps its meaning if both kinds inherit it from one class.
+        A key stays if it has the same meaning in both kinds, that is, if both kinds inherit it from the same class.
         """
         if "kind" not in new and not self._is_mixture(new):
             return set()
@@ -126,15 +128,15 @@ class Kinds:
         return (dropped | {"kind"} - new.keys()) & old.keys()
 
     def kind_of(self, table: Mapping[str, Any]) -> str:
-        """Return the kind of a table that is not validated yet: the key `kind`, or else the default. `sources` makes a
-        table of data a mixture."""
+        """Return the kind of a table that is not validated yet: the value of the key `kind`, or else the default. A
+        table of data without `kind` but with `sources` is a mixture."""
         return data_kind(str(table.get("kind", "mixture" if self._is_mixture(table) else self.default)))
 
     def _is_mixture(self, table: Mapping[str, Any]) -> bool:
         return "sources" in table and MixtureData in self.variants.values()
 
     def keys_of_some(self) -> set[str]:
-        """Return the keys that some kinds have, but not all."""
+        """Return the keys that some of the kinds have, but not all of them."""
         all_keys = [set(variant.model_fields) for variant in self.variants.values()]
         return {key for keys in all_keys for key in keys if not all(key in others for others in all_keys)}
 
@@ -156,5 +158,6 @@ TAGGED: Mapping[KeyPath, Kinds] = {
 
 
 def kinds_of(table: KeyPath) -> Kinds | None:
-    """Return the kinds of a table, whose path may contain indices of arrays; None if it has no `kind`."""
+    """Return the kinds of the table at a path; None if the table has no `kind`. The path may contain indices of
+    arrays."""
     return TAGGED.get(tuple(part for part in table if isinstance(part, str)))

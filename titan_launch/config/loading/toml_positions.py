@@ -34,7 +34,8 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def repeated_key(text: str) -> tuple[KeyPath, int] | None:
-    """Return the first key or header that appears twice in a document, and the line of its first appearance.
+    """Return the first key or header that appears twice in a document, and the line of its first appearance. Return
+    None if no key appears twice.
 
     The document must be valid up to the repetition.
     """
@@ -54,7 +55,7 @@ class _RepeatedKeyError(Exception):
 
 
 class _Scanner:
-    """A scanner that records the lines of keys. It raises ValueError at wrong syntax."""
+    """A scanner of a TOML document that records the line of each key. It raises ValueError if the syntax is wrong."""
 
     def __init__(self, text: str, stop_at_repetition: bool = False):
         self.text = text.replace("\r\n", "\n")
@@ -86,7 +87,8 @@ class _Scanner:
         return key
 
     def _resolve(self, parts: list[str]) -> KeyPath:
-        """Return the path of a header. The name of an array of tables stands for its last item."""
+        """Return the path of a header, with indices. In a header, the name of an array of tables stands for the last
+        item so far."""
         key: KeyPath = ()
         for part in parts:
             key = (*key, part)
@@ -181,7 +183,7 @@ _REPETITIONS = ("Cannot overwrite a value", "Cannot declare", "Duplicate inline 
 
 
 def explain_toml_error(path: str, text: str, error: tomli.TOMLDecodeError) -> str:
-    """Return one line with the location and the reason of a syntax error."""
+    """Return a message of one line, with the location of a syntax error, the reason, and the remedy if it is known."""
     what, line, column = _split_message(str(error), text)
     if what.startswith(_REPETITIONS):
         repeated = repeated_key(text)
@@ -192,7 +194,7 @@ def explain_toml_error(path: str, text: str, error: tomli.TOMLDecodeError) -> st
 
 
 def _split_message(message: str, text: str) -> tuple[str, int, str]:
-    """Split tomli's message into reason, line, and a note about the column."""
+    """Split tomli's message into (reason, line, note). The note names the column; it is "" if the column is unknown."""
     at = _AT.search(message)
     if at is None:
         return message, 1, ""
@@ -203,7 +205,7 @@ def _split_message(message: str, text: str) -> tuple[str, int, str]:
 
 
 def _remedy(what: str, text: str, line: int) -> str:
-    """Return the remedy for the most common mistakes, or ""."""
+    """Return the remedy for one of the most common mistakes; "" for any other mistake."""
     if what == r"Illegal character '\n'":
         return "; close the string on the same line, with the quotes that open it"
     if what != "Invalid value":

@@ -22,7 +22,8 @@ from titan_launch.models.architectures import ARCHITECTURES
 
 
 def translate(error: ValidationError, section: type[Section], table: KeyPath = ()) -> list[Problem]:
-    """Return the first problems in a validation error of `section`. `table`: path of the section in the job file."""
+    """Return the problems in a validation error of `section`, at most `MOST_PROBLEMS`. `table`: path of the section in
+    the job file."""
     found: dict[KeyPath, Problem] = {}
     in_unions: set[KeyPath] = set()
     for details in error.errors(include_url=False)[:MOST_PROBLEMS]:
@@ -99,7 +100,7 @@ def _listed(details: ErrorDetails, name: str) -> list[str]:
 
 
 def _number_hint(value: Any) -> str:
-    """Return a hint for a number in quotes, and for a whole number with a decimal point."""
+    """Return a hint for a number in quotes, and for a whole number with a decimal point; "" for any other value."""
     try:
         number = float(value) if isinstance(value, (str, float)) else None
     except ValueError:
@@ -162,18 +163,19 @@ _BOUNDS: Mapping[str, tuple[str, str]] = {
 _ARGS = ("model", "args")
 
 _MAX_TABLES = 2
-"""Maximum number of tables that a hint for a misplaced key names. If more tables have the key, there is no hint."""
+"""Largest number of tables that a hint for a misplaced key names. If more tables have the key, there is no hint."""
 
 _SINGLE_WORDS = {"beta1", "beta2", "eps", "flavor", "lr", "mfu", "nesterov", "rounding", "shuffle", "steps"}
-"""Names without an underscore that mean the same in every table. Other names without an underscore (`path`, `enable`)
-have several meanings, so no hint names their table."""
+"""Names without an underscore that have the same meaning in every table. All other names without an underscore (`path`,
+`enable`) have several meanings, so no hint names the tables that have such a key."""
 
 _SIMILARITY, _SIMILARITY_ELSEWHERE = 0.78, 0.88
 """Minimum similarity of a misspelt key to a key of its table, and to a key of another table."""
 
 
 def explain_unknown_key(key: KeyPath, value: Any, owner: type[Section] | None) -> Problem:
-    """Return the problem of an unknown key, with the likeliest remedy. `owner`: the section that contains the key."""
+    """Return the problem of an unknown key, with the likeliest remedy. Without a remedy, the problem lists the known
+    keys. `owner`: the section that contains the key; None if there is none."""
     is_table = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
     noun = "section" if is_table and len(key) == 1 else "key"
     for remedy, meant in _remedies(key, owner):
@@ -183,7 +185,8 @@ def explain_unknown_key(key: KeyPath, value: Any, owner: type[Section] | None) -
 
 
 def _remedies(key: KeyPath, owner: type[Section] | None) -> Iterator[tuple[str, Sequence[KeyPath]]]:
-    """Yield remedies for an unknown key, the likeliest first, each with the keys that the user may have meant."""
+    """Yield (remedy, keys) for an unknown key, the likeliest remedy first. `keys`: the keys that the user may have
+    meant."""
     name, parent = str(key[-1]), key[:-1]
     if kinds := _kinds_with(name, parent):
         yield f"only kind = {_any_of(kinds)} has this key", [(*parent, "kind")]
@@ -209,7 +212,8 @@ def _kinds_with(name: str, table: KeyPath) -> list[str]:
 
 
 def key_without_its_section(name: str) -> str | None:
-    """Return the remedy for a key that is given without its section; None if no table has such a key."""
+    """Return the remedy for a command-line key that is given without its section; None if no table has a key with this
+    name."""
     if foreign := foreign_key((name,)):
         return foreign[0]
     keys = [f'"--{format_key((*table, name))}"' for table in _tables_with(name).values()]
@@ -217,14 +221,14 @@ def key_without_its_section(name: str) -> str | None:
 
 
 def _tables_with(name: str) -> dict[str, KeyPath]:
-    """Return the tables that have a key of this name, by header. Return no tables if the name is not specific, or if
-    more than `_MAX_TABLES` tables have it."""
+    """Return the path of each table that has a key with this name, by the header of the table. Return an empty dict if
+    the name is not specific, or if more than `_MAX_TABLES` tables have the key."""
     found = {table.header: table.key for table in _all_tables() if name in table.section.model_fields}
     return found if _is_specific(name) and len(found) <= _MAX_TABLES else {}
 
 
 def _nearest_anywhere(name: str) -> KeyPath | None:
-    """Search the keys of all tables, and return the key that is most similar to `name`.
+    """Return the path of the key, among those of all tables, whose name is most similar to `name`.
 
     Return None if no key is similar enough, or if several tables have the most similar key. Keys in arrays of tables
     are not searched, because they have no fixed path.

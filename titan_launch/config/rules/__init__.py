@@ -1,7 +1,7 @@
 """Rules that pydantic cannot check: contradictions between keys, and names that must exist.
 
 A rule is a function that yields a `Problem` for each error that it finds. `Problem.also` names the other keys on which
-the problem depends. Three of the rules walk the tables of `tables.py`, where most new rules are a row.
+the problem depends. Three of the rules read the tables in `tables.py`; most new rules are a row in one of these tables.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ Rule = Callable[[JobConfig], Iterator[Problem]]
 
 
 def profile_is_in_the_run(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for a profile of steps after the run."""
+    """Report a problem if the profile would end after the last step of the run."""
     profiling, training, start = config.profiling, config.training, config.profiling.start_step
     if start is not None and training.steps is not None and start + profiling.num_steps - 1 > training.steps:
-        length = f"the run has {training.steps} ({format_key(training.length_key)})"
-        reason = f"begins a profile of {profiling.num_steps} steps, but {length}; set less"
+        length = f"the run ends after step {training.steps} ({format_key(training.length_key)})"
+        remedy = "set a smaller start_step or num_steps"
+        reason = f"begins a profile of {profiling.num_steps} steps, but {length}; {remedy}"
         yield Problem(("profiling", "start_step"), reason, start, also=(training.length_key,))
 
 

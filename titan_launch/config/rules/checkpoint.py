@@ -23,13 +23,16 @@ def weights_are_never_written_to(config: JobConfig) -> Iterator[Problem]:
         folders.append((("compile", "cache_folder"), config.compile.cache_folder, Path(config.compile.cache_folder)))
     for key, value, path in folders:
         if (found := weights_folder_around(path)) is not None:
-            reason = f"{path} is in {found}, which holds weights, and is never written to; choose another folder"
+            reason = (
+                f"{path} is in {found}, a folder with weights (*.safetensors); nothing is written into such a folder; "
+                "choose another folder"
+            )
             yield Problem(key, reason, value, also=(("job", "name"),))
 
 
 def early_stopping_has_a_result(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `validation.patience` is set, but there are no validations, or the best checkpoint is not
-    kept."""
+    """Report a problem if `validation.patience` is set, but the run has no validations, saves no checkpoints, or does
+    not keep the best one."""
     validation, checkpoint = config.validation, config.checkpoint
     if validation.patience is None:
         return

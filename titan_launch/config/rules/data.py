@@ -34,7 +34,8 @@ from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, forma
 from titan_launch.models.architectures import unit_taken, vocabulary_taken
 
 _SMALLEST_SHARE = 1 << 16
-"""Largest ratio of the sum of all weights to one weight. The order of a mixture needs a table of as many positions."""
+"""Largest ratio of the sum of all weights to one weight that is not 0. The order of a mixture needs a table with as
+many positions as this ratio."""
 
 _Split = CorpusData | ImageData
 _NAME: KeyPath = ("model", "name")
@@ -51,20 +52,22 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each data table whose unit (tokens or images) differs from that of the first. This rule is
-    only for a factory; for the package's models, `data_suits_the_model` checks all tables."""
+    """Report a problem for each data table whose unit (tokens or images) differs from that of the first table. This
+    rule is for models whose unit is unknown, such as those of a factory. For other models, `data_suits_the_model`
+    checks all tables."""
     if unit_taken(config.model) is not None:
         return
     (first, train), *others = list(sources_of(config)) or [(("data",), config.data)]
     for source, data in others:
         if data.unit != train.unit:
             what = "the training data" if source[0] == "validation" else format_key(first)
-            reason = f"consists of {data.unit}, but {what} consists of {train.unit}; set {_kinds_of(train.unit)}"
+            reason = f"has samples of {data.unit}, but {what} has samples of {train.unit}; set {_kinds_of(train.unit)}"
             yield Problem((*source, "kind"), reason, data.kind, also=(_NAME, (*first, "kind")))
 
 
 def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for a mixture without sources, and for names of sources that cannot be names of metrics."""
+    """Report a problem for a mixture without sources, and for names of sources that cannot be names of metrics, or that
+    two sources share."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -84,7 +87,7 @@ def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
 
 
 def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each weight of a mixture that has no effect, or cannot be carried out."""
+    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -111,7 +114,7 @@ def tokenizer_is_usable(config: JobConfig) -> Iterator[Problem]:
     tokenizer = config.tokenizer
     if tokenizer.kind == "bytes":
         for name, value in tokenizer.changed("path", "end_of_document", "begin_of_document"):
-            reason = 'is only for tokenizer.kind = "huggingface"; set it, or remove this key'
+            reason = 'is only for tokenizer.kind = "huggingface"; set that kind, or remove this key'
             yield Problem(("tokenizer", name), reason, value, also=(("tokenizer", "kind"),))
     elif tokenizer.path is None:
         reason = f"needs tokenizer.path, a {TOKENIZER_FILE} or a folder that contains one"
@@ -124,7 +127,7 @@ def tokenizer_is_usable(config: JobConfig) -> Iterator[Problem]:
 
 
 def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the model's vocabulary is smaller than the largest vocabulary of its data."""
+    """Report a problem if the model's vocabulary is smaller than the largest vocabulary of the data."""
     vocab_size = vocabulary_taken(config.model)
     if vocab_size is None or any(tokenizer_is_usable(config)):
         return
@@ -151,8 +154,8 @@ def files_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def text_is_no_records(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each entry of a `path` to text that has files of records. Of a folder, the first files are
-    looked at; a run looks at all."""
+    """Report a problem for each entry of a `path` to text that has files with records, such as JSON lines. In a folder,
+    this rule checks only the first files; a run checks all files."""
     for source, data in sources_of(config):
         if not isinstance(data, TextData):
             continue
@@ -165,11 +168,13 @@ def text_is_no_records(config: JobConfig) -> Iterator[Problem]:
 
 
 _MOST_FILES = 10_000
-"""Files of a folder that a rule looks at. Every rank of a run checks the rules."""
+"""Largest number of files in a folder that a rule checks. It is limited because every rank of a run checks the
+rules."""
 
 
 def token_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each `path` to token files that names no folder or file, and for a `dtype` of a folder."""
+    """Report a problem for each `path` to token files that names no folder or file, and for a `dtype` if `path` is a
+    folder."""
     for source, data in sources_of(config):
         if not isinstance(data, TokensData):
             continue
@@ -194,7 +199,7 @@ def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
 
 
 def epochs_have_a_length(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for epochs of a stream."""
+    """Report a problem if `training.epochs` is set and the data is a stream, whose length is unknown."""
     epochs = config.training.epochs
     if epochs is not None and isinstance(config.data, HuggingFaceData) and config.data.streaming:
         yield Problem(("training", "epochs"), NO_EPOCHS_OF_A_STREAM, epochs, also=(("data", "streaming"),))
@@ -204,7 +209,7 @@ NO_EPOCHS_OF_A_STREAM = "the data is a stream, whose length is unknown; set trai
 
 
 def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the validation split overlaps with the training data."""
+    """Report a problem if the validation split overlaps with the training data of the same `path`."""
     for (train_key, train), (key, held_out) in pairs_of(config):
         if not (isinstance(train, _Split) and isinstance(held_out, _Split)):
             continue
@@ -258,14 +263,15 @@ DATA_RULES = (
 
 
 def _tables(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
-    """Yield (path, table) for `[data]`, and for `[validation.data]` if it exists."""
+    """Yield (key of the table, table) for `[data]`, and for `[validation.data]` if it exists."""
     yield ("data",), config.data
     if config.validation.data is not None:
         yield ("validation", "data"), config.validation.data
 
 
 def sources_of(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
-    """Yield (path, table) for the training data and the validation data: for each source of a mixture."""
+    """Yield (key of the table, table) for the training data and the validation data. For a mixture, yield each of its
+    sources."""
     for key, data in _tables(config):
         if isinstance(data, MixtureData):
             yield from (((*key, "sources", index), source) for index, source in enumerate(data.sources))
@@ -274,14 +280,15 @@ def sources_of(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
 
 
 def pairs_of(config: JobConfig) -> Iterator[tuple[tuple[KeyPath, DataSource], tuple[KeyPath, DataSource]]]:
-    """Yield each source of training data with each source of validation data; nothing without validation."""
+    """Yield each pair of a source of training data and a source of validation data. Yield nothing if the run does not
+    validate."""
     if config.validation.freq:
         train, held_out = ([s for s in sources_of(config) if s[0][0] == table] for table in ("data", "validation"))
         yield from itertools.product(train, held_out)
 
 
 def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
-    """Return the reason why a weight cannot be used; None if it can."""
+    """Return the reason why the weight of a source cannot be used; None if it can be used."""
     if not is_training:
         return None if source.weight == 1 else "validation reads all samples, so weights do not count; remove this key"
     if not isinstance(source.weight, tuple):
@@ -295,7 +302,7 @@ def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
 
 
 def as_written(value: object) -> object:
-    """Return arrays as lists, as errors show them."""
+    """Return a value with lists instead of tuples, so that errors show arrays as in TOML."""
     return [as_written(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -318,8 +325,8 @@ def _why_no_file(entry: str, suffixes: tuple[str, ...]) -> str:
 
 
 def _vocabulary(config: JobConfig, source: KeyPath, data: DataSource) -> tuple[int, str, KeyPath]:
-    """Return the vocabulary size of a data source, a name for messages of the table or tokenizer that sets the size,
-    and the key that sets the size."""
+    """Return (size, name, key): the vocabulary size of a data source, the name that messages give to the table or the
+    tokenizer that sets the size, and the key that sets it."""
     own = data.own_vocabulary()
     if own is not None:
         return own, f"[{format_key(source)}]", (*source, "vocab_size")

@@ -50,8 +50,8 @@ def image_keys_have_an_effect(config: JobConfig) -> Iterator[Problem]:
 
 
 def class_folders_are_the_same(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each folder of images whose class folders differ from those of the folder before it: their
-    labels would have other meanings."""
+    """Report a problem for each folder of images whose class folders differ from those of the previous folder of
+    images. The same label would then mean different classes."""
     used = [(key, data) for key, data in sources_of(config) if key[0] == "data" or config.validation.freq]
     images = [(key, data, _classes_of(data)) for key, data in used if isinstance(data, ImageData)]
     for (first, _, theirs), (key, data, ours) in itertools.pairwise(filter(operator.itemgetter(2), images)):
@@ -68,8 +68,8 @@ def class_folders_are_the_same(config: JobConfig) -> Iterator[Problem]:
 
 
 def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each difference between the images of `sklearn-digits` and those that the model takes. (A
-    run checks other images when it reads them.)"""
+    """Report a problem for each difference between the images of `sklearn-digits` and the images that the model takes.
+    (A run checks other images when it reads them.)"""
     taken = images_taken(config.model) if known_args(config.model) or not config.model.is_of_package else None
     for source, data in sources_of(config):
         if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS and not data.transform:
@@ -104,7 +104,7 @@ IMAGE_RULES = (
 
 
 def _why_not_augment(data: ImageData, is_training: bool) -> str | None:
-    """Return the reason why `augment` cannot be carried out; None if it can."""
+    """Return the reason why `augment` cannot be used as it is set; None if it can."""
     if not is_training:
         return "applies only to training data; remove the key"
     if len(set(data.augment)) < len(data.augment) or {"crop", "resized_crop"} <= set(data.augment):
@@ -115,7 +115,8 @@ def _why_not_augment(data: ImageData, is_training: bool) -> str | None:
 
 
 def _classes_of(data: ImageData) -> set[str]:
-    """Return the names of the class folders in a readable folder; an empty set for other paths."""
+    """Return the names of the class folders in a folder of images; an empty set for any other path, and for an
+    unreadable folder."""
     try:
         return set(class_folders(data.path)) if images_named(data.path) == "folder" else set()
     except OSError:
@@ -123,7 +124,8 @@ def _classes_of(data: ImageData) -> set[str]:
 
 
 def _why_no_images(path: str) -> str | None:
-    """Return the reason why a path names no images; None if it names some."""
+    """Return the reason why a path names no images; None if it names images. Raises OSError for an unreadable
+    folder."""
     match images_named(path):
         case "folder" if not class_folders(path):
             has_shards = any(name.endswith(".tar") for name in os.listdir(path))

@@ -34,7 +34,7 @@ def loss_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def loss_has_its_table(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for a loss without the table that it needs, and for the table of another loss."""
+    """Report a problem if the job lacks the table that its loss needs, or has the table of another loss."""
     for name, key in ((name, kind.second_model) for name, kind in LOSSES.items() if kind.second_model):
         has_table, table = getattr(config.loss, name) is not None, f"[loss.{name}]"
         if config.loss.name == name and not has_table:
@@ -45,7 +45,7 @@ def loss_has_its_table(config: JobConfig) -> Iterator[Problem]:
 
 
 def loss_is_supported(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each key in use that the loss of the job does not support, by the rows of `LOSSES`."""
+    """Report a problem for each used key that the loss of the job does not support (see `LossKind.unsupported`)."""
     for key, reason in config.loss.kind.unsupported.items():
         if _is_used(config, key):
             value = getattr(getattr(config, key[0]), key[1])
@@ -53,7 +53,8 @@ def loss_is_supported(config: JobConfig) -> Iterator[Problem]:
 
 
 def model_loss_is_supported(config: JobConfig) -> Iterator[Problem]:
-    """Report `model.loss` with a model of this package, and with each key in use that it does not support."""
+    """Report a problem if `model.loss` is set for a model of this package, and for each used key that `model.loss` does
+    not support."""
     loss, key = config.model.loss, ("model", "loss")
     if loss is None:
         return
@@ -66,7 +67,7 @@ def model_loss_is_supported(config: JobConfig) -> Iterator[Problem]:
 
 
 def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
-    """Return True if a key has an effect in this job."""
+    """Return True if a key is set and has an effect in this job."""
     if key == ("parallelism", "loss_parallel"):
         return config.parallelism.loss_parallel and config.parallelism.tensor_parallel_degree > 1
     if key == ("compile", "components"):
@@ -75,8 +76,8 @@ def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
 
 
 def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for data without pairs of answers with `dpo`, and for data of pairs with another loss. (For
-    token files, which may have pairs, the run checks this.)"""
+    """Report a problem if the loss is `dpo` and a data source has no pairs of answers, or if a source has pairs and the
+    loss is another one. (Token files may have pairs; the run checks these files.)"""
     for source, data in sources_of(config):
         has_pairs, also = isinstance(data, PreferenceData), (_NAME,)
         if config.loss.kind.reads_pairs:
@@ -91,22 +92,26 @@ def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
 
 
 def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the reference of `dpo` is the base of adapters, and the job has none or also trains the
-    base."""
+    """Report a problem if the reference model of `dpo` is `base`, and the job has no adapters, or also trains
+    parameters of the base model."""
     if config.loss.name != "dpo" or config.loss.dpo is None or config.loss.dpo.reference != BASE:
         return
     key: KeyPath = ("loss", "dpo", "reference")
     if not config.lora.targets:
-        reason = "is the model without its adapters, but the job has none; set lora.targets, or name a folder"
+        reason = (
+            "is the trained model without its adapters, but the job has no adapters; set lora.targets, or name a folder"
+        )
         yield Problem(key, reason, BASE, also=(("lora", "targets"),))
     for name in ("trainable", "unfreeze"):
         if getattr(config.training, name):
-            reason = f"changes if training.{name} also trains parameters of the base; remove that key, or name a folder"
+            why = f"is the base model, which must stay frozen, but training.{name} trains parameters of the base model"
+            reason = f"{why}; remove training.{name}, or name a folder"
             yield Problem(key, reason, BASE, also=(("training", name),))
 
 
 def second_model_fits(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for the folder of a second model that cannot be read, or whose model takes other inputs."""
+    """Report a problem if the folder of the second model cannot be read, or if its model does not take the inputs of
+    the trained model: the unit, the vocabulary, and the sequence length."""
     second = config.loss.frozen_model()
     if second is None:
         return
@@ -134,7 +139,7 @@ def frozen_job(config: JobConfig, second: FrozenModelConfig) -> JobConfig:
     """Return the job that describes the second model of a loss: its folder, its dtypes, and nothing that only training
     needs. Raises ConfigError if the folder does not hold a model of this package.
 
-    A model with the arguments of the trained model also has its precision rules.
+    The precision rules of the job apply to the second model only if it has the same arguments as the trained model.
     """
     from titan_launch.models.huggingface.config_json import differences, read_folder_config
     from titan_launch.models.huggingface.files import WeightsError

@@ -52,8 +52,8 @@ def other_models_have_no_flavor(config: JobConfig) -> Iterator[Problem]:
 
 
 def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `huggingface` has no `config.json`, or one with arguments that are refused, and if
-    `model.path` is set for another model."""
+    """Report a problem if `huggingface` has no `config.json`, or if its `config.json` has arguments that are refused.
+    Also report a problem if `model.path` is set for another model."""
     model, key = config.model, ("model", "path")
     if model.name != HUGGINGFACE:
         if model.path is not None:
@@ -75,7 +75,7 @@ def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
 
 
 _MOST_SHOWN = 10
-"""Number of refused arguments of a class of `transformers` in an error."""
+"""Largest number of refused arguments of a class of `transformers` that one error lists."""
 
 
 def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
@@ -126,8 +126,9 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
 
 
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for a folder with weights of a different model, and for each argument that differs from the
-    folder's. (A missing folder is found when it is read: a run that resumes does not need it.)"""
+    """Report a problem if the folder `model.weights` holds a different model, and for each model argument that differs
+    from the folder's. (A missing folder is not a problem here, because a run that resumes does not need the folder. A
+    new run reports a missing folder when it reads the weights.)"""
     model, key = config.model, ("model", "weights")
     args = known_args(model)
     if model.weights is None or args is None or not os.path.exists(model.weights):
@@ -152,8 +153,9 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
 
 def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the folder `lora.adapter` is missing, has a key that is not supported, or has another rank or
-    scale than the job. (A run that resumes does not need the folder. When a run starts, its tensors, and the ranks and
-    scales of single modules, are compared with the targets.)"""
+    scale than the job. (If the run folder exists, the folder is not checked, because a run that resumes does not need
+    it. When a new run starts, the tensors in the folder, and the ranks and scales of single modules, are compared with
+    the targets.)"""
     lora, key = config.lora, ("lora", "adapter")
     if lora.adapter is None or not lora.targets or config.job.run_folder.exists():
         return
@@ -168,30 +170,34 @@ def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
 
 
 def adapter_rules_have_an_effect(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each rule of `[lora]` that sets nothing."""
+    """Report a problem for each rule of `[lora]` that sets neither `rank` nor `alpha`."""
     for index, rule in enumerate(config.lora.rules if config.lora.targets else ()):
         if rule.rank is None and rule.alpha is None:
             yield Problem(("lora", "rules", index), "has no effect without rank or alpha; set one of them")
 
 
 def parameters_are_unfrozen_in_the_run(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for parameters that would be unfrozen only after the run."""
+    """Report a problem for each entry of `training.unfreeze` whose parameters would be unfrozen only after the last
+    step."""
     training = config.training
     for index, row in enumerate(training.unfreeze):
         if training.steps is not None and row.after_step >= training.steps:
             key: KeyPath = ("training", "unfreeze", index, "after_step")
             last = f"the last step, {training.steps} ({format_key(training.length_key)})"
-            reason = f"is not before {last}; set less, or freeze for good"
+            remedy = "set a smaller number, or remove this entry and set training.frozen or training.trainable"
+            reason = f"unfreezes the parameters only after {last}; {remedy}"
             yield Problem(key, reason, row.after_step, also=(training.length_key,))
 
 
 def settings_of_frozen_parameters_have_an_effect(config: JobConfig) -> Iterator[Problem]:
-    """Report settings for frozen parameters in a job that freezes none. (A user's own model may freeze some itself.)"""
+    """Report a problem for each setting for frozen parameters in a job that freezes no parameter. (Models that are not
+    of this package are not checked, because they may freeze parameters themselves.)"""
     training = config.training
     if training.trainable is not None or training.frozen or config.lora.targets or not config.model.is_of_package:
         return
     reason = (
-        "is for parameters that are never trained, and this job trains all; set training.frozen, or remove this key"
+        "applies only to parameters that are never trained, but this job trains all parameters; set training.frozen, "
+        "or remove this key"
     )
     for key, value, default in (
         (("precision", "frozen_storage_dtype"), config.precision.frozen_storage_dtype, None),
@@ -221,8 +227,8 @@ MODEL_RULES = (
 
 def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: tuple[KeyPath, ...] = ()) -> Problem:
     """Return a problem of the model arguments `fields`, such as `dim` or `experts.top_k`. The key of the problem is the
-    first of these arguments that the job sets. If the job sets none of them, the key is `model.flavor`, which sets the
-    values of all arguments."""
+    first of these arguments that the job sets. If the job sets none of these arguments, the key is `model.flavor`,
+    which sets the values of all arguments."""
     paths = [tuple(field.split(".")) for field in fields]
     found = ((path, _value_at(config.model.args, path)) for path in paths)
     path, value = next((pair for pair in found if pair[1] is not None), (None, config.model.flavor))
@@ -231,7 +237,7 @@ def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: 
 
 
 def _value_at(table: Any, path: tuple[str, ...]) -> Any:
-    """Return a value in nested tables; None if a table lacks it."""
+    """Return the value at `path` in nested tables; None if there is none."""
     for name in path:
         table = table.get(name) if isinstance(table, dict) else None
     return table

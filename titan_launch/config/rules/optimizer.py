@@ -94,7 +94,7 @@ def average_is_updated_in_the_run(config: JobConfig) -> Iterator[Problem]:
     if ema.start_step + ema.every_steps > training.steps:
         name = "every_steps" if ema.every_steps > training.steps else "start_step"
         length = f"{training.steps} steps ({format_key(training.length_key)})"
-        reason = f"leaves no update of the average in {length}; set less"
+        reason = f"is so large that the average is never updated in the run of {length}; set a smaller number"
         yield Problem(("ema", name), reason, getattr(ema, name), also=(training.length_key,))
 
 
@@ -110,7 +110,7 @@ OPTIMIZER_RULES = (
 
 
 def _algorithms(optimizer: OptimizerConfig) -> set[str]:
-    """Return the algorithms that may update parameters."""
+    """Return the names of the algorithms that may update parameters of the job."""
     named = {optimizer.name, *(group.algorithm for group in optimizer.param_groups if group.algorithm)}
     for_others = ALGORITHMS[optimizer.name].for_others
     return named if for_others is None else named | {for_others}

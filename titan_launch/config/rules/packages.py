@@ -1,4 +1,5 @@
-"""The optional packages that a job needs. Only `check` asks: a run whose tokens are in the cache needs fewer."""
+"""The optional packages that a job needs. Only the command `check` uses these rules: a run whose tokens are already in
+the cache needs fewer packages."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ Needed = tuple[str, KeyPath, object]
 """A module, the key that needs it, and the value of the key."""
 
 _KINDS = {"chat": "jinja2", "preferences": "jinja2", "parquet": "pyarrow", "huggingface": "datasets"}
-"""The modules that kinds of data need."""
+"""The module that each kind of data needs."""
 
 _IMAGES = {"digits": "sklearn", "folder": "PIL", "shards": "PIL", "npz": None}
-"""The modules that kinds of images need."""
+"""The module that each kind of image storage needs (see `images_named`); None: no module."""
 
 
 def packages_are_installed(config: JobConfig) -> Iterator[Problem]:

@@ -56,8 +56,8 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if context parallelism meets a sliding window, a soft cap, sinks or documents, which ring
-    attention lacks."""
+    """Report a problem if a job with context parallelism has a sliding window, a soft cap, attention sinks or packed
+    documents, which ring attention does not support."""
     degree = config.parallelism.context_parallel_degree
     for what, also in beyond_causal_attention(config) if degree > 1 else ():
         reason = f"is not supported with {what}: ring attention supports only plain causal attention; set 1"
@@ -65,9 +65,11 @@ def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
 
 
 def only_sequences_are_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if context or sequence parallelism divides images: both divide sequences of tokens.
+    """Report a problem if the data consists of images and the job has context or sequence parallelism: both divide
+    sequences of tokens.
 
-    (`models_can_be_divided` reports the package's models that support no such parallelism at all.)
+    (If a model of this package does not support the parallelism with any data, `models_can_be_divided` reports the
+    problem.)
     """
     if config.data.unit == "tokens":
         return
@@ -106,8 +108,8 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the ranks share sequences, and BatchNorm over tokens would compute statistics from only a
-    part of the tokens of a microbatch."""
+    """Report a problem if BatchNorm over tokens would compute its statistics from only a part of a microbatch's tokens,
+    because several ranks share each sequence."""
     args, parallelism = known_args(config.model), config.parallelism
     setting = args and args.batchnorm_over_tokens()
     if setting is None:
@@ -125,9 +127,9 @@ def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
 
 
 def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the expert-parallel degree meets a model without experts, or does not divide the number of
-    experts, or the number of ranks that share parameters. (With `data_parallel_shard_degree = -1`, `plan_layout` checks
-    the number of ranks.)"""
+    """Report a problem if a job with expert parallelism has a model without experts, or if the degree does not divide
+    the number of experts, or the number of ranks over which FSDP2 shards parameters. (If `data_parallel_shard_degree`
+    is -1, `plan_layout` checks the number of ranks.)"""
     parallelism, args = config.parallelism, known_args(config.model)
     degree, shard = parallelism.expert_parallel_degree, parallelism.data_parallel_shard_degree
     if degree == 1:
@@ -147,14 +149,16 @@ NO_EXPERTS = "divides experts over ranks, but the model has no experts; set 1"
 
 
 def misfit_of_experts(degree: int, num_experts: int, experts: str) -> str | None:
-    """Return the reason why a degree does not divide a number of experts; None if it does. `experts`: their name."""
+    """Return the reason why a degree does not divide a number of experts; None if it divides the number. `experts`:
+    name of these experts in the reason."""
     if num_experts % degree == 0:
         return None
     return f"must divide {experts} ({num_experts}), since each rank holds whole experts; set {_divisors(num_experts)}"
 
 
 def misfit_of_expert_ranks(degree: int, shard: int, context: int) -> str | None:
-    """Return the reason why a degree does not divide the ranks over which FSDP2 shards parameters; None if it does."""
+    """Return the reason why a degree does not divide the number of ranks over which FSDP2 shards parameters; None if it
+    divides the number. `shard`, `context`: the two degrees whose product is this number."""
     ranks = shard * context
     if ranks % degree == 0:
         return None
@@ -182,7 +186,7 @@ def _divisors(number: int) -> str:
 
 
 def _nearest_divisors(number: int, of: int) -> str:
-    """Return the divisors of `of` next below and next above `number`: `2 or 4`."""
+    """Return the nearest divisors of `of` below and above `number`, as text: `2 or 4`."""
     divisors = [each for each in range(1, of + 1) if of % each == 0]
     below, above = (each for each in divisors if each < number), (each for each in divisors if each > number)
     return " or ".join(map(str, (max(below), *list(above)[:1])))
@@ -198,8 +202,8 @@ ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
 """Schedules that support exactly one stage per rank."""
 
 SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that split backward: a rank computes the gradients of activations first, and those of weights later, when
-it would otherwise wait."""
+"""Schedules that split backward: a rank first computes the gradients of activations. It computes the gradients of
+weights later, when it would otherwise wait."""
 
 
 def splits_backward(parallelism: ParallelismConfig) -> bool:
@@ -221,7 +225,8 @@ def num_stages(parallelism: ParallelismConfig) -> int:
 
 
 def too_few_layers(parallelism: ParallelismConfig, layers: int) -> str:
-    """Return the reason why a model with `layers` layers is too small for the pipeline stages, with the remedy."""
+    """Return the reason why a model with `layers` layers has too few of them for the pipeline stages, with the
+    remedy."""
     per_rank, wanted = stages_per_rank(parallelism), num_stages(parallelism)
     times = f" ({per_rank} per rank)" if per_rank > 1 else ""
     return f"makes {wanted} stages{times}, but the model has only {layers} layers; set at most {layers // per_rank}"
@@ -287,8 +292,8 @@ def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
 
 
 def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if a pipeline has tied embeddings, or more stages than layers. (If the job sets split points,
-    the number of layers is not checked.)"""
+    """Report a problem if a job with pipeline parallelism has tied embeddings, or more stages than layers. (If the job
+    sets split points, the number of layers is not checked.)"""
     degree, args = config.parallelism.pipeline_parallel_degree, known_args(config.model)
     if degree == 1 or args is None:
         return
@@ -329,8 +334,8 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the schedule splits backward and does not support the gradient accumulation mode.
 
-    In modes that reduce-scatter after every microbatch, FSDP2 reduces gradients at the end of its backward. If backward
-    is split, the gradients of weights are not yet complete at that point.
+    In modes that reduce-scatter after every microbatch, FSDP2 reduces gradients at the end of each microbatch's
+    backward. If backward is split, the gradients of weights are not yet complete at that point.
     """
     accumulation, schedule = config.gradient_accumulation, config.parallelism.pipeline_parallel_schedule
     if not splits_backward(config.parallelism):
@@ -351,13 +356,14 @@ def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Prob
     """Report a problem if the schedule splits backward, and activation checkpointing is selective by operation (`op`)
     or `auto`.
 
-    A schedule that splits backward reads each saved result twice, but `op` keeps a result for one read.
+    A schedule that splits backward reads each saved result twice, but selective checkpointing by operation frees a
+    result after it was read once.
     """
     checkpointing, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     if not splits_backward(config.parallelism):
         return
     mode: KeyPath = ("activation_checkpoint", "mode")
-    why = f"keeps each saved result for one read, but {schedule} reads it twice"
+    why = f"frees each saved result after one read, but {schedule} reads each result twice"
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
         key: KeyPath = ("activation_checkpoint", "selective_ac_option")
         yield Problem(
@@ -370,7 +376,7 @@ def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Prob
 
 def split_backward_supports_experts(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the schedule splits backward, the model has experts, and the installed PyTorch cannot split
-    their backward."""
+    the backward of experts."""
     args, schedule = known_args(config.model), config.parallelism.pipeline_parallel_schedule
     if SPLITS_BACKWARD_OF_EXPERTS or not splits_backward(config.parallelism) or args is None:
         return
@@ -389,4 +395,4 @@ PIPELINE_RULES = (
     microbatches_suit_the_schedule,
     split_backward_supports_experts,
 )
-"""Other rules for pipelines."""
+"""All other rules for pipeline parallelism."""

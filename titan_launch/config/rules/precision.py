@@ -34,8 +34,8 @@ def precision_rules_can_be_reached(config: JobConfig) -> Iterator[Problem]:
 
 
 def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each bfloat16 reduce dtype in a deferred mode, because deferred modes accumulate gradients
-    in the reduce dtype. (With `mode = "auto"` the job is valid; `auto` then chooses no deferred mode.)"""
+    """Report a problem for each reduce dtype that is bfloat16 in a deferred mode, because deferred modes accumulate
+    gradients in the reduce dtype. (With `mode = "auto"` the job is valid, and `auto` chooses no deferred mode.)"""
     mode = config.gradient_accumulation.mode
     if mode == "auto" or not config.gradient_accumulation.row.defers:
         return
@@ -50,8 +50,8 @@ def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Prob
 
 
 def deferred_all_reduces_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the mode defers all-reduces between replicas, but FSDP2 has none: the model has only one
-    replica, or the optimizer is sharded over them."""
+    """Report a problem if the mode defers all-reduces between replicas, but FSDP2 runs no such all-reduces: the model
+    has only one replica, or the optimizer is sharded over the replicas."""
     degree = ("parallelism", "data_parallel_replicate_degree")
     mode = config.gradient_accumulation.mode
     if mode == "auto" or not config.gradient_accumulation.row.needs_all_reduces:
@@ -89,7 +89,7 @@ ACCUMULATION_RULES = (
     parameters_can_stay_unsharded,
     *SPLIT_BACKWARD_RULES,
 )
-"""Rules for gradient accumulation modes. The planner compares no mode that violates one of these rules."""
+"""Rules for gradient accumulation modes. The planner leaves out every mode that violates one of these rules."""
 
 PRECISION_RULES = (
     precision_rules_have_a_target,

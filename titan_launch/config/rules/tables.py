@@ -1,7 +1,7 @@
 """The rules that are rows of tables: `NO_EFFECT`, `CONTRADICTIONS` and `NEEDS_GPU`.
 
-To add such a rule, add a row. A rule with a loop, or with a condition for several problems, is a function in the file
-of its topic. Keys are written with dots.
+To add such a rule, add a row. A rule that needs a loop, or that reports several problems for one condition, is a
+function in the file of its topic. In the tables, keys are written with dots.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from titan_launch.core.errors import KeyPath, Problem
 
 
 class NoEffect(NamedTuple):
-    """Keys that have no effect, because another key has a certain value. Each of them that is not at its default is a
-    problem. (Default values are accepted, because the `config.json` of a run contains every key.)"""
+    """Keys that have no effect if another key has a certain value. Each of these keys that is not at its default is
+    then a problem. (Default values are accepted, because the `config.json` of a run contains every key.)"""
 
     keys: tuple[str, ...]
     """The keys. The name of a section, such as `ema`, stands for all keys of the section."""
 
     other: str
-    """The key on which they depend."""
+    """The key on which the effect of `keys` depends."""
 
     values: tuple[object, ...]
     """Values of `other` with which the keys have no effect."""
 
     remedy: str
-    """The message is "has no effect with OTHER = VALUE; REMEDY, or remove this key"."""
+    """The remedy in the message "has no effect with OTHER = VALUE; REMEDY, or remove this key"."""
 
 
 NO_EFFECT = (
@@ -136,7 +136,7 @@ class Contradiction(NamedTuple):
     """Returns True if the keys contradict each other."""
 
     reason: str
-    """Why the value of `key` is wrong, and what to write instead. It names the other keys in braces. In the message
+    """The reason why the value of `key` is wrong, and what to write instead. Other keys are in braces: in the message,
     `{compile.enable}` becomes `compile.enable = false`."""
 
 
@@ -144,12 +144,13 @@ CONTRADICTIONS = (
     Contradiction(
         "model.weights",
         lambda job: job.model.weights is not None and job.checkpoint.initial_load_path is not None,
-        "a run starts with one set of weights, but {checkpoint.initial_load_path} names another; remove one",
+        "names the initial weights, and so does {checkpoint.initial_load_path}; remove one of the two keys",
     ),
     Contradiction(
         "training.local_batch_size",
         lambda job: job.training.local_batch_size == "auto" and job.training.global_batch_size is None,
-        "divides the global batch into microbatches, so it requires {training.global_batch_size}; set that key",
+        "requires {training.global_batch_size}, so that the chosen number does not change the training; set "
+        "training.global_batch_size",
     ),
     Contradiction(
         "planner.mfu",
@@ -284,13 +285,13 @@ CONTRADICTIONS = (
         lambda job: (
             job.checkpoint.enable
             and job.checkpoint.keep_best > 0
-            and job.validation.patience is None  # with patience, each best step so far is saved
+            and job.validation.patience is None  # with patience, the best steps are always saved
             and job.validation.freq > 0
             and job.validation.freq % job.checkpoint.interval > 0
             and job.checkpoint.interval % job.validation.freq > 0
         ),
-        "counts only steps that are both saved ({checkpoint.interval}) and validated ({validation.freq}), which are "
-        "few; make one number a multiple of the other",
+        "compares only checkpoints of validated steps, but few steps are both saved ({checkpoint.interval}) and "
+        "validated ({validation.freq}); make one number a multiple of the other",
     ),
     Contradiction(
         "checkpoint.load",
@@ -314,7 +315,8 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         "checkpoint.exclude_from_loading",
-        # The run would write lower steps than the loaded one, which the next resume would then take as the newest.
+        # The run would save lower steps than the loaded one. The next resume would still take the loaded step as the
+        # newest.
         lambda job: "step" in job.checkpoint.exclude_from_loading and isinstance(job.checkpoint.load, int),
         'contains "step", so the run would start at step 0, but {checkpoint.load} is a later step in its folder; set a '
         'different job.name, and checkpoint.load = ".../checkpoints/step-N"',
@@ -396,7 +398,8 @@ def missing_on_cpu(config: JobConfig) -> Iterator[Problem]:
 
 
 def changed_keys(config: JobConfig, key: str) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (path, value) for a key that is not at its default; for a section, for each of its keys."""
+    """Yield (path, value) for the key if it is not at its default. For the name of a section, yield this for each of
+    its keys."""
     path, value = _path(key), attrgetter(key)(config)
     if isinstance(value, Section):
         yield from (((*path, name), changed) for name, changed in value.changed())

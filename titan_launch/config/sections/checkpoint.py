@@ -43,21 +43,21 @@ class CheckpointConfig(Section):
 
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Number of checkpoints with the lowest validation loss to keep, whatever their age. The link `best` points to the
-    checkpoint with the lowest loss. A checkpoint counts only if its step was validated. With `validation.patience` each
-    validation with the lowest loss so far is saved. 0 disables this rule."""
+    checkpoint with the lowest loss. A checkpoint counts only if its step was validated. With `validation.patience`, a
+    checkpoint is also saved after each validation with the lowest loss so far. 0 disables this rule."""
 
     save_frozen: bool = False
-    """Save also the parameters that are never trained and have the values of `model.weights`. False: checkpoints omit
-    these parameters and name the folder with its fingerprint. A resume reads the parameters from `model.weights`, and
-    refuses a folder with another fingerprint. Other parameters are always saved."""
+    """Also save the parameters that are never trained and have the values of `model.weights`. False: checkpoints omit
+    these parameters, and record the path and the fingerprint of the folder. A run that resumes reads the parameters
+    from `model.weights`, and refuses a folder with another fingerprint. All other parameters are always saved."""
 
     load: int | str = "latest"
     """The checkpoint from which the run starts. `latest`: the newest checkpoint in the run folder that is complete and
     undamaged; the run starts at step 0 if there is none, or if `enable = false`. `none`: the run starts at step 0, and
     an earlier run in the folder is moved aside, not deleted. A number: the checkpoint of that step in the run folder;
     checkpoints of later steps are moved aside. A path: a checkpoint of another run (`.../checkpoints/step-100`), or the
-    newest checkpoint in that folder. With `enable = true`, ranks that `launch` or torchrun restarts resume from the
-    latest checkpoint of this run, whatever this key says."""
+    folder of another run, whose newest checkpoint is loaded. With `enable = true`, ranks that `launch` or torchrun
+    restarts resume from the latest checkpoint of this run, whatever this key says."""
 
     initial_load_path: str | None = None
     """Path of a checkpoint from which a new run loads parameters and buffers. If the path is a run folder, its newest
@@ -68,8 +68,8 @@ class CheckpointConfig(Section):
     """Parts of a checkpoint that are not loaded; they start as in a new run. `optimizer`: the optimizer state. `ema`:
     the moving average of the weights, which then begins with the loaded parameters. `data`: the position in the data.
     `random`: the states of random number generators. `step`: the step and the schedule (only if `load` is a path).
-    Globs select parameters and buffers (`output.**`). This key applies only to a checkpoint that `initial_load_path`
-    names, or `load` as a number or a path. A run that resumes from its own latest checkpoint loads all parts."""
+    Globs select parameters and buffers (`output.**`). This key applies only with `initial_load_path`, or if `load` is a
+    number or a path. A run that resumes from its own latest checkpoint loads all parts."""
 
     accept_changes: bool = False
     """Resume even if the experiment has changed: its configuration differs from the one in the run folder, or the

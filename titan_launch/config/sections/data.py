@@ -32,8 +32,8 @@ SampleUnit = Literal["tokens", "images"]
 
 
 IGNORED_TARGET = -100
-"""Target at padding positions. They count neither in the loss nor in the number of tokens. The value is PyTorch's
-default of `ignore_index`."""
+"""Target at padding positions. Positions with this target count neither in the loss nor in the number of tokens. The
+value is PyTorch's default of `ignore_index`."""
 
 
 class DataSource(Section):
@@ -51,7 +51,8 @@ class DataSource(Section):
     the source."""
 
     num_workers: Annotated[int, Field(ge=0)] = 0
-    """Number of worker processes per rank that prepare samples. It does not change the samples or their order."""
+    """Number of worker processes per rank that prepare samples. This number does not change the samples or their
+    order."""
 
     def own_vocabulary(self) -> int | None:
         """Return the vocabulary size that the key `vocab_size` sets; None if the tokenizer sets it."""
@@ -59,7 +60,8 @@ class DataSource(Section):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the kind, or of the union of all kinds."""
+        """Return the schema of this class. For the type of a key (`DataSource`, `MixtureEntry`), return that of the
+        union of all kinds."""
         if cls not in KINDS:
             return handler(source)
         tagged = tuple(Annotated[kind, Tag(tag)] for tag, kind in KINDS[cls].items())
@@ -88,14 +90,14 @@ class TokenizedData(DataSource):
     packing: Literal["concat", "documents"] = "concat"
     """Division of the documents into samples. `concat`: all documents are one stream, which is cut every
     `training.seq_len` tokens. Tokens attend to earlier documents of their sample. `documents`: a sample has whole
-    documents and at its end padding, as little as possible. Documents do not attend to each other, and positions begin
-    at 0 in each. Only documents of more than `training.seq_len` + 1 tokens are cut."""
+    documents and, at its end, as little padding as possible. Documents do not attend to each other, and positions begin
+    at 0 in each document. Only documents of more than `training.seq_len` + 1 tokens are cut."""
 
 
 class CorpusData(TokenizedData):
-    """The keys of all kinds of text. When a run starts, one process of each host tokenizes the text into the cache
-    folder: `$TITAN_LAUNCH_CACHE`, by default `~/.cache/titan_launch`. Later runs on the same text find the tokens
-    there."""
+    """The keys of all kinds of text. When a run starts, one process of each host tokenizes the text, and stores the
+    tokens in the cache folder: `$TITAN_LAUNCH_CACHE`, by default `~/.cache/titan_launch`. Later runs on the same text
+    read the tokens from the cache."""
 
     split: Literal["all", "train", "validation"] = "all"
     """Documents to use. `validation`: `validation_percent` of the documents, chosen by a hash of the names of files, or
@@ -112,7 +114,7 @@ class FilesData(CorpusData):
     """The keys of all kinds of text in files."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("",)
-    """Ends of the names of the files that count in a folder, before `.gz` or `.zst`."""
+    """Suffixes of the files that are read in a folder. `.gz` or `.zst` may follow the suffix."""
 
     path: str | Array[str]
     """A file, a folder, a glob (`**` crosses folders), or an array of these, relative to the working directory."""
@@ -136,8 +138,8 @@ class RecordsData(CorpusData):
     """The keys of all kinds of text in records: lines or rows. Each record is one document."""
 
     on_error: Literal["stop", "skip"] = "stop"
-    """Reaction to a record without text, or to a line that is not valid JSON. `stop`: refuse the data, and name the
-    record. `skip`: use the other records; the log reports the number of skipped ones."""
+    """Reaction to a record without text, or to a line that is not valid JSON. `stop`: the run ends with an error that
+    names the record. `skip`: the other records are used, and the log reports the number of skipped records."""
 
 
 class LinesData(FilesData, RecordsData):
@@ -146,9 +148,9 @@ class LinesData(FilesData, RecordsData):
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json")
 
     path: str | Array[str]
-    """A file, a folder, a glob (`**` crosses folders), or an array of these, relative to the working directory. Of a
-    folder, the files below it that end in `.jsonl`, `.ndjson` or `.json` are read. All of these may also end in `.gz`
-    or `.zst`, and are then decompressed."""
+    """A file, a folder, a glob (`**` crosses folders), or an array of these, relative to the working directory. In a
+    folder, all files below it that end in `.jsonl`, `.ndjson` or `.json` are read. If the name of a file also ends in
+    `.gz` or `.zst`, the file is decompressed."""
 
 
 class JsonlData(LinesData):
@@ -170,18 +172,18 @@ def date_text(text: str) -> str:
 
 
 class ChatData(LinesData):
-    """Chats in JSON lines, for fine-tuning: one chat per line, which is one document. A chat template turns it into
-    text, and the assistant's turns are the targets. A line has `messages` with `role` and `content`, `conversations`
-    with `from` and `value`, `prompt` and `response` (or `completion`), or `instruction`, `input` and `output`. It needs
-    `pip install 'titan-launch[chat]'`."""
+    """Chats in JSON lines, for fine-tuning: one chat per line, which is one document. A chat template turns each chat
+    into text, and the assistant's turns are the targets. A line has one of four forms: `messages` with `role` and
+    `content`; `conversations` with `from` and `value`; `prompt` and `response` (or `completion`); `instruction`,
+    `input` and `output`. This kind needs `pip install 'titan-launch[chat]'`."""
 
     kind: Literal["chat"]
     """Kind of data source. It decides which other keys are valid."""
 
     packing: Literal["concat", "documents"] = "documents"
-    """Division of the chats into samples. `documents`: a sample has whole chats and at its end padding, as little as
-    possible. Chats do not attend to each other, and positions begin at 0 in each. `concat`: all chats are one stream,
-    which is cut every `training.seq_len` tokens. Tokens attend to earlier chats of their sample."""
+    """Division of the chats into samples. `documents`: a sample has whole chats and, at its end, as little padding as
+    possible. Chats do not attend to each other, and positions begin at 0 in each chat. `concat`: all chats are one
+    stream, which is cut every `training.seq_len` tokens. Tokens attend to earlier chats of their sample."""
 
     template: str | None = None
     """Chat template: `chatml`, or the path of a Jinja file. Default: the template of the tokenizer, in
@@ -191,9 +193,9 @@ class ChatData(LinesData):
     """Further variables of the template, such as `{ enable_thinking = false }`."""
 
     date: Annotated[str, AfterValidator(date_text), Field(json_schema_extra={"format": "date"})] = "2024-07-26"
-    """Date that the template writes as the present one, as `"YYYY-MM-DD"`: `strftime_now` gives this date at midnight.
-    Another date than the default also sets the variable `date_string` (`"26 Jul 2024"`) of Llama 3's templates. The
-    default is the date that these templates write without a date."""
+    """Date that the template writes as today's date, as `"YYYY-MM-DD"`. The template's function `strftime_now` returns
+    this date at midnight. A date other than the default also sets the variable `date_string` (`"26 Jul 2024"`) of Llama
+    3's templates. The default is the date that these templates write if `date_string` is not set."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Targets. `assistant`: all turns of the assistant, each with the token that ends it. `last`: the last of these
@@ -201,15 +203,15 @@ class ChatData(LinesData):
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
     """Use of a chat with more than `training.seq_len` + 1 tokens. `skip`: the chat is not used, and the log reports the
-    number of such chats. `stop`: the run ends with an error that names the chat. `right`, `left`: tokens are removed at
-    its end or at its beginning."""
+    number of such chats. `stop`: the run ends with an error that names the chat. `right`: tokens are removed at the end
+    of the chat. `left`: tokens are removed at its beginning."""
 
 
 class PreferenceData(ChatData):
     """Pairs of answers in JSON lines, for `loss.name = "dpo"`: a chosen answer and a rejected one to the same prompt. A
-    line has `chosen` and `rejected`. Both are whole chats (arrays of messages), or only answers (texts, or arrays of
-    messages); `prompt` then has what comes before them. A chat template turns each into text. It needs `pip install
-    'titan-launch[chat]'`.
+    line has `chosen` and `rejected`. Either both are whole chats (arrays of messages), or both are only answers (texts,
+    or arrays of messages). With only answers, the line also has `prompt`: the chat before the answer. A chat template
+    turns each chat into text. This kind needs `pip install 'titan-launch[chat]'`.
 
     A pair is two documents of one sample, so `training.seq_len` must have room for both."""
 
@@ -219,17 +221,17 @@ class PreferenceData(ChatData):
     packing: ClassVar[Literal["documents"]] = "documents"  # type: ignore[misc] # removes the key
 
     train_on: Literal["assistant", "last", "all"] = "last"
-    """Tokens whose probabilities count as those of the answer. `last`: the last turn of the assistant, with the token
-    that ends it. `assistant`: all turns of the assistant. `all`: all tokens."""
+    """Tokens that count as the answer; the loss uses the probabilities of these tokens. `last`: the last turn of the
+    assistant, with the token that ends it. `assistant`: all turns of the assistant. `all`: all tokens."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
     """Use of a pair whose two chats do not fit into `training.seq_len` together. `skip`: the pair is not used, and the
-    log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`: each
-    chat is cut to half of `training.seq_len`, at its end or at its beginning."""
+    log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`:
+    tokens are removed at the end (`right`) or at the beginning (`left`) of each chat, to half of `training.seq_len`."""
 
 
 class ParquetData(FilesData, RecordsData):
-    """Parquet files. Each row is one document. They need `pip install 'titan-launch[parquet]'`."""
+    """Parquet files. Each row is one document. This kind needs `pip install 'titan-launch[parquet]'`."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
 
@@ -245,7 +247,7 @@ class ParquetData(FilesData, RecordsData):
 
 
 class HuggingFaceData(RecordsData):
-    """A data set of the package `datasets`. Each row is one document. It needs `pip install
+    """A data set of the package `datasets`. Each row is one document. This kind needs `pip install
     'titan-launch[datasets]'`."""
 
     kind: Literal["huggingface"]
@@ -270,8 +272,7 @@ class HuggingFaceData(RecordsData):
 
 
 class TokensData(TokenizedData):
-    """Tokens in files: those that `titan-launch prepare` wrote, or those of other programs. They are mapped into
-    memory."""
+    """Files of tokens that `titan-launch prepare` or another program wrote. The files are mapped into memory."""
 
     kind: Literal["tokens"]
     """Kind of data source. It decides which other keys are valid."""
@@ -279,11 +280,11 @@ class TokensData(TokenizedData):
     path: str
     """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or files of another
     program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, an `.npy`
-    file of NumPy, a flat file of numbers as in nanoGPT, or a glob of these. `[tokenizer]` must be the tokenizer that
-    made the tokens."""
+    file of NumPy, a flat file of numbers as in nanoGPT, or a glob of such files. `[tokenizer]` must be the tokenizer
+    that made the tokens."""
 
     dtype: Literal["uint16", "uint32"] | None = None
-    """Dtype of the numbers in a flat file. Files of all other formats say their dtype themselves."""
+    """Dtype of the numbers in a flat file. Files in all other formats contain their dtype."""
 
 
 class SyntheticData(DataSource):
@@ -359,9 +360,10 @@ class ImageData(DataSource):
 
     transform: str | None = None
     """`package.module:factory` of a transform of your own. `factory(train=True)` (for validation data: `train=False`)
-    must return a callable, for example of `torchvision.transforms.v2`. It is called after `augment` with a tensor
-    [channels, height, width], which is uint8, or float32 for 16-bit gray and floating-point arrays. It returns such a
-    tensor. The random generators of PyTorch, Python and NumPy are seeded for each image."""
+    must return a callable, for example of `torchvision.transforms.v2`. The callable is called after `augment` with a
+    tensor [channels, height, width]. The tensor is uint8, or float32 for 16-bit gray images and floating-point arrays.
+    The callable must return a uint8 or floating-point tensor [channels, height, width]. The random generators of
+    PyTorch, Python and NumPy are seeded for each image."""
 
     mean: float | Array[float] = 0.5
     """Value to subtract from the pixels: one number, or an array with one number per channel. Pixels of image files, of
@@ -376,8 +378,8 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class FactoryData(DataSource):
-    """Samples of a function or class of yours, which `kind` names, such as `my_data:Sequences`. It is called with a
-    context and `args`. docs/how_to/data.md describes the object that it returns."""
+    """Samples from a function or class of your own, which `kind` names, such as `my_data:Sequences`. The run calls it
+    with a context and `args`. docs/how_to/data.md describes the object that it must return."""
 
     kind: Annotated[str, Field(pattern="^[^:]+:[^:]+$")]
     """Import string of the function or class. The working directory is importable."""
@@ -396,7 +398,7 @@ class FactoryData(DataSource):
 
 
 def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
-    """Yield the problems of a table at `key` whose data is a stream: it has keys that a stream does not support."""
+    """Yield a problem for each key of `data`, a stream in the table `key`, that a stream does not support."""
     if key != ("data",):
         reason = "is a stream, which can only be [data] itself, without other sources; use data with an index"
         yield Problem((*key, "kind"), reason, data.kind)
@@ -411,16 +413,17 @@ def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
 class MixtureEntry(DataSource):
     """A source of a mixture. It has the keys of its `kind` except `num_workers`, and the keys below."""
 
-    num_workers: ClassVar[int] = 0  # type: ignore[misc] # removes the key: the mixture has it
+    num_workers: ClassVar[int] = 0  # type: ignore[misc] # removes the key: only the mixture itself has it
 
     name: str = ""
     """Name of the source in metrics and log lines: letters, digits, `.`, `_` and `-`. Default: the last part of `path`,
     or else `kind`."""
 
     weight: Weight | Array[Array[Weight]] = 1.0
-    """Share of the training samples that come from this source, relative to the other weights. An array of `[step,
-    weight]` pairs changes the weight: `[[0, 3], [1000, 1]]` is 3 for the first 1,000 steps, then 1. The first step is
-    0. A weight of 0 leaves the source out. Validation takes no weights."""
+    """Share of the training samples that come from this source, relative to the weights of the other sources. An array
+    of `[step, weight]` pairs changes the weight during the run: `[[0, 3], [1000, 1]]` is 3 for the first 1,000 steps,
+    then 1. The first step must be 0. With a weight of 0, the source is not used. Sources of validation data have no
+    weights."""
 
     def weights(self) -> list[tuple[int, Fraction]]:
         """Return the (step, weight) pairs. Decimal fractions are exact: 0.1 is one tenth."""
@@ -430,7 +433,7 @@ class MixtureEntry(DataSource):
         return [(int(step), Fraction(str(weight))) for step, weight in pairs]
 
     def effective_name(self) -> str:
-        """Return `name`, or its default."""
+        """Return `name` or, if it is not set, its default."""
         path = getattr(self, "path", None)
         last_part = os.path.basename(path.rstrip("/")) if isinstance(path, str) else ""
         return self.name or re.sub(r"[^\w.-]+", "_", last_part) or self.kind
@@ -450,17 +453,18 @@ class MixtureData(DataSource):
 
     @property
     def unit(self) -> SampleUnit:  # type: ignore[override]
-        """Unit of the samples of the first source. A rule demands the same unit of the others."""
+        """Unit of the samples of the first source. A rule requires that all sources have the same unit."""
         return self.sources[0].unit if self.sources else "tokens"
 
     def own_vocabulary(self) -> int | None:
-        """Return the largest vocabulary of the sources; None if a source has the tokenizer's, which is at least as
-        large."""
+        """Return the largest vocabulary size of the sources; None if a source uses the tokenizer, whose vocabulary is
+        at least as large."""
         sizes = [source.own_vocabulary() for source in self.sources]
         return max(size for size in sizes if size is not None) if sizes and None not in sizes else None
 
     def stages(self) -> list[tuple[int, list[Fraction]]]:
-        """Return the steps at which weights change, from 0 on, each with the weights of all sources from there on."""
+        """Return (step, weights) for step 0 and for each step at which a weight changes. `weights`: the weights of all
+        sources from this step on."""
         pairs = [source.weights() for source in self.sources]
         steps = sorted({step for of_source in pairs for step, _ in of_source})
         return [(step, [[w for first, w in of_source if first <= step][-1] for of_source in pairs]) for step in steps]
@@ -492,7 +496,7 @@ MIXED_KINDS: dict[str, type[DataSource]] = {
 """The config class of each kind of data in a mixture."""
 
 KINDS: dict[type[DataSource], dict[str, type[DataSource]]] = {DataSource: DATA_KINDS, MixtureEntry: MIXED_KINDS}
-"""The kinds of a field with the type of the key."""
+"""The classes that a field may have, by the type of the field, and then by `kind`."""
 
 
 def single_sources(data: DataSource) -> dict[str, DataSource]:
@@ -503,13 +507,14 @@ def single_sources(data: DataSource) -> dict[str, DataSource]:
 
 
 _RECORDS = (".jsonl", ".ndjson", ".parquet")
-"""Ends of the names of files that are read as text only by mistake. (A `.json` file may be a document.)"""
+"""Suffixes of files that contain records, so that reading them as text is a mistake. (A `.json` file may be a
+document.)"""
 
 
 def misread_as_text(path: str, names: Iterable[str]) -> str | None:
-    """Return the reason why an entry of `path` is not read as text: some of its files have records, whose format would
-    become a part of the text. Return None for an entry without such files. `names`: of its files, or of the first
-    ones."""
+    """Return the reason why an entry of `path` must not be read as text; None if there is none. The reason is that some
+    files contain records: the format of the records would become part of the text. `names`: names of the entry's files,
+    or of the first of them."""
     ends = count_ends(names)
     records = Counter({end: number for end, number in ends.items() if _without_compression(end) in _RECORDS})
     if not records:
@@ -518,7 +523,7 @@ def misread_as_text(path: str, names: Iterable[str]) -> str | None:
     sections = {kind: section for kind, section in DATA_KINDS.items() if issubclass(section, FilesData)}
     *kinds, last = (toml_string(kind) for kind, section in sections.items() if found & {*section.suffixes})
     remedy = f"set kind = {', '.join(kinds)}{' or ' if kinds else ''}{last}"
-    others, mistake = ends - records, 'and kind = "text" would read the format of records as text'
+    others, mistake = ends - records, 'and kind = "text" would read the JSON or Parquet encoding of records as text'
     if not others:
         has = f"has {describe_ends(records)}" if os.path.isdir(path) else f"ends in {next(iter(records))}"
         return f"{has}, {mistake}; {remedy}"
@@ -551,13 +556,15 @@ class ValidationConfig(Section):
     """Samples per batch on each data-parallel rank."""
 
     max_samples: Annotated[int, Field(ge=1)] | None = None
-    """Number of samples to validate on, the same ones each time; of a mixture, of each source. Default: all samples."""
+    """Number of samples to validate on, the same samples each time. With a mixture, this is the number for each source.
+    Default: all samples."""
 
     patience: Annotated[int, Field(ge=1)] | None = None
-    """Early stopping: the run ends when its validation loss has not improved for this many validations in a row. Its
-    result is then the checkpoint with the lowest loss, which `export`, `generate` and `evaluate` take. Each validation
-    with the lowest loss so far is saved. The loss is that of `checkpoint.keep_best`, which must be at least 1, with
-    `checkpoint.enable = true`. Unset: the run ends after `training.steps`."""
+    """Early stopping: the run ends when its validation loss has not improved for this many validations in a row. The
+    result of the run is then the checkpoint with the lowest loss, which `export`, `generate` and `evaluate` use. A
+    checkpoint is saved after each validation with the lowest loss so far. This key requires `checkpoint.enable = true`
+    and a `checkpoint.keep_best` of at least 1, which compares the same loss. Unset: the run ends after
+    `training.steps`."""
 
     min_improvement: Annotated[float, Field(ge=0)] = 0.0
     """With `patience`: a validation counts as an improvement if its loss is lower than the loss of the last improvement

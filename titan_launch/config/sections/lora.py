@@ -10,7 +10,7 @@ from titan_launch.config.sections.section import Array, Section
 from titan_launch.core.globs import matches
 
 ALL_LINEAR = "all-linear"
-"""The entry of `lora.targets` for the linear layers of the blocks."""
+"""The entry of `lora.targets` that stands for all linear layers of the blocks."""
 
 
 class LoRARule(Section):
@@ -23,21 +23,21 @@ class LoRARule(Section):
     """Rank of these adapters. Unset: `lora.rank`."""
 
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """Decides the scale of these adapters, with their rank. Unset: `lora.alpha`."""
+    """Alpha of these adapters, which decides their scale together with their rank. Unset: `lora.alpha`."""
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (LoRA, arXiv:2106.09685). All other parameters are frozen. The product of a target with its
-    weight W becomes the product with W + scale * B A, where A has `rank` rows and B has `rank` columns. At the start
-    B A is 0, so the first step computes what the model computes without adapters."""
+    """Low-rank adapters (LoRA, arXiv:2106.09685). All other parameters are frozen. A module with an adapter multiplies
+    by W + scale * B A instead of its weight W, where A has `rank` rows and B has `rank` columns. At the start B A is 0,
+    so the model computes the same as without adapters."""
 
     targets: Array[str] = ()
-    """The modules that get adapters: linear layers, embeddings, and the experts of a mixture. Globs of module paths,
-    such as `["layers.*.attention.w*"]`: `*` matches within one segment, `**` crosses dots. Or names as in `peft`, such
-    as `["q_proj", "v_proj"]`: a name that matches no path matches the ends of paths, here or in `transformers`.
-    `["all-linear"]`: the linear layers and the experts of the blocks, but no routers. `plan` and a run print the paths.
-    An entry may match other modules too, which get no adapter. The adapter of a module is its child `lora`. Empty: no
-    adapters."""
+    """The modules that get adapters: linear layers, embeddings, and the experts of a mixture. An entry is a glob of
+    module paths, such as `["layers.*.attention.w*"]`: `*` matches within one segment, `**` crosses dots. An entry may
+    also be a name as in `peft`, such as `["q_proj", "v_proj"]`: if it matches no whole path, it matches the ends of
+    module paths, either of this package's or of `transformers`. `["all-linear"]`: the linear layers and the experts of
+    the blocks, but no routers. `plan` and a run print the paths of the modules with adapters. If an entry also matches
+    other kinds of modules, these get no adapter. The adapter of a module is its child `lora`. Empty: no adapters."""
 
     rank: Annotated[int, Field(ge=1)] = 16
     """Rows of A, and columns of B. At most the smaller side of each target's weight."""
@@ -61,8 +61,8 @@ class LoRAConfig(Section):
     a key that this package does not understand is an error. A run that resumes does not read the folder."""
 
     def of(self, path: str) -> LoRAConfig:
-        """Return the values for the adapter of a module: `rank` and `alpha` are those of the first rule that matches
-        it."""
+        """Return the settings for the adapter of the module at `path`: the first rule that matches the module overrides
+        `rank` and `alpha`."""
         index = self.rule_of(path)
         if index is None:
             return self
@@ -79,5 +79,6 @@ class LoRAConfig(Section):
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
 
     def alpha_of(self, scale: float, rank: int) -> float:
-        """Return the `alpha` with which an adapter of this rank has this scale, without the rounding error of both."""
+        """Return the `alpha` that gives an adapter of rank `rank` the scale `scale`. The result is rounded to 14
+        digits, which removes rounding errors: 32.0, not 32.000000000000004."""
         return float(f"{scale * (rank**0.5 if self.rank_stabilized else rank):.14g}")

@@ -21,21 +21,22 @@ class DPOConfig(Section):
     log-ratio is the log-probability of an answer in the trained model minus that in the reference model."""
 
     reference: str
-    """The reference model, which is not trained. With `[lora]`, `base` is the trained model without its adapters, which
-    needs no memory for parameters. Otherwise a folder in the formats of `model.weights`, usually the same folder; its
-    parameters are sharded like those of the trained model."""
+    """The reference model, which is not trained. With `[lora]`, `base` is the trained model without its adapters; it
+    needs no additional memory for parameters. Any other value is a folder in the formats of `model.weights`, usually
+    the same folder as `model.weights`. The parameters of a model in a folder are sharded like those of the trained
+    model."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the reference model. A small value lets the trained model move further from it."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Probability that the two answers of a pair are swapped by mistake (conservative DPO). Validation does not use
-    it."""
+    """Assumed probability that the two answers of a pair are swapped by mistake (conservative DPO). Validation does not
+    use it."""
 
     dtype: FloatDtype | None = None
     """Dtype of a reference model in a folder: of its parameters and of its computation. Default:
-    `precision.param_dtype`. The rules in `[precision]` apply to a reference model with the arguments of the trained
-    model."""
+    `precision.param_dtype`. The rules in `[precision]` apply to the reference model only if it has the same arguments
+    as the trained model."""
 
 
 class DistillationConfig(Section):
@@ -43,8 +44,8 @@ class DistillationConfig(Section):
     of a target is `weight` x `temperature`^2 x KL divergence + (1 - `weight`) x cross-entropy."""
 
     teacher: str
-    """The teacher, which is not trained: a folder in the formats of `model.weights`, with a model of this package. Its
-    vocabulary must be that of the trained model. Its parameters are sharded over the same ranks."""
+    """The teacher, which is not trained: a folder in the formats of `model.weights`, with a model of this package. The
+    teacher must have the vocabulary of the trained model. Its parameters are sharded over the same ranks."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Number by which the logits of both models are divided before the KL divergence. A higher temperature gives the
@@ -55,18 +56,18 @@ class DistillationConfig(Section):
 
     dtype: FloatDtype | None = None
     """Dtype of the teacher's parameters and of its computation. Default: `precision.param_dtype`. The rules in
-    `[precision]` apply to a teacher with the arguments of the trained model."""
+    `[precision]` apply to the teacher only if it has the same arguments as the trained model."""
 
 
 class LossConfig(Section):
-    """The training loss. Its sums are fp32. Validation reports the cross-entropy without label smoothing and z-loss, so
-    that jobs can be compared; with `dpo` or a function of your own, it reports that loss."""
+    """The training loss. It is summed in fp32. Validation reports the cross-entropy without label smoothing and z-loss,
+    so that jobs can be compared. With `dpo` or a function of your own, validation reports that loss."""
 
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`: direct preference
-    optimization, with `[loss.dpo]` and data of pairs (`data.kind = "preferences"`). `distillation`: the probabilities
-    of a teacher, with `[loss.distillation]`. `package.module:function`: a function of your own, which is called with
-    logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
+    optimization, with `[loss.dpo]` and data of pairs (`data.kind = "preferences"`). `distillation`: the distance from
+    the probabilities of a teacher, with `[loss.distillation]`. `package.module:function`: a function of your own, which
+    is called with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
 
     dpo: DPOConfig | None = None
     """Settings of `dpo`."""
@@ -75,21 +76,22 @@ class LossConfig(Section):
     """Settings of `distillation`."""
 
     chunks: Annotated[int, Field(ge=1)] = 1
-    """Number of chunks of classes in which the model's output layer computes the cross-entropy. With 1 the model
-    returns logits: memory for all tokens of a microbatch and all classes, in the compute dtype and in fp32. With more,
-    logits exist for one chunk at a time, in forward and in backward. The price is a second product of the output layer
-    in backward. Losses and gradients differ only by rounding. The output layer must be an `nn.Linear` whose output the
-    model returns unchanged. For any other model, a log line tells that the model returns logits; only the fp32 copies
-    of these then exist for one chunk at a time. For vocabularies of 100,000 and more, 8 to 32 are good numbers."""
+    """Number of chunks of classes in which the model's output layer computes the cross-entropy. With 1, the model
+    returns logits, which need memory for all tokens of a microbatch and all classes, in the compute dtype and in fp32.
+    With more chunks, logits exist for one chunk at a time, in forward and in backward. The price is that backward
+    computes the matrix product of the output layer a second time. Losses and gradients differ only by rounding. The
+    output layer must be an `nn.Linear` whose output the model returns unchanged. If it is not, the model still returns
+    logits, and only their fp32 copies exist for one chunk at a time; a log line reports this. For vocabularies of
+    100,000 and more, 8 to 32 are good numbers."""
 
     z_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the z-loss (PaLM, arXiv:2204.02311): the square of the logarithm of the sum of exp(logit), averaged
-    over the targets as the cross-entropy. It keeps logits from drifting. 1e-4 is usual. `train/loss` does not contain
-    it; `train/z_loss` reports it."""
+    """Weight of the z-loss (PaLM, arXiv:2204.02311), which keeps logits from drifting. The z-loss is (ln Z)², where Z
+    is the sum of exp(logit) over the classes. It is averaged over the targets like the cross-entropy. A usual weight is
+    1e-4. `train/loss` does not contain the z-loss; `train/z_loss` reports it."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability that is spread evenly over all classes instead of belonging to the target, as in
-    `torch.nn.CrossEntropyLoss`. `train/loss` contains it."""
+    """Part of the target's probability that is spread evenly over all classes, as in `torch.nn.CrossEntropyLoss`.
+    `train/loss` is computed with label smoothing."""
 
     @property
     def is_of_package(self) -> bool:
@@ -115,26 +117,28 @@ class FrozenModelConfig(NamedTuple):
     """A second model, which a loss reads and the run does not train."""
 
     key: KeyPath
-    """Key that names the folder."""
+    """Key of the job whose value is the folder."""
 
     folder: str
     dtype: FloatDtype | None
-    """Dtype of the parameters and of the computation; None: that of the trained model's computation."""
+    """Dtype of the parameters and of the computation. None: `precision.param_dtype`."""
 
 
 @dataclass(frozen=True)
 class LossKind:
-    """The facts about a loss that rules and the data of a run ask for: its second model, its data, and refused keys."""
+    """The facts about a loss that rules and the data of a run need: its second model, its data, and the keys that it
+    refuses."""
 
     second_model: str | None = None
-    """The key in the table of the loss, such as `[loss.dpo]`, that names the second model. None: there is no table."""
+    """The key that names the second model, in the table of the loss: `reference` in `[loss.dpo]`. None: the loss has no
+    table and no second model."""
 
     reads_pairs: bool = False
     """True for a loss of pairs of answers. False: a loss of single documents."""
 
     unsupported: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """The keys that cannot be used with the loss, each with the reason. `{}` stands for the name of the loss; in the
-    reasons of `MODEL_LOSS`, for the key."""
+    """The keys that cannot be used with the loss, each with the reason. In a reason, `{}` stands for the name of the
+    loss; in the reasons of `MODEL_LOSS`, `{}` stands for the key."""
 
 
 _OPTION = 'is an option of the cross-entropy, and loss.name is "{}"; remove this key'
@@ -159,11 +163,11 @@ LOSSES: Mapping[str, LossKind] = {
     "dpo": LossKind("reference", reads_pairs=True, unsupported=_WITH_SECOND_MODEL),
     "distillation": LossKind("teacher", unsupported=_WITH_SECOND_MODEL),
 }
-"""The losses of this package by name. `loss.build` makes the objects that compute them. Rules and the data of a run ask
-this table, and a test compares docs/how_to/losses.md with it."""
+"""The losses of this package by name. `loss/build.py` creates the objects that compute them. Rules and the data of a
+run read this table. A test compares docs/how_to/losses.md with the table."""
 
 FUNCTION_LOSS = LossKind(unsupported=_OF_WHOLE_LOGITS)
-"""The row of a function of the user."""
+"""The row of every loss that the user writes as a function."""
 
 MODEL_LOSS = LossKind(
     unsupported=dict.fromkeys(

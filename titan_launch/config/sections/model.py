@@ -9,7 +9,7 @@ from pydantic import Field
 from titan_launch.config.sections.section import Array, Section, Table
 
 HUGGINGFACE = "huggingface"
-"""The name in `[model]` of all classes of the library `transformers`."""
+"""Value of `model.name` for every class of the library `transformers`."""
 
 
 class ModelConfig(Section):
@@ -22,8 +22,8 @@ class ModelConfig(Section):
 
     path: str | None = None
     """With `name = "huggingface"`: the folder with the `config.json` of the class, relative to the working directory;
-    default: `weights`. Its keys become `[model.args]`, and the `config.json` of the run records them. Only `weights`
-    reads the weights in a folder."""
+    default: `weights`. The keys of this file become `[model.args]`, and the `config.json` of the run records them. The
+    weights in the folder are not read: name the folder in `weights` for that."""
 
     flavor: str = "debug"
     """Size of the model: a row of its size table (the reference shows the table after the model's arguments), or `none`
@@ -35,25 +35,27 @@ class ModelConfig(Section):
 
     blocks: Array[str] | None = None
     """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). `*` matches within one
-    segment of a module path, `**` crosses dots. Default: the blocks of the model; with a factory or `huggingface`, the
-    entries of the outermost `nn.ModuleList`s that have a matrix (norms have none), else the repeated modules in
-    `nn.Sequential`s, else the instances of the most repeated class. A run logs the choice."""
+    segment of a module path, `**` crosses dots. Default: the blocks of the model. With a factory or `huggingface`, the
+    default is the first of these that the model has: the entries of the outermost `nn.ModuleList`s (only entries with a
+    matrix, so no norms), the repeated modules in `nn.Sequential`s, the instances of the most repeated class. A run logs
+    the choice."""
 
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a
     folder that `titan-launch import` or `export --format plain` wrote. If the job sets no `flavor`, `name` and `args`
-    come from the folder. Other arguments than the folder's are an error, except for a larger `vocab_size`: the
-    additional rows are zeros. A run that resumes does not read the folder."""
+    come from the folder. An argument that differs from the folder's is an error. The exception is a larger
+    `vocab_size`: the additional rows are zeros. A run that resumes does not read the folder."""
 
     exclude_from_weights: Array[str] = ()
-    """Globs of parameters that keep the model's own initial values, such as `output.*` for a new head, and of tensors
-    in `weights` that the model does not have."""
+    """Globs of parameters that are not read from `weights` but keep the model's own initial values, such as `output.*`
+    for a new head. Tensors in `weights` that the model does not have must also match one of these globs."""
 
     loss: Literal["mean", "sum"] | None = None
     """Use the loss that a model of your own computes when it is called as `model(inputs, labels=targets)`. `mean`: the
-    loss is the mean over the valid targets of the call. `sum`: the loss is the sum over them. The launcher scales both
-    so that every target of a step has the same weight. A model of `transformers` also gets `shift_labels=targets`,
-    because the targets are already shifted. Unset: the launcher computes the cross-entropy of the logits."""
+    loss is the mean over the valid targets of the call. `sum`: the loss is the sum over these targets. The launcher
+    scales either loss so that every target of a step has the same weight. A model of `transformers` also gets
+    `shift_labels=targets`, because the targets are already shifted. Unset: the launcher computes the cross-entropy of
+    the logits."""
 
     @property
     def is_of_package(self) -> bool:

@@ -27,8 +27,8 @@ class ParallelismConfig(Section):
     shard_optimizer_over_replicas: bool = False
     """Shard the optimizer over the replicas, too: its state, its update and the moving average of the weights. Once per
     step the gradients are reduce-scattered over the replicas, each replica updates its part of the parameters, and the
-    replicas all-gather the result. The traffic is that of the all-reduce between replicas in the mode
-    `deferred_all_reduce`. With `data_parallel_shard_degree = 1` this is ZeRO-1."""
+    replicas all-gather the result. The traffic equals that of the all-reduce between replicas in
+    `gradient_accumulation.mode = "deferred_all_reduce"`. With `data_parallel_shard_degree = 1` this is ZeRO-1."""
 
     data_parallel_shard_degree: Annotated[int, AfterValidator(_positive_or_rest)] = -1
     """Number of ranks that the parameters of a replica are sharded over (FSDP2). -1: all remaining ranks."""
@@ -68,8 +68,9 @@ class ParallelismConfig(Section):
 
     expert_parallel_degree: Degree = 1
     """Number of ranks that share the experts of every layer (expert parallelism). Each rank holds whole experts, and
-    receives the tokens that choose them. These ranks are neighbours among the ranks of `data_parallel_shard_degree` and
-    `context_parallel_degree`, whose product the degree must divide. FSDP2 shards the experts over the quotient."""
+    receives the tokens that choose these experts. The degree must divide `data_parallel_shard_degree` x
+    `context_parallel_degree`. FSDP2 shards the experts over as many ranks as the quotient. The ranks that share experts
+    are neighbours among the ranks of `data_parallel_shard_degree` and `context_parallel_degree`."""
 
     pipeline_parallel_degree: Degree = 1
     """Number of ranks that share the layers (pipeline parallelism). Each rank holds some of the layers, and
@@ -117,9 +118,10 @@ class ActivationCheckpointConfig(Section):
     backward."""
 
     offload: bool = False
-    """Copy the tensors that each block saves for backward to pinned host memory, and back ahead of their use, while
-    the GPU computes (activation offloading). With every `mode`: after `full` these are the inputs of the blocks, after
-    `none` all activations of the blocks. Losses and gradients stay the same, bit for bit."""
+    """Activation offloading: while the GPU computes, copy the tensors that each block saves for backward to pinned host
+    memory, and copy them back before backward uses them. This works with every `mode`. With `full`, the tensors are the
+    inputs of the blocks; with `none`, all activations of the blocks. Losses and gradients stay the same, bit for
+    bit."""
 
 
 Component = Literal["model", "loss"]
@@ -131,8 +133,8 @@ class CompileConfig(Section):
 
     enable: bool = False
     """Compile the components in `components`. Each block is one graph; equal blocks share one compiled graph. Precision
-    rules can make FSDP2 units inside of a block. Their hooks cannot be part of a graph, so the largest modules without
-    such units are compiled instead. A graph break is an error."""
+    rules can make FSDP2 units inside of a block. The hooks of these units cannot be part of a graph. Then the largest
+    modules without FSDP2 units inside are compiled instead of the block. A graph break is an error."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Compiler backend. `inductor`: Triton kernels on GPUs, C++ on CPUs (needs a C++ compiler). The other two are

@@ -43,9 +43,9 @@ class PrecisionRule(Section):
     running statistics of a BatchNorm get this dtype only if the rule matches the BatchNorm itself."""
 
     reshard_after_forward: bool | None = None
-    """Reshard the parameters after forward, and all-gather them again for backward. Unset: as for the block that
-    contains the modules. If unset, a unit with modules of several blocks or of the head is resharded only with
-    `fsdp_reshard_after_forward = "always"`, because backward needs it first."""
+    """Reshard the parameters after forward, and all-gather them again for backward. Unset: the same as for the block
+    that contains the modules. If unset, a unit with modules of several blocks or of the head is resharded only with
+    `fsdp_reshard_after_forward = "always"`, because backward needs this unit first."""
 
     unit_per: Literal["model", "block", "module"] = "model"
     """Number of FSDP2 units for the matched modules: one for the model (the fewest collectives), one per block, or one
@@ -62,9 +62,9 @@ class PrecisionConfig(Section):
     """Dtype of sharded parameters, of their gradients, and of the optimizer state."""
 
     frozen_storage_dtype: FloatDtype | None = None
-    """Storage dtype of parameters that are never trained (see `training.frozen`). They have no updates that bfloat16
-    would round away, so `bfloat16` halves their memory. The `storage_dtype` of a precision rule comes first. Unset:
-    `storage_dtype`."""
+    """Storage dtype of parameters that are never trained (see `training.frozen`). They get no updates that bfloat16
+    could round away, so `bfloat16` can halve their memory. The `storage_dtype` of a precision rule takes precedence.
+    Unset: `storage_dtype`."""
 
     param_dtype: FloatDtype = "bfloat16"
     """Dtype of all-gathered parameters, and therefore of the computation."""
@@ -81,12 +81,13 @@ class PrecisionConfig(Section):
     """FSDP2 units of the modules that rules match, and of trained modules in frozen blocks, such as adapters.
     `in_place`: the modules stay in the units of their blocks, so a rule adds no collective. A unit then has parameters
     of several dtypes, which needs torch 2.15. `own_unit`: the modules get units of their own. `auto`: in place, except
-    for rules that FSDP2 does not support there. These are rules with `unit_per` or `reshard_after_forward`, and rules
-    whose modules differ from their block in storage dtype or reduce dtype, or are unfrozen in different steps."""
+    for rules that FSDP2 does not support in place. These are rules with `unit_per` or `reshard_after_forward`, and
+    rules whose modules differ from their block in storage dtype, in reduce dtype, or in the step at which they are
+    unfrozen."""
 
     rules: Array[PrecisionRule] = ()
-    """Exceptions for modules that match by class or by path. The first rule that matches a module applies. A rule that
-    matches no module is an error."""
+    """Exceptions for modules, by class or by path. The first rule that matches a module applies. A rule that matches no
+    module is an error."""
 
 
 class BatchNormConfig(Section):
@@ -105,15 +106,15 @@ class BatchNormConfig(Section):
     of_frozen: Literal["update", "fixed"] = "update"
     """Running statistics of BatchNorm layers whose parameters are never trained (see `training.frozen`). `update`: the
     layers normalize with the statistics of the microbatch and update the running statistics. `fixed`: the layers
-    normalize with their running statistics, which do not change, as in evaluation. A layer without parameters follows
-    the trained ones."""
+    normalize with their running statistics, which do not change, as in evaluation. A layer without parameters counts as
+    trained."""
 
 
 class Float8Config(Section):
     """8-bit floating-point products of linear layers, in forward and backward, by torchao (`pip install
-    'titan-launch[float8]'`). The factors are scaled dynamically. Parameters keep their storage dtype. They are
-    all-gathered in `precision.param_dtype`, or with `all_gather` in 8 bits. The products require GPUs with FP8 tensor
-    cores: NVIDIA with compute capability 8.9 or later (H100, H200, B200, L40S)."""
+    'titan-launch[float8]'`). The factors of each product are scaled dynamically. Parameters keep their storage dtype.
+    They are all-gathered in `precision.param_dtype`, or in 8 bits with `all_gather`. The products require GPUs with FP8
+    tensor cores: NVIDIA with compute capability 8.9 or later (H100, H200, B200, L40S)."""
 
     enable: bool = False
     """Convert linear layers to 8 bits. This is faster only with `compile.enable`: without compilation each scaling is a
@@ -147,12 +148,12 @@ class KernelsConfig(Section):
     rule sets float32 compute in full float32 precision."""
 
     attention: Literal["auto", AttentionBackend] = "auto"
-    """Kernel of `F.scaled_dot_product_attention`. `auto` on a GPU: the first usable of `cudnn`, `flash`, `efficient`
-    and `math` (on other GPUs than Hopper, `flash` comes first; a model that may pass masks, such as a class of
-    `transformers`, does not use `cudnn`). The log names the chosen kernel, and says why each kernel before it cannot be
-    used. `auto` on a CPU: PyTorch's choice, or the blocked kernel of this package for causal attention in short
-    sequences, if it is faster. Any other value: this kernel of PyTorch; if it cannot be used, the run fails. `math`
-    stores all attention scores."""
+    """Kernel of `F.scaled_dot_product_attention`. `auto` on a GPU: the first usable kernel in the order `cudnn`,
+    `flash`, `efficient`, `math`. On GPUs other than Hopper, `flash` comes before `cudnn`. A model that may pass masks,
+    such as a class of `transformers`, does not use `cudnn`. The log names the chosen kernel, and the reason why each
+    kernel earlier in this order cannot be used. `auto` on a CPU: PyTorch's choice, or the blocked kernel of this
+    package for causal attention in short sequences, if it is faster. Any other value: this kernel of PyTorch; if it
+    cannot be used, the run fails. `math` stores all attention scores."""
 
     float32_precision: Literal["ieee", "tf32"] = "ieee"
     """Precision of matrix products and convolutions of float32 tensors on a GPU. `ieee`: full float32. `tf32`: the
@@ -162,4 +163,4 @@ class KernelsConfig(Section):
 
     bf16_reduced_precision_reduction: bool = True
     """Allow cuBLAS to add the partial results of a split bfloat16 product in bfloat16. This is PyTorch's default, and
-    faster. The sums within a part are always float32."""
+    it is faster. The sums within each part are always float32."""

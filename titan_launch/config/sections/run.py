@@ -64,18 +64,19 @@ class MetricsConfig(Section):
     for the device."""
 
     enable_tensorboard: bool = True
-    """Write TensorBoard event files to `tb/` in the run folder."""
+    """Write TensorBoard event files to the folder `tb/` of the run folder."""
 
     modules: Array[str] = ()
-    """Globs of modules to measure in every step that is reported: the norms of their gradients, parameters and updates,
-    and the scale of their outputs, also of the modules of each precision rule. The metrics are `learned/*` and
-    `activations/*`. Such a step needs memory for a float32 copy of these parameters. Outputs of compiled modules are
-    not measured."""
+    """Globs of modules to measure in every reported step. `learned/*` are the norms of their gradients, parameters and
+    updates. `activations/*` are the scales of their outputs, and of the outputs of the modules that each precision rule
+    matches. A measured step needs memory for a float32 copy of the parameters of these modules. With `compile.enable`,
+    outputs are not measured."""
     sinks: Annotated[Array[str], AfterValidator(_sinks)] = ()
     """Further destinations of the reports. `wandb`: Weights & Biases (`pip install 'titan-launch[wandb]'`), offline in
     the run folder without a login. `mlflow`: MLflow (`pip install 'titan-launch[mlflow]'`). `package.module:factory`: a
-    sink of your own: `factory(run)`, with a `SinkContext`, returns a `titan_launch.metrics.sinks.Sink`. A sink that
-    cannot be opened is an error at the start. One that fails later gets no more reports, and training continues."""
+    sink of your own; `factory(run)` gets a `SinkContext` and returns a `titan_launch.metrics.sinks.Sink`. A sink that
+    cannot be opened is an error at the start of the run. A sink that fails later gets no more reports, and training
+    continues."""
 
     peak_tflops_per_device: Annotated[float, Field(gt=0)] | None = None
     """Dense bf16 peak of one device in TFLOP/s, for the MFU. Default: the peak of the GPU, if it is known. Without a
@@ -92,7 +93,7 @@ class ProfilingConfig(Section):
     """First step of the profile, counted from 1. Unset: no profile, except by the signal."""
 
     num_steps: Annotated[int, Field(ge=1)] = 1
-    """Number of steps of the profile, which are in one trace."""
+    """Number of consecutive steps in the profile. They are in one trace."""
 
     ranks: Array[int] = (0,)
     """Ranks that write a profile."""
@@ -115,13 +116,13 @@ class DebugConfig(Section):
     Later steps are not affected. Unset: true for the `debug` flavor and for a model of your own."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Action if the loss or the gradient norm is not finite on any rank. The update is then skipped on all ranks.
-    `stop` ends the run with an error that names the step; on CUDA the run ends at the next report, and all steps until
-    then are skipped. `skip` continues the run."""
+    """Action if the loss or the gradient norm of a step is not finite on at least one rank. The update is then skipped
+    on all ranks. `stop` ends the run with an error that names the step; on CUDA the run ends at the next report, and
+    all steps until then are skipped. `skip` continues the run."""
 
     spike_sigma: Annotated[float, Field(gt=0)] | None = None
-    """Also skip a step if its loss or its gradient norm exceeds its mean by more than this number of standard
-    deviations. `spike_window` sets the steps of the mean. Unset: no step is skipped for this reason."""
+    """Also skip a step if its loss or its gradient norm exceeds the mean of earlier steps by more than this number of
+    standard deviations. `spike_window` sets the number of earlier steps. Unset: no step is skipped for this reason."""
 
     spike_window: Annotated[int, Field(ge=2, le=1024)] = 128
     """Number of steps from which the mean and the standard deviation for `spike_sigma` are computed: the latest steps
@@ -140,11 +141,12 @@ class DebugConfig(Section):
 
 
 class ProveConfig(Section):
-    """The small twin of the job that the command `prove` trains. Only this command reads these keys."""
+    """The twin: a small copy of the job, which the command `prove` trains. Only this command reads these keys, except
+    `certificate`."""
 
     args: Table = Field(default_factory=dict)
-    """Arguments of the model that the twin has in place of those in `[model.args]`: smaller sizes of a model of your
-    own, or of a class of `transformers` whose sizes are not known. A model of this package needs none."""
+    """Arguments of the twin's model, which replace those in `[model.args]`: smaller sizes of a model of your own, or of
+    a class of `transformers` whose sizes are not known. A model of this package does not need this table."""
 
     vocab_size: Annotated[int, Field(ge=2)] | None = None
     """Number of different tokens of the twin's data, at most 64. The twin's embedding must have as many rows. Default:
@@ -152,7 +154,7 @@ class ProveConfig(Section):
 
     certificate: str | None = None
     """File that `prove --out` wrote, relative to the working directory. `launch --require-proof` and the header of a
-    run read it in place of the cache of this host."""
+    run's log read this file instead of the certificates in the cache of this host."""
 
 
 UNWATCHED_GROUPS = ("checkpoint",)
@@ -209,8 +211,8 @@ class PlannerConfig(Section):
     (`job.device = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine."""
 
     margin_gib: Annotated[float, Field(ge=0)] | None = None
-    """Memory, in GiB, that must stay free below the limit. If a choice leaves less free, its verdict is not `fits`, and
-    `auto` does not take it. Default: 5 % of the limit, and on a GPU at least 0.5."""
+    """Memory, in GiB, that must stay free below the limit. A choice of modes that leaves less memory free does not have
+    the verdict `fits`, and `auto` does not take it. Default: 5 % of the limit, and on a GPU at least 0.5."""
 
     intra_node_gb_per_s: _Positive | None = None
     """Bandwidth of one GPU to other GPUs on its node, in GB/s (1e9 bytes, one direction). Default: the bandwidth of the
@@ -225,19 +227,20 @@ class PlannerConfig(Section):
 
     speeds: str | None = None
     """File that `titan-launch measure-device` wrote, relative to the working directory: measured times of matrix
-    products, attention, memory and collectives, from which step times are predicted. Default: the data sheet of the
-    device, at the shares of its figures that large operations reach."""
+    products, attention, memory and collectives, from which step times are predicted. Default: the figures of the
+    device's data sheet, reduced to the fractions that large operations reach."""
 
     mfu: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Fraction of the peak FLOP/s that a step reaches, instead of the times of single operations. The peak is
-    `metrics.peak_tflops_per_device`, or else that of the device. FLOPs of activation checkpointing count, as in HFU;
-    `throughput/mfu_percent` does not count them. Default: 0.38 if neither `speeds` is set nor the device is in the
-    table."""
+    """Fraction of the peak FLOP/s that a step reaches. If this key is set, step times are predicted from this fraction,
+    not from the times of single operations. The peak is `metrics.peak_tflops_per_device`, or else that of the device.
+    The FLOPs that activation checkpointing repeats count too, as in HFU; `throughput/mfu_percent` does not count them.
+    Default: 0.38 if neither `speeds` is set nor the device is in the table."""
 
     expert_load: Annotated[float, Field(ge=1)] = 1.0
     """Assumed imbalance with expert parallelism: the rows that the rank with the most rows receives for its experts,
-    divided by the mean of the ranks. 1 is a uniform load. At most `parallelism.expert_parallel_degree` counts: then one
-    rank computes all rows. Memory, traffic and time are those of this rank."""
+    divided by the mean of the ranks. 1 is a uniform load. Values above `parallelism.expert_parallel_degree` count as
+    this degree, with which one rank computes all rows. Memory, traffic and time are predicted for the rank with the
+    most rows."""
 
     overhead_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory outside of tensors, in GiB: the CUDA context and NCCL. Default: 2 on a GPU; on a CPU 0.5 for the

@@ -71,4 +71,5 @@ DTYPE_BYTES = {
 """Bytes per element, by dtype."""
 
 Table = dict[str, Any]
-"""A table whose keys the schema of the job file does not list. Which keys are valid depends on the model."""
+"""A table whose keys the schema of the job file does not list. The reader of the table decides which keys are valid,
+for example the model."""

@@ -28,7 +28,7 @@ class TokenizerConfig(Section):
 
     path: str | None = None
     """A `tokenizer.json`, or a folder that contains one, such as the folder of a Hugging Face model. `titan-launch
-    prepare --train-tokenizer` writes one. Only with `kind = "huggingface"`."""
+    prepare --train-tokenizer` writes such a file. Only with `kind = "huggingface"`."""
 
     end_of_document: str | None = None
     """Name of the special token that ends each document. Default: the `eos_token` of the `tokenizer_config.json` beside
@@ -43,14 +43,17 @@ _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
 MOST_BYTES = 64 * MIB
-"""Limit of a `tokenizer.json`. The largest ones that are published have 35 MB, and one with 900,000 tokens 60 MB."""
+"""Limit of the size of a `tokenizer.json`. The largest published files have 35 MB. A file with 900,000 tokens has 60
+MB."""
 
 _MOST_VALUES, _MOST_KEYS = 4_000_000, 1_500_000
-"""Limits of the values and of the keys in a `tokenizer.json`. Those with 260,000 tokens and 580,000 merges have about
-2,000,000 values, and those with 900,000 tokens and their scores 2,700,000. A token without a score is a key."""
+"""Limits of the number of values, and of the number of keys, in a `tokenizer.json`. A file with 260,000 tokens and
+580,000 merges has about 2,000,000 values. A file with 900,000 tokens and their scores has 2,700,000 values. A token
+without a score is a key."""
 
 _UNUSED_IDS = 100_000
-"""Ids that may be unused, besides one for each token. The largest id decides the number of rows of embeddings."""
+"""Number of ids that may be unused, besides one unused id per token. The number is limited because the largest id
+decides how many rows the embedding has."""
 
 
 def tokenizer_file(config: TokenizerConfig) -> Path:
@@ -100,7 +103,7 @@ def special_token(config: TokenizerConfig) -> str:
 
 
 _MOST_COMPARED = 10_000
-"""Names that are compared with a misspelt one, which takes up to a second."""
+"""Largest number of names that are compared with a misspelt name. The comparison takes up to a second."""
 
 
 def _tokens(config: TokenizerConfig) -> dict[str, int]:
@@ -118,8 +121,9 @@ def _tokens(config: TokenizerConfig) -> dict[str, int]:
 
 @lru_cache(maxsize=4)
 def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
-    """Return the id of each token, as the package `tokenizers` finds it. Raises OSError, and ValueError for content of
-    another form. `state`: state of the file."""
+    """Return the id of each token, the same ids as the package `tokenizers`. Raises OSError, and ValueError if the
+    content is not that of a `tokenizer.json`. `state`: state of the file, so that a changed file is parsed again
+    despite the cache."""
     from titan_launch.core.json_files import parse_json  # imported here: most job files do not need it
 
     try:
@@ -138,7 +142,7 @@ def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
         name = token.get("content") if isinstance(token, dict) else None
         if not isinstance(name, str) or not _is_id(token.get("id")):
             raise ValueError(f'"added_tokens.{index}" is not an object with a string "content" and a whole number "id"')
-        if name:  # the package gives a new token the next id, whatever its "id" says
+        if name:  # the package gives a new token the next free id and ignores its "id"
             last = max(last, tokens.setdefault(name, max(size, last + 1)))
     if not tokens:
         raise ValueError('"model.vocab" has no tokens')
@@ -146,7 +150,7 @@ def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
 
 
 def _vocabulary(found: Any) -> dict[str, int]:
-    """Return the id of each token of a model. Raises ValueError."""
+    """Return the id of each token in "model.vocab". Raises ValueError if it has another form."""
     if isinstance(found, list):  # Unigram: [token, score] by id
         for index, pair in enumerate(found):
             if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
@@ -157,9 +161,9 @@ def _vocabulary(found: Any) -> dict[str, int]:
     largest = 2 * len(found) + _UNUSED_IDS
     for name, number in found.items():
         if not _is_id(number) or number > largest:
-            limit = f"whole numbers up to {largest:,}: two for each token, and {_UNUSED_IDS:,}"
+            limit = f"a whole number from 0 to {largest:,} (2 x the number of tokens + {_UNUSED_IDS:,})"
             place = f'the id of "{one_line(name[:40])}" in "model.vocab"'
-            raise ValueError(f"{place} is {number!r:.40}, but ids are {limit}")
+            raise ValueError(f"{place} is {number!r:.40}, but an id must be {limit}")
     tokens: dict[str, int] = found
     return tokens
 
@@ -169,7 +173,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _named_beside(config: TokenizerConfig) -> str:
-    """Return the end-of-sequence token that the `tokenizer_config.json` beside the file names; "" without one."""
+    """Return the `eos_token` in the `tokenizer_config.json` beside the file; "" if there is none."""
     path = tokenizer_file(config).with_name(SETTINGS_FILE)
     name = read_settings(path, ("tokenizer", "path"), config.path).get("eos_token")
     name = name.get("content", "") if isinstance(name, dict) else name or ""
@@ -180,8 +184,8 @@ def _named_beside(config: TokenizerConfig) -> str:
 
 
 def read_settings(path: Path, key: KeyPath, value: object) -> dict[str, Any]:
-    """Return the content of a `tokenizer_config.json`; nothing if it is missing. Raises ConfigError on `key`, which has
-    `value`, for a file of another form."""
+    """Return the content of a `tokenizer_config.json`; an empty dict if the file is missing. Raises ConfigError if the
+    file cannot be read or is not a JSON object. `key` and `value`: key of the error, and its value in the job."""
     from titan_launch.core.json_files import read_json
 
     try:

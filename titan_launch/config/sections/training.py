@@ -32,9 +32,10 @@ class TrainingConfig(Section):
 
     local_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
     """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number that divides
-    the samples of a rank and is planned to fit into memory, in the modes that the job sets or that `auto` may choose.
-    It requires `global_batch_size`, so the training does not change. A run logs the number, and first tries three steps
-    with it in a process of its own; if they run out of memory, it takes the next smaller number."""
+    the samples per step of a rank and whose predicted memory fits, with the modes that the job sets or that an `auto`
+    of another key may choose. `auto` requires `global_batch_size`, so that the number does not change the training. A
+    run logs the number. Before it trains, it tries three steps in a separate process. If these steps run out of memory,
+    the run tries the next smaller number."""
 
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
     """Samples per optimizer step, over all ranks and microbatches. The number of microbatches per step is
@@ -47,9 +48,9 @@ class TrainingConfig(Section):
     epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Epochs of the whole run, in place of `steps`: passes over the training data, such as 3 or 0.5. When a run has
     opened its data, it computes `steps` as `epochs` x samples / `global_batch_size`, rounded up. With a mixture, an
-    epoch has as many samples as all sources together. A stream has no epochs. A file sets `steps` or `epochs`; a file
-    that extends it, or an override, replaces either by the other. The `config.json` of a run has both, where `steps` is
-    the computed number."""
+    epoch has as many samples as all sources together. A stream has no epochs. A file sets either `steps` or `epochs`.
+    If a file that extends it, or an override, sets the other key, that key replaces the first one. The `config.json` of
+    a run has both keys; its `steps` is the computed number."""
 
     max_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum gradient norm over all parameters. A larger gradient is scaled down to this norm. 0 disables clipping;
@@ -63,12 +64,12 @@ class TrainingConfig(Section):
 
     frozen: Array[str] = ()
     """Globs of the parameters to freeze. All other parameters are trained. Set `frozen` or `trainable`, not both.
-    `precision.frozen_storage_dtype` stores frozen parameters in a smaller dtype; `batchnorm.of_frozen` decides about
-    the statistics of frozen BatchNorms."""
+    `precision.frozen_storage_dtype` can store frozen parameters in a smaller dtype. `batchnorm.of_frozen` decides
+    whether frozen BatchNorms update their running statistics."""
 
     unfreeze: Array[Unfreeze] = ()
     """Parameters that are frozen for a number of steps and trained afterwards, whatever `trainable` and `frozen` say
-    about them. The first entry that ends decides, if several match a parameter."""
+    about them. If several entries match a parameter, the smallest `after_step` applies."""
 
     enable_cpu_offload: bool = False
     """Keep sharded parameters, their gradients and the optimizer state in host memory, and update the parameters there.
@@ -90,7 +91,7 @@ class TrainingConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """`steps` of a job whose data is open, or of a job without `epochs`."""
+        """The number of steps. It is known in a job without `epochs`, and in any job after its data was opened."""
         assert self.steps is not None, "the data decides how many steps the epochs are"
         return self.steps
 
@@ -105,20 +106,20 @@ class AccumulationMode:
     """When the gradients of a step's microbatches are communicated: after every microbatch, or after the last one."""
 
     reduce_scatters_each: bool
-    """Reduce-scatter after every microbatch. Otherwise every rank sums unsharded gradients until the last one."""
+    """Reduce-scatter after every microbatch. False: every rank sums unsharded gradients until the last microbatch."""
 
     all_reduces_each: bool
     """All-reduce between the replicas (HSDP) after every microbatch."""
 
     @property
     def defers(self) -> bool:
-        """True if gradients of several microbatches are summed before all of their communication, in the reduce
-        dtype."""
+        """True if gradients of several microbatches are summed, in the reduce dtype, before at least one of their
+        collectives."""
         return not (self.reduce_scatters_each and self.all_reduces_each)
 
     @property
     def needs_all_reduces(self) -> bool:
-        """True if the mode differs from `immediate` only where replicas all-reduce."""
+        """True if the mode differs from `immediate` only in a job whose replicas all-reduce gradients (HSDP)."""
         return self.reduce_scatters_each and not self.all_reduces_each
 
 
@@ -127,9 +128,9 @@ ACCUMULATION_MODES: Mapping[str, AccumulationMode] = {
     "deferred_all_reduce": AccumulationMode(reduce_scatters_each=True, all_reduces_each=False),
     "deferred": AccumulationMode(reduce_scatters_each=False, all_reduces_each=False),
 }
-"""The modes by name; later ones send less. Accumulation, rules, `auto`, traffic and the replay of a step read this
-table. A new mode is a row, described in the docstring of `GradientAccumulationConfig.mode` and in
-docs/how_to/gradient_accumulation.md, which tests compare with the table."""
+"""The modes by name; later modes send less. Gradient accumulation, rules, `auto`, predicted traffic and the replay of a
+step read this table. To add a mode, add a row, and describe it in the docstring of `GradientAccumulationConfig.mode`
+and in docs/how_to/gradient_accumulation.md. Tests compare both texts with the table."""
 
 
 class GradientAccumulationConfig(Section):
@@ -151,7 +152,8 @@ class GradientAccumulationConfig(Section):
 
     @property
     def row(self) -> AccumulationMode:
-        """The row of the mode. Raises ValueError for `auto`, in place of which a mode must be chosen first."""
+        """The row of the mode in `ACCUMULATION_MODES`. Raises ValueError for `auto`, which `plan.auto_mode` must
+        resolve first."""
         if self.mode == "auto":
             raise ValueError("gradient_accumulation.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
         return ACCUMULATION_MODES[self.mode]
@@ -234,13 +236,13 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay of all parameters except for norms, biases and embeddings. AdamW and Muon decouple it from the
     gradient; their default is 0.1. SGD adds `weight_decay` times the parameter to the gradient (L2 regularization, as
-    `torch.optim.SGD`); its default is 0. A parameter group may have an algorithm with the other kind of weight decay
-    than `name`. This value does not apply to such a group. The group uses the default of its algorithm."""
+    `torch.optim.SGD`); its default is 0. If the algorithm of a parameter group has the other kind of weight decay than
+    `name`, this value does not apply to the group. The group then uses the default of its algorithm."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """PyTorch's implementation of AdamW and SGD. `fused` is the fastest on CPU and CUDA. With the others the host waits
-    for the device before every update, to find out whether the step is skipped. (With `state_dtype`, `rounding` or
-    `master_weights` this package's own implementation is used, which does not wait.)"""
+    """PyTorch's implementation of AdamW and SGD. `fused` is the fastest on CPU and CUDA. With the other two, the host
+    waits for the device before every update, to find out whether the step is skipped. (With `state_dtype`, `rounding`
+    or `master_weights`, this package's own implementation is used, and the host does not wait.)"""
 
     state_dtype: FloatDtype | Literal["int8"] | None = None
     """Dtype of the optimizer's moments (SGD: of the momentum). Unset: the storage dtype of each parameter. `int8`: 8
@@ -249,11 +251,11 @@ class OptimizerConfig(Section):
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of updated parameters and moments that are stored in bfloat16. `stochastic` rounds up or down at random,
-    so that the expected value is exact. Updates that are too small for bfloat16 are then not lost on average."""
+    so that the expected value is exact. So updates that are too small for bfloat16 are not lost on average."""
 
     master_weights: bool = False
     """Keep a sharded float32 copy of parameters that are stored in bfloat16. The optimizer updates the copy, and then
-    rounds the copy to the stored parameters."""
+    rounds it to bfloat16 and stores the result in the parameters."""
 
     muon: MuonConfig = Field(default_factory=MuonConfig)
     """Settings of Muon."""
@@ -270,9 +272,9 @@ class _Schedule(Section):
     """The keys that all schedules have."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises linearly to its peak. If warm-up and decay take more than
-    `training.steps`, warm-up is clipped to `training.steps`, and the decay to the steps after warm-up. A log line
-    reports this."""
+    """Steps over which the learning rate rises linearly to its peak. If warm-up and decay together take more than
+    `training.steps`, warm-up is cut to at most `training.steps`, and the decay to the steps after warm-up. A log line
+    reports the cut."""
 
 
 class _Decaying(_Schedule):
@@ -332,8 +334,8 @@ class EMAConfig(Section):
     average then covers about the last `1 / (1 - decay)` updates. Unset: no average."""
 
     warmup: bool = False
-    """Use the decay `(1 + n) / (10 + n)` in update number n, counted from 0, while that is smaller than `decay`. The
-    first parameters then do not dominate the average of a short run."""
+    """Use the decay `(1 + n) / (10 + n)` in update number n, counted from 0, while this value is smaller than `decay`.
+    The first parameters then do not dominate the average of a short run."""
 
     start_step: Annotated[int, Field(ge=0)] = 0
     """Last step after which the average is a copy of the parameters. Averaging begins with the next update."""
@@ -344,4 +346,5 @@ class EMAConfig(Section):
     validate_with: Literal["both", "ema", "parameters"] = "both"
     """Weights to validate. `ema`: the average, with the metrics `validation/ema_loss` and `validation/ema_accuracy`.
     `parameters`: the parameters, with `validation/loss` and `validation/accuracy`. `both` takes twice the time.
-    `checkpoint.keep_best` and `validation.patience` compare `validation/loss`; with `ema`, `validation/ema_loss`."""
+    `checkpoint.keep_best` and `validation.patience` compare `validation/loss`, or `validation/ema_loss` with
+    `validate_with = "ema"`."""

@@ -1,4 +1,4 @@
-"""Corpora, by the `kind` of their section."""
+"""The classes of corpora, by the `kind` of their section."""
 
 from titan_launch.data.corpora.chat import ChatCorpus, PreferenceCorpus
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
@@ -15,4 +15,5 @@ CORPORA: dict[str, type[Corpus]] = {
     "parquet": ParquetCorpus,
     "huggingface": HuggingFaceCorpus,
 }
-"""The corpus of each kind of data that can be tokenized: when a run starts, or by `titan-launch prepare`."""
+"""The class for each kind of text. A run tokenizes the text when it starts, or `titan-launch prepare` does so
+before."""

@@ -1,6 +1,6 @@
-"""Chats, and pairs of answers, in JSON lines, through the chat template of a tokenizer.
+"""Corpora of chats, and of pairs of answers, in JSON lines. A chat template turns each chat into text.
 
-Only the assistant's turns are targets.
+By default, only turns of the assistant are targets (`train_on`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ChatCorpus(LinesCorpus):
 
     @property
     def identity(self) -> Sequence[object]:
-        """The template and the longest chat also decide the tokens."""
+        """The template, its variables and the length of a sample also decide the tokens."""
         return [self.template.text, str(self.template.variables), self.seq_len]
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
@@ -78,13 +78,13 @@ class ChatCorpus(LinesCorpus):
         return Encoded(chat.tokens[kept], targets)
 
     def encode(self, contents: Sequence[Encoded]) -> list[Encoded]:
-        """Return the documents, which are tokens already."""
+        """Return `contents` unchanged, because `document` has already tokenized the chats."""
         return list(contents)
 
 
 class PreferenceCorpus(ChatCorpus):
-    """One pair of answers per line. Each pair is two documents: the chat that was chosen, and the one that was
-    rejected."""
+    """One pair of answers per line. Each pair is two documents: the chat with the chosen answer, and the chat with the
+    rejected answer."""
 
     remedy = "name files with one pair of answers per line"
     has_pairs = True
@@ -117,7 +117,8 @@ ANSWERS = ("chosen", "rejected")
 def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
     """Return the messages of the chosen and of the rejected chat of a line. Raises RecordError for any other line.
 
-    - `{"chosen": [messages], "rejected": [messages]}`: whole chats; a `prompt` beside them repeats what they contain
+    - `{"chosen": [messages], "rejected": [messages]}`: whole chats; a `prompt` beside them is ignored, because they
+      contain it
     - `{"prompt": ..., "chosen": ..., "rejected": ...}`: texts, or arrays of messages; the answers follow the prompt
 
     A string `system` becomes the first message.
@@ -167,8 +168,8 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
 
 
 def chat_keys(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys that make a line a chat: the key of its messages, or those of a question and its answer. Return
-    no keys for any other line."""
+    """Return the keys that make a line a chat: the key of its messages, or the keys of a question and its answer.
+    Return an empty tuple for any other line."""
     if whole := next((name for name in ("messages", "conversations") if name in record), None):
         return (whole,)
     question = next((name for name in ("prompt", "instruction") if name in record), None)
@@ -203,7 +204,7 @@ def _named(message: dict[str, Any]) -> Message:
 
 
 def _within(offsets: Offsets, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Return True for each token with a character in a span. `offsets`: first character of each token, and its end."""
+    """Return True for each token that has a character in a span, and False for the other tokens."""
     starts, stops = offsets.T
     within = np.zeros(len(starts), np.bool_)
     for span in spans:

@@ -36,15 +36,17 @@ _OLDEST_JINJA = (3, 1, 6)
 """Templates can leave the sandbox of earlier releases (CVE-2025-27516)."""
 
 _MOST_BYTES = MIB
-"""Limit of a file with a template. Those that are published have up to 50 kB."""
+"""Limit of the bytes of a file with a template. Published templates have up to 50 kB."""
 
 _SECONDS_PER_MESSAGE = 0.01
-"""CPU time for each message. A chat is rendered several times for each answer in it."""
+"""Seconds of CPU time that are allowed for each message of a chat. For each answer, the chat is rendered several
+times."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template of a key in the job file. The templates of other people run in the helper process, with limits."""
+    """The template that a key of the job file names. Templates of other people run in the helper process, with
+    limits."""
 
     renderer: Renderer
     key: KeyPath
@@ -67,18 +69,18 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Any, train_on: Literal["assistant", "last", "all"]
     ) -> tuple[str, list[Span]]:
-        """Return the text of a chat, and its parts that are targets, as `Renderer.render`. Raises RecordError, and
+        """Return the text of a chat, and its parts that are targets (see `Renderer.render`). Raises RecordError, and
         ConfigError if the template needs too much memory or time."""
         text, spans = self._rendered("render", messages, tools, train_on)
         return text, spans
 
     def prompt(self, messages: Sequence[Message], allows_special: bool = False) -> str:
-        """Return the text of a chat up to the answer that follows, as `Renderer.prompt`. The errors are those of
-        `render`."""
+        """Return the text of a chat up to the answer that a model is to generate (see `Renderer.prompt`). Raises the
+        errors of `render`."""
         return str(self._rendered("prompt", messages, allows_special))
 
     def end_of_answer(self) -> str:
-        """Return the text that ends an answer, as `Renderer.end_of_answer`. Raises ConfigError."""
+        """Return the text that ends an answer (see `Renderer.end_of_answer`). Raises ConfigError."""
         return str(self.call("end_of_answer"))
 
     def _rendered(self, method: str, messages: Sequence[Message], *arguments: Any) -> Any:
@@ -113,8 +115,8 @@ class ChatTemplate:
 def template_of(
     config: ChatData, tokenizer: Tokenizer, key: KeyPath, further_folder: Path | None = None
 ) -> ChatTemplate:
-    """Return the template of chats, with the variables and the date that `config` sets. The arguments and errors are
-    those of `load_template`."""
+    """Return the template of chats, with the variables and the date that `config` sets. See `load_template` for the
+    other arguments and the errors."""
     today = date.fromisoformat(config.date)
     dated = {"date_string": today.strftime("%d %b %Y")} if dict(config.changed("date")) else {}
     return load_template(config.template, dated | config.template_args, today, tokenizer, key, further_folder)
@@ -128,9 +130,12 @@ def load_template(
     key: KeyPath,
     further_folder: Path | None = None,
 ) -> ChatTemplate:
-    """Return the template that the key `template` names: by default that of the tokenizer's folder, or else of
-    `further_folder`. Raises ConfigError on `key`. `variables`: further variables of the template. `today`: the date of
-    `strftime_now`."""
+    """Return the template with its variables. Raises ConfigError on `key`.
+
+    `template`: value of the key `template`, a name in TEMPLATES or a file. None: the template in the tokenizer's folder
+    or, without one, in `further_folder`. `variables`: variables of the template besides the special tokens. `today`:
+    the date of `strftime_now`. `key`: path of the key `template`.
+    """
     folder = tokenizer.folder
     if template is None:
         text = _of_folders([found for found in (folder, further_folder) if found is not None], key)
@@ -148,7 +153,8 @@ def load_template(
 
 
 def _of_folders(folders: Sequence[Path], key: KeyPath) -> str:
-    """Return the first template in folders of tokenizers: a file, a string, or the one with the name `default`."""
+    """Return the first template in the folders of tokenizers. A folder has it as a file, or in the settings of its
+    tokenizer: as a string, or in a list under the name `default`."""
     for folder in folders:
         if os.path.lexists(folder / TEMPLATE_FILE):
             return _read(folder / TEMPLATE_FILE, key, None)

@@ -1,4 +1,4 @@
-"""The interface of corpora. A corpus is documents in files, which `data.prepare` turns into token files."""
+"""The interface of corpora. A corpus is a set of documents in files. `data.prepare` turns it into token files."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Part:
     """Approximate size, for the progress bar."""
 
     start: int = 0
-    """First byte, row or group of rows. The corpus decides which of them a range counts."""
+    """First byte, row or row group of the part. The class of the corpus decides which of these units it counts."""
 
     stop: int | None = None
-    """End of the range; None: the end of the files."""
+    """End of the part, in the unit of `start`; None: the end of the files."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Document:
     """A document before its tokenization."""
 
     name: str | bytes
-    """Name or content that decides to which split the document belongs."""
+    """Name of the document, or its content. It decides to which split the document belongs."""
 
     content: Any
     """The input of `Corpus.encode`: UTF-8 bytes, unless the corpus has an `encode` of its own."""
@@ -68,7 +68,7 @@ class Skipped:
     """A file or a document that is not used."""
 
     reason: str
-    """Such as `not UTF-8 text`; skipped documents are counted by reason."""
+    """Reason such as `not UTF-8 text`. Skipped files and documents are counted by reason."""
 
     name: str
 
@@ -108,15 +108,15 @@ class Corpus(ABC):
 
     @property
     def left_out(self) -> str:
-        """Text about files beside those of the corpus that are not read; "" if there are none."""
+        """Text about other files in the folders of the corpus, which are not read; "" if there are none."""
         return ""
 
     @cached_property
     def part_bytes(self) -> int:
-        """Approximate size of a part: 1/256 of the corpus, but between 1 MiB and 1 GiB.
+        """Approximate size of a part in bytes: 1/256 of the corpus, but between 1 MiB and 1 GiB.
 
-        So processes end at nearly the same time, and an interrupted preparation loses little. The number of shards
-        stays small, because each costs some files.
+        With small parts, processes end at nearly the same time, and an interrupted preparation loses little. But each
+        part becomes a shard of several files, so their number must not be large.
         """
         return min(max(sum(file.size for file in self.files) // _PARTS, 1 << 20), 1 << 30)
 
@@ -147,6 +147,7 @@ def in_split(name: str | bytes, config: CorpusData) -> bool:
 
 
 def is_held_out(name: str | bytes, percent: int) -> bool:
-    """Return True if document `name` belongs to the `percent` % of validation documents. Only the arguments decide."""
+    """Return True if document `name` belongs to the `percent` % of the documents for validation. The result depends
+    only on the arguments."""
     data = name if isinstance(name, bytes) else name.encode(errors="surrogateescape")
     return zlib.crc32(data) % 100 < percent

@@ -16,10 +16,10 @@ from titan_launch.data.corpora.records import RecordCorpus, RecordError
 from titan_launch.data.corpora.text_files import LEAST_RECORD, FileCorpus, is_compressed, most_of_records
 
 MOST_LINE = 32 * MIB
-"""Limit of the bytes of a line. Its values may take 20 times as much memory."""
+"""Limit of the bytes of a line. The values of a line may take 20 times as much memory."""
 
 _MOST_CONTAINERS = 2_000_000
-"""Limit of the arrays and objects in a line. Brackets in texts count, too."""
+"""Limit of the number of arrays and objects in a line. Brackets in strings also count."""
 
 
 class LinesCorpus(FileCorpus, RecordCorpus):
@@ -66,8 +66,8 @@ class LinesCorpus(FileCorpus, RecordCorpus):
         return [Part((file,), min(step, file.size - start), start, start + step) for start in starts]
 
     def lines(self, file: File, part: Part) -> Iterator[bytes]:
-        """Yield the lines of a file that begin in the range of a part. Of a line that is too long, only the beginning
-        is yielded."""
+        """Yield the lines of a file that begin in the range of a part. If a line is longer than MOST_LINE, yield only
+        its beginning. Raises ConfigError if a compressed file has more content than its limit."""
         stop = part.stop or _NO_END
         limit = most_of_records(file) if is_compressed(file) else _NO_END
         with self.opened(file) as stream:
@@ -97,7 +97,7 @@ class LinesCorpus(FileCorpus, RecordCorpus):
 _NO_END = 1 << 62
 
 _SKIPPED_BYTES = MIB
-"""Bytes that are read at a time of a line that is not used."""
+"""Number of bytes that are read at a time when the rest of a line is skipped."""
 
 
 def _skip_line(stream: BinaryIO, limit: int) -> int:
@@ -145,8 +145,10 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _of_array(line: bytes) -> str:
-    """Return a remedy for the first line of a file that is one array of objects."""
-    return "; of an array, jq -c '.[]' FILE writes each object as a line" if _ARRAY.match(line) else ""
+    """Return a remedy if `line` begins an array of objects, because the whole file may be one array; "" otherwise."""
+    return (
+        "; the file may be one JSON array: jq -c '.[]' FILE writes each object as a line" if _ARRAY.match(line) else ""
+    )
 
 
 _ARRAY = re.compile(rb"\s*\[\s*({|$)")

@@ -17,10 +17,10 @@ from titan_launch.data.corpora.records import BATCH_ROWS, ColumnCorpus
 from titan_launch.data.corpora.text_files import LEAST_RECORD, FileCorpus, most_of_records
 
 _MOST_DICTIONARY = 32 * MIB
-"""Limit of the bytes of a dictionary. Writers end dictionaries at 1 MiB."""
+"""Limit of the bytes of the dictionary of a column. Writers usually limit dictionaries to 1 MiB."""
 
 _AT_ONCE = 32 * MIB
-"""Limit of the bytes of the rows that are read at a time, if each is as large as the dictionary."""
+"""Limit of the bytes of the rows that are read at a time, if each row had the size of the whole dictionary."""
 
 
 class ParquetCorpus(FileCorpus, ColumnCorpus):
@@ -48,8 +48,8 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
                 yield document
 
     def _batches(self, table: Any, stream: BinaryIO, file: File, groups: Iterable[int]) -> Iterator[Any]:
-        """Yield the rows of groups, as many at a time as fit into memory: a dictionary has values that any number of
-        rows may repeat."""
+        """Yield the rows of row groups in batches that fit into memory. Any number of rows may repeat a value of the
+        dictionary, so the size of the dictionary limits the number of rows in a batch."""
         from pyarrow.parquet import ParquetFile
 
         column = self.config.column
@@ -90,7 +90,7 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
         with self._table(file) as (table, _):
             last, column = table.num_row_groups - 1, table.schema_arrow.names.index(self.config.column)
             for group in range(table.num_row_groups):
-                # Damaged metadata end the process in the line after this one, but are an exception in a reader.
+                # With damaged metadata, this read raises an exception. The next line would crash the process.
                 next(table.iter_batches(1, [group], [self.config.column], use_threads=False), None)
                 in_group = table.metadata.row_group(group).column(column).total_uncompressed_size
                 of_all += in_group

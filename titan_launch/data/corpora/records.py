@@ -11,25 +11,25 @@ from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora.interface import Corpus, Document, Skipped
 
 BATCH_ROWS = 1000
-"""Rows that are read at a time."""
+"""Number of rows that are read at a time."""
 
 _SHOWN = 500
-"""Limit of the characters of a record's names in an error."""
+"""Limit of the characters that an error quotes from a record, or from the names of columns."""
 
 
 class RecordError(Exception):
-    """A record that cannot be used."""
+    """Error for a record that cannot be used."""
 
     def __init__(self, reason: str, detail: str = "", key: str = "path", on_error: Literal["stop", "skip", ""] = ""):
-        """`reason`: text after "is", by which skipped records are counted: `not valid JSON`. `detail`: further words
-        for the error. `key`: key of the section that may be wrong. `on_error`: the reaction, if `key` sets it instead
-        of the key `on_error`."""
+        """`reason`: text that follows "is" in the error, such as `not valid JSON`; skipped records are counted by
+        reason. `detail`: further text for the error. `key`: key of the section that may be wrong. `on_error`: the value
+        of `key`, if `key` decides what happens to the record; "" if the key `on_error` decides it."""
         self.reason, self.detail, self.key, self.on_error = reason, detail, key, on_error
         super().__init__(reason)
 
 
 class RecordCorpus(Corpus):
-    """A corpus whose documents are records. `on_error` decides what happens to those without text."""
+    """A corpus whose documents are records. If a record cannot be used, the key `on_error` decides what happens."""
 
     config: RecordsData
     unit = "row"
@@ -44,7 +44,8 @@ class RecordCorpus(Corpus):
         return Document(content, content, file)
 
     def failed(self, error: RecordError, where: str) -> Skipped:
-        """Return the skipped record of an error. Raises ConfigError if `on_error` is "stop"."""
+        """Return the record of an error as skipped, or raise ConfigError if `on_error` is "stop". `where`: name of the
+        record."""
         if (error.on_error or self.config.on_error) == "skip":
             return Skipped(error.reason, where)
         detail = f" ({one_line(error.detail[:_SHOWN])})" if error.detail else ""
@@ -55,11 +56,12 @@ class RecordCorpus(Corpus):
 
 
 def utf8(text: str) -> bytes:
-    """Return the text as bytes. Raises RecordError for text that JSON can represent, but UTF-8 cannot."""
+    """Return the text in UTF-8. Raises RecordError for half of a surrogate pair, which JSON can represent, but UTF-8
+    cannot."""
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise RecordError("not valid Unicode", "it has a part of a surrogate pair") from None
+        raise RecordError("not valid Unicode", "it has half of a surrogate pair") from None
 
 
 _TYPES: dict[type, str] = {
@@ -78,7 +80,8 @@ class ColumnCorpus(RecordCorpus):
     config: ParquetData | HuggingFaceData
 
     def check_column(self, schema: Any, where: str) -> None:
-        """Raise ConfigError if a `pyarrow.Schema` has no such column, or if the column is not text."""
+        """Raise ConfigError if a `pyarrow.Schema` does not have the column with the text, or if the column is not text.
+        `where`: name of the data."""
         key, column, types = (
             (*self.key, "column"),
             self.config.column,
@@ -112,7 +115,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _bytes_of(column: Any) -> Sequence[bytes | None]:
-    """Return the values of a column of text. Arrow does not check that they are UTF-8."""
+    """Return the values of a column of text as bytes, because Arrow does not check that they are UTF-8."""
     values: Sequence[bytes | None] = column.cast("large_binary").to_pylist()
     return values
 

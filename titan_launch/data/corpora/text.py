@@ -9,7 +9,7 @@ from titan_launch.data.corpora.interface import Document, Part, Skipped
 from titan_launch.data.corpora.text_files import MOST_DOCUMENT, FileCorpus, is_compressed
 
 _CHECKED_BYTES = 1 << 20
-"""Bytes per chunk in which `is_text` decodes a file."""
+"""Number of bytes that `is_text` decodes at a time."""
 
 
 class TextCorpus(FileCorpus):
@@ -32,7 +32,7 @@ class TextCorpus(FileCorpus):
 
 
 def is_text(data: bytes) -> bool:
-    """Return True if a file is valid UTF-8 without NUL bytes. Decoding in chunks saves memory."""
+    """Return True if the content of a file is valid UTF-8 without NUL bytes. Decoding in chunks saves memory."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, len(data), _CHECKED_BYTES):

@@ -18,13 +18,14 @@ from titan_launch.core.packages import not_installed
 from titan_launch.data.corpora.interface import Corpus, File, Part
 
 MOST_DOCUMENT = 256 * MIB
-"""Limit of the decompressed bytes of a document beyond ten times the size of its file."""
+"""A compressed document may decompress to ten times the bytes of its file, and this many more."""
 
 MOST_RECORDS = 64 * MIB
-"""Limit of the decompressed bytes of lines or rows beyond a hundred times the size of their file."""
+"""The lines or rows of a compressed file may decompress to a hundred times the bytes of the file, and this many
+more."""
 
 LEAST_RECORD = 256
-"""Bytes as which a line or row counts at least. The time for empty ones would have no limit otherwise."""
+"""A shorter line or row counts as this many bytes. Otherwise the limit would allow any number of empty lines."""
 
 
 class FileCorpus(Corpus):
@@ -55,7 +56,7 @@ class FileCorpus(Corpus):
 
     @property
     def left_out(self) -> str:
-        """The numbers of files in the folders that are not read, by the ends of their names."""
+        """Text with the number of files in the folders that are not read, by the ends of their names."""
         return describe_ends(files_left_out(self.config.path, self.config.suffixes))
 
     def parts(self) -> list[Part]:
@@ -77,7 +78,8 @@ class FileCorpus(Corpus):
 
     @contextmanager
     def opened(self, file: File) -> Iterator[BinaryIO]:
-        """Open a file for the block, which reads decompressed content. Raises ConfigError if it cannot be read."""
+        """Open a file until the end of the block, and decompress its content. Raises ConfigError if the file cannot be
+        read."""
         decompress, damage = self._decompressor(file)
         try:
             with open_regular(file.path) as raw, decompress(raw) as stream:
@@ -114,6 +116,6 @@ def is_compressed(file: File) -> bool:
 
 
 def most_of_records(file: File) -> int:
-    """Return the limit of the bytes of a compressed file's lines or rows after decompression, of which each counts as
-    LEAST_RECORD or more."""
+    """Return how many bytes the lines or rows of a compressed file may have after decompression. Each line or row
+    counts as at least LEAST_RECORD bytes."""
     return 100 * file.size + MOST_RECORDS

@@ -31,12 +31,12 @@ Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
 Labels = npt.NDArray[np.int64]
 
 _DIGITS_FILE = "datasets/data/digits.csv.gz"
-"""File of the package `sklearn`. A line has the 64 pixels of an image, and its label."""
+"""File in the package `sklearn`. Each line has the 64 pixels of an image, and the label of the image."""
 
 _DIGITS_MAXIMUM = 16
 
 MOST_CLASSES = 1 << 20
-"""Limit of the numbers of classes. The classifier of a model has a row of weights for each."""
+"""Limit of the number of classes. The classifier of a model has a row of weights for each class."""
 
 _HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -44,7 +44,7 @@ _MOST_HEADER = 10_000
 """Limit of the bytes of an array's header, as in NumPy."""
 
 _MOST_EXPANDED = 256 * MIB
-"""Limit of the bytes of a compressed array beyond ten times the size of its file. Memory holds such an array."""
+"""A compressed array may have ten times the bytes of its file, and this many more. It is decompressed into memory."""
 
 
 class ArrayImages:
@@ -61,7 +61,8 @@ class ArrayImages:
         return self._images.shape
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
-        """Return the chosen images as if they were one file: dtype and shape, and bytes."""
+        """Return a description of the chosen images as one file, for a fingerprint: dtype and shape of an image as the
+        name, and the size in bytes."""
         images, labels = self._images, self.labels
         image_bytes = images.dtype.itemsize * int(np.prod(images.shape[1:]))
         return f"{images.dtype} {images.shape[1:]}", len(chosen) * (image_bytes + labels.itemsize)
@@ -92,7 +93,7 @@ class ArrayImages:
 
 
 def index_hashes(number: int) -> npt.NDArray[np.uint32]:
-    """Return a hash of each index below `number`, which decides to which split an image of an array belongs."""
+    """Return a hash of each index below `number`. The hash decides to which split an image of an array belongs."""
     return np.array([zlib.crc32(str(index).encode()) for index in range(number)], np.uint32)
 
 
@@ -111,7 +112,7 @@ def open_digits(path_key: KeyPath) -> ArrayImages:
 
 
 class ArrayFileError(Exception):
-    """An `.npy` or `.npz` file that is not read. The message is a clause."""
+    """Error for an `.npy` or `.npz` file that is refused. The message is a clause."""
 
 
 def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
@@ -135,7 +136,7 @@ def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
 
 
 def map_npz(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Return the named arrays of an `.npz` file, as far as it contains them. Raises many types of errors.
+    """Return those arrays in `names` that an `.npz` file contains, by name. Raises many types of errors.
 
     Uncompressed arrays are mapped into memory: all processes of a host share them, and only the used parts are read.
     """
@@ -145,8 +146,8 @@ def map_npz(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
 
 
 def map_npy(stream: BinaryIO, size: int) -> npt.NDArray[Any]:
-    """Map an array of an open file into memory. Its header begins at the place of the stream, and `size` bytes remain
-    from there. Raises ArrayFileError, and other types of errors for a damaged header."""
+    """Map an array of an open file into memory. The position of `stream` is the beginning of the array's header.
+    `size`: bytes of the header and the array. Raises ArrayFileError, and other types of errors for a damaged header."""
     start = stream.tell()
     shape, is_fortran, dtype = _read_header(stream)
     _check_size(shape, dtype, size - (stream.tell() - start))
@@ -156,9 +157,9 @@ def map_npy(stream: BinaryIO, size: int) -> npt.NDArray[Any]:
 
 
 def _array(stream: BinaryIO, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> npt.NDArray[Any]:
-    """Return an array of an `.npz` file. A member of a zip file follows its local header of 30 bytes, name and extra
-    field (APPNOTE.TXT, section 4.3.7)."""
+    """Return an array of an `.npz` file: mapped into memory, or decompressed. Raises many types of errors."""
     if member.compress_type == zipfile.ZIP_STORED:
+        # A local header has 30 bytes, a name and an extra field. The content follows (APPNOTE.TXT, section 4.3.7).
         stream.seek(member.header_offset + 26)
         name_length, extra_length = struct.unpack("<HH", stream.read(4))
         stream.seek(name_length + extra_length, 1)

@@ -1,7 +1,7 @@
 """Images in files: folders of class folders and WebDataset shards, with an index that a host builds once.
 
-The index tells where each image is, so that any image can be read at once. It is an uncompressed `.npz` file in the
-cache folder, and is mapped into memory: ranks and workers share its pages.
+The index has the file, offset and size of each image, so that any image can be read without a search. The index is an
+uncompressed `.npz` file in the cache folder, and is mapped into memory: ranks and workers share its pages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from titan_launch.data.images.pixel_formats import CHANNELS, decode
 
 _INDEX_VERSION = 2
 _SAMPLE_BYTES = 1 << 20
-"""Bytes of each of the 64 places in shards that are read to find changed shards."""
+"""Bytes of each of the 64 samples of the shards' content that are read to detect changed shards."""
 
 _INDEX_FILE = "index.npz"
 
@@ -43,15 +43,15 @@ _MOST_LABEL = MIB
 """Limit of the bytes of KEY.cls and KEY.json."""
 
 _MOST_EXTENSION = 1 << 16
-"""Limit of the bytes of a member of a tar file that holds the name or other records of the next member."""
+"""Limit of the bytes of a tar member that only has the name or other records of the next member."""
 
 _MOST_GLOBAL = 1 << 10
-"""Limit of the bytes of records of all later members. Each of these members gets a copy."""
+"""Limit of the bytes of a tar member with records for all later members. tarfile copies the records to each of them."""
 
 
 @dataclass
 class _Listing:
-    """Lists of an index while it is built. An image is a range of bytes in a file."""
+    """The columns of an index that is being built. An image is a range of bytes in a file."""
 
     names: list[str] = field(default_factory=list)
     """Names of the files."""
@@ -66,7 +66,7 @@ class _Listing:
     """Names of the files that are not images."""
 
     def add_image(self, offset: int, size: int, label: int, hashed: str) -> None:
-        """Add an image of the last file."""
+        """Add an image in the last file of `names`. `hashed`: text whose hash decides the split of the image."""
         self.files.append(len(self.names) - 1)
         self.offsets.append(offset)
         self.sizes.append(size)
@@ -112,7 +112,8 @@ class EncodedImages:
         self._arrays = arrays
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
-        """Return the chosen images as if they were one file: a digest of their names, sizes and classes, and bytes."""
+        """Return a description of the chosen images as one file, for a fingerprint: a digest of the images' names,
+        sizes and classes as the name, and the size in bytes."""
         digest = hashlib.blake2b(digest_size=16)
         for column in ("hashes", "sizes", "labels"):
             digest.update(self._arrays[column][chosen].tobytes())
@@ -158,10 +159,10 @@ class EncodedImages:
         return content
 
     def pixels(self, index: int, resize: int | None) -> Tensor:
-        """Return an image, upright: uint8, or float32 for 16-bit gray, `[channels, height, width]`. Raises UserError if
-        Pillow cannot decode it, or if `pixel_formats` does not have its format.
+        """Return an image `[channels, height, width]`, upright: uint8, or float32 for 16-bit gray. Raises UserError if
+        Pillow cannot decode the image, or if `pixel_formats` refuses it.
 
-        `resize`: the size to which the shorter side will be scaled. A JPEG of more than four times this size is scaled
+        `resize`: the size to which the shorter side will be scaled. A JPEG of at least four times this size is scaled
         by 1/2, 1/4 or 1/8 while it is decoded, which is much faster.
         """
         try:
@@ -269,13 +270,12 @@ def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """Yield a folder and the folders below it. A folder with two links has no folders in it (ext4, XFS), so it is not
-    listed: `.` and its own name are the two."""
+    """Yield a folder and all folders below it, except hidden ones, sorted by name."""
     rest = [folder]
     while rest:
         folder = rest.pop()
         yield folder
-        if folder.stat().st_nlink == 2:
+        if folder.stat().st_nlink == 2:  # its name and `.`: on ext4 and XFS, it has no folders in it
             continue
         with os.scandir(folder) as entries:
             below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."]
@@ -283,7 +283,8 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 
 def _why_unread(error: OSError, name: str = "") -> str:
-    """Return the reason, with a remedy, why a file or folder cannot be read. `name`: of the file, if it is known."""
+    """Return the reason, with a remedy, why a file or folder cannot be read. `name`: name of the file; "": the name in
+    the error."""
     found = one_line(name or str(error.filename))
     return f"{found} cannot be read: {error.strerror or error}; correct the permissions, or remove it"
 
@@ -308,15 +309,15 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
 
 
 class _ImagesError(Exception):
-    """A problem of a shard. The message is the text that follows the name of the shard."""
+    """Error for a problem in a shard. The message is the text that follows the name of the shard."""
 
 
 class _Member(tarfile.TarInfo):
-    """A member of a tar file, whose header may be hostile."""
+    """A member of a tar file. The file may come from other people, so its headers are checked."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        """Read the rest of a header. Raises _ImagesError for headers that need much more memory or time than their
-        size suggests. (tarfile reads a long name whole, and some of its releases follow a negative size forever.)"""
+        """Read the rest of a header. Raises _ImagesError for a header that needs much more memory or time than its size
+        suggests. (tarfile reads a whole long name into memory. With a negative size, some releases loop forever.)"""
         is_global = self.type == tarfile.XGLTYPE
         is_extension = self.type in (*_EXTENSIONS, tarfile.XGLTYPE)
         if is_extension and self.size > (_MOST_GLOBAL if is_global else _MOST_EXTENSION):

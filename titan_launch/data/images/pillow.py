@@ -1,8 +1,8 @@
-"""The one place that opens image files with Pillow.
+"""The only module that opens image files with Pillow.
 
 Pillow guesses the format of a file from its content, and some of its formats start other programs: a file that begins
-as PostScript is given to Ghostscript, whatever its name is. So only the formats below are tried. A small file may also
-become gigabytes of pixels; the limits refuse it before its pixels are decoded.
+as PostScript is given to Ghostscript, whatever the name of the file is. So only the formats below are tried. A small
+file may also become gigabytes of pixels. The limits below refuse such a file before its pixels are decoded.
 """
 
 from __future__ import annotations
@@ -24,32 +24,37 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's names of the file formats that are read. A JPEG with further pictures gets the name MPO when it is open."""
 
 MOST_BYTES = 256 * MIB
-"""Limit of an image file. `MOST_PIXELS` take less without compression."""
+"""Limit of the bytes of an image file. An uncompressed image of `MOST_PIXELS` takes less."""
 
 MOST_PIXELS = 50_000_000
-"""Limit of the pixels that are decoded. Decoding and normalization take up to 20 bytes for each."""
+"""Limit of the pixels that are decoded. Decoding and normalization take up to 20 bytes for each pixel."""
 
 _MOST_STORED = 125_000_000
-"""Limit of the pixels of a JPEG that is scaled while it is decoded, as of telephones of 108 million. If it is
-progressive, libjpeg takes up to 8 bytes for each."""
+"""Limit of the stored pixels of a JPEG. A JPEG of more than MOST_PIXELS must be scaled down while it is decoded, such
+as a photo of a telephone with 108 million pixels. For a progressive JPEG, libjpeg takes up to 8 bytes for each
+pixel."""
 
 _MOST_SCANS = 20
-"""Limit of the scans of a JPEG of `MOST_PIXELS`. Smaller images may have more: each scan passes over all pixels."""
+"""Limit of the scans of a JPEG with `MOST_PIXELS`. A smaller JPEG may have more scans: the time of a scan grows with
+the number of pixels."""
 
 _MOST_EXIF = 1 << 16
-"""Limit of the bytes of EXIF. All of its tags may name the same bytes, so the needed memory grows with its square."""
+"""Limit of the bytes of EXIF data. All tags of EXIF may refer to the same bytes, so the memory that Pillow needs grows
+with the square of this size."""
 
 _READ_TWICE = 2 * MIB
-"""Bytes that Pillow may read more than once until a file is open. The tags of a TIFF may name the same bytes."""
+"""Bytes that Pillow may read beyond the size of a file until the file is open. Many tags of a TIFF may refer to the
+same bytes, which are then read again and again."""
 
 _LEAST_READ, _MOST_SMALL_READS = 256, 50_000
-"""Average of the bytes of each read, beyond a number of reads. The parts of a file can be very many and very small."""
+"""Pillow may read a file in 50,000 reads, and in one more for every 256 bytes of the file. A file may have very many
+very small parts."""
 
 _OWN_WARNINGS = re.compile(r"PIL\b")
 
 
 class PixelFormatError(Exception):
-    """An image that is not understood. The message is a clause with a remedy: `has several frames; save ...`."""
+    """Error for an image that is refused. The message is a clause with a remedy: `has several frames; save ...`."""
 
 
 @contextmanager
@@ -85,7 +90,8 @@ def check_decoded(image: Image) -> None:
 
 
 class _Bounded(BytesIO):
-    """The content of a file, of which `left` bytes may still be read; None: all. The number of reads has a limit."""
+    """The content of a file as a stream. At most `left` more bytes may be read; None: no limit. The number of reads is
+    limited, too. Beyond the limits, `read` raises OSError."""
 
     def __init__(self, content: bytes):
         super().__init__(content)
@@ -95,12 +101,12 @@ class _Bounded(BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads_left -= 1
         if self._reads_left < 0:
-            raise OSError("it has very many small parts")
+            raise OSError("it consists of too many small parts")
         found = super().read(size)
         if self.left is not None:
             self.left -= len(found)
             if self.left < 0:
-                raise OSError("many of its tags have the same bytes")
+                raise OSError("many of its tags refer to the same bytes")
         return found
 
 

@@ -49,10 +49,10 @@ _PNM_RANGE = 255
 """Largest value of a PPM, PGM or PBM file that Pillow reads exactly as 8 bits."""
 
 _PHOTOMETRIC, _SAMPLE_FORMAT, _WHITE_IS_ZERO, _UNSIGNED = 262, 339, 0, 1
-"""Tags of TIFF, and values of theirs."""
+"""Two tags of TIFF, and one value of each tag."""
 
 _ORIENTATION = 274
-"""Tag of EXIF: the change that turns the stored pixels upright."""
+"""EXIF tag of the orientation, which says how the stored pixels must be turned to be upright."""
 
 _UPRIGHT = {
     2: "FLIP_LEFT_RIGHT",
@@ -69,9 +69,10 @@ _EIGHT_BITS = "convert it to 8 bits per channel, or save arrays in an .npz file"
 
 
 def decode(image: Image, channels: int) -> Tensor:
-    """Return an opened image, upright: uint8, or float32 from 0 to 1 for 16-bit gray, `[channels, height, width]`.
+    """Return the pixels of an opened image `[channels, height, width]`, upright: uint8, or for 16-bit gray float32 from
+    0 to 1.
 
-    Raises PixelFormatError for an image that is not understood, and the errors of Pillow for a damaged one.
+    Raises PixelFormatError for an image that is refused, and the errors of Pillow for a damaged image.
     """
     check_decoded(image)
     if problem := _problem(image):
@@ -96,8 +97,8 @@ def decode(image: Image, channels: int) -> Tensor:
 
 
 def _problem(image: Image) -> str:
-    """Return the reason, with a remedy, why an image that is not loaded yet is not understood; "" if it is."""
-    if image.format != "MPO" and getattr(image, "is_animated", False):  # of an MPO, the first picture counts
+    """Return the reason, with a remedy, why an image is refused; "" if it is not. The image must not be loaded yet."""
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # the first picture of an MPO is used
         return "has several frames; save the frame that its class describes"
     raw, arguments = _raw_mode(image)
     if _is_gray_16(image):
@@ -131,7 +132,7 @@ def _is_gray_16(image: Image) -> bool:
 
 
 def _raw_mode(image: Any) -> tuple[str, tuple[Any, ...]]:
-    """Return the layout of the stored pixels in Pillow's terms, and further arguments of its decoder; "" if unknown."""
+    """Return Pillow's name of the layout of the stored pixels ("" if unknown), and further arguments of its decoder."""
     arguments = getattr(image, "tile", None) and image.tile[0][3]
     if isinstance(arguments, str):
         return arguments, ()
@@ -146,7 +147,8 @@ def _tag(image: Any, number: int) -> Any:
 
 
 def _turned(image: Image) -> Image:
-    """Return a loaded image upright. Pillow has turned TIFF files already. Without readable EXIF, nothing is turned."""
+    """Return a loaded image upright. Pillow has already turned TIFF files. An image without readable EXIF is not
+    turned."""
     from PIL.Image import Transpose
 
     try:

@@ -1,7 +1,7 @@
-"""From a stored image to a sample: resize, crop, augmentation, the user's transform, and normalization.
+"""Changes of stored images to samples: resize, crop, augmentation, the user's transform, and normalization.
 
-Random numbers follow from the index of an image and its position in the stream of samples. So they depend on neither
-ranks nor workers, and an image is augmented differently in every epoch.
+The random numbers for an image are computed from its index and its position in the stream of samples. So they depend on
+neither ranks nor workers, and an image is augmented differently in every epoch.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ class Transform:
         self._mean, self._std = _per_channel(config.mean), _per_channel(config.std)
 
     def __call__(self, image: Tensor, index: int, position: int | None) -> Tensor:
-        """Return a float32 image. The arguments and the errors are those of `changed` and `normalized`."""
+        """Return a float32 image, changed and normalized. See `changed` and `normalized` for arguments and errors."""
         return self.normalized(self.changed(image, index, position))
 
     def changed(self, image: Tensor, index: int, position: int | None) -> Tensor:
-        """Return an image that is not normalized yet, uint8 or floating point. `position`: the position in the stream;
-        None: no augmentation. Raises UserError if the user's transform fails."""
+        """Return an image after all changes except normalization, uint8 or floating point. `position`: the position in
+        the stream; None: no augmentation. Raises UserError if the user's transform fails."""
         draw = Draw(index, position) if position is not None and self.geometry.augment else None
         image = self.geometry(image, draw)
         if self._user is not None:

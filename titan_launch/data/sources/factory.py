@@ -1,4 +1,4 @@
-"""Samples of the user's own code: `kind = "package.module:factory"`.
+"""Samples from the user's own code: `kind = "package.module:factory"`.
 
 A factory is called as `factory(context, **args)`, with a `SourceContext`. It returns one of:
 
@@ -6,8 +6,9 @@ A factory is called as `factory(context, **args)`, with a `SourceContext`. It re
   always returns the same sample;
 - an iterable of samples: a stream.
 
-Both may have the attribute `num_classes` and the method `describe() -> str`. The first may have `fingerprint() -> str`,
-which changes when the data changes. The second may have `state_dict` and `load_state_dict`.
+Both may have the attribute `num_classes` and the method `describe() -> str`. An object with `__getitem__` may also have
+`fingerprint() -> str`, whose result changes when the data changes. A stream may have `state_dict` and
+`load_state_dict`.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def build_factory(config: FactoryData, context: SourceContext) -> SampleSource:
 
 @dataclass(frozen=True)
 class SampleCheck:
-    """The form of samples that models and the loss rely on."""
+    """A check that samples have the form on which models and the loss rely."""
 
     name: str
     """Import string of the factory, for errors."""
@@ -127,8 +128,11 @@ class SampleCheck:
 
     @classmethod
     def of(cls, first: Any, config: FactoryData, context: SourceContext, num_classes: int | None) -> SampleCheck:
-        """Return the check of a factory's samples. `num_classes`: the number that its object has, if any. Raises
-        ConfigError for images that do not fit the model, and UserError for other first samples."""
+        """Return the check of a factory's samples. Raises ConfigError for images that do not fit the model, and
+        UserError for a first sample of another form.
+
+        `first`: the first sample. `num_classes`: this attribute of the factory's object; None if it has none.
+        """
         key = (*context.key, "kind")
         if config.unit == "tokens":
             tokens = num_classes or context.tokenizer.vocab_size
@@ -155,7 +159,8 @@ class SampleCheck:
         return check
 
     def __call__(self, sample: Any, where: str) -> Sample:
-        """Return a sample. Raises UserError if its form, its tokens or its targets are wrong."""
+        """Return the sample unchanged. Raises UserError if its form, its tokens or its targets are wrong. `where`: name
+        of the sample in the error."""
         if not isinstance(sample, tuple) or len(sample) != len(self.forms):
             names = ", ".join(name for name, *_ in self.forms)
             raise self._error(where, f"must be a tuple ({names}), but is {_form(sample)}")

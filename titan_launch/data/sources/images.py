@@ -1,4 +1,4 @@
-"""Images and their classes, as samples."""
+"""Sources of images with classes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class Images(Protocol):
     """Text for a log line, such as the number of skipped files."""
 
     def as_file(self, chosen: Indices) -> tuple[str, int]:
-        """Return the chosen images as if they were one file: a name that follows from what they are, and bytes."""
+        """Return a description of the chosen images as one file, for a fingerprint: a name that changes with the
+        images, such as a digest, and the size in bytes."""
 
     def hashes(self) -> npt.NDArray[np.uint32]:
-        """Return a number for each image that decides to which split the image belongs."""
+        """Return a hash for each image, which decides to which split the image belongs."""
 
     def name(self, index: int) -> str:
         """Return the name of an image for messages."""
@@ -54,7 +55,8 @@ class ImageSource:
     """Images with transforms. All samples have one shape."""
 
     def __init__(self, images: Images, chosen: Indices, transform: Transform, class_names: Sequence[str] = ()):
-        """`chosen`: indices of the images of the split. Reads the first of them. Raises UserError if that fails."""
+        """`chosen`: indices of the images of the split. The first of these images is read, to find the shape of
+        samples. Raises UserError if this image cannot be read."""
         self._class_names = class_names
         self.num_classes = int(images.labels.max()) + 1
         self._images, self._chosen, self._transform = images, chosen, transform
@@ -100,8 +102,8 @@ class ImageSource:
         return images[0], labels[0]
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """Return samples `[len(indices), ...]`. With `positions` they are augmented, with random numbers that follow
-        from index and position."""
+        """Return images `[len(indices), channels, height, width]` and their classes. With `positions`, the images are
+        augmented with random numbers that depend only on index and position."""
         places = repeat(None, len(indices)) if positions is None else positions
         images = list(map(self._changed, indices, places))
         normalized = self._transform.normalized

@@ -56,7 +56,7 @@ class SampleSource(Protocol):
         """Return a text for a log line: how much data the source has."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
-        """Return a fingerprint of the data that the source has read; None if the source reads no data.
+        """Return a fingerprint of the source's data; None if the source reads no data, is a mixture, or is a stream.
 
         `seed` selects the samples that are hashed. Keys that only transform samples do not change the result.
         """
@@ -64,7 +64,7 @@ class SampleSource(Protocol):
 
 @runtime_checkable
 class AugmentedSource(Protocol):
-    """A source whose training samples also depend on their position in the stream, by random changes."""
+    """A source that changes training samples at random (augmentation), depending on their position in the stream."""
 
     def at(self, index: int, position: int, /) -> Sample:
         """Return sample `index` as it occurs at `position` of the stream of training samples."""
@@ -72,10 +72,11 @@ class AugmentedSource(Protocol):
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """A source that reads whole batches, because this is faster than sample by sample."""
+    """A source that reads whole batches, because this is faster than reading one sample after another."""
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None, /) -> Sample:
-        """Return what the function `read_batch` returns. Integers may have a smaller dtype: the loader widens them."""
+        """Return the result of the function `read_batch` below, for this source. Integers may have a smaller dtype: the
+        loader converts them to int64."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Several sources as one. `data.order.MixtureOrder` decides how often each of them is read."""
+"""Several sources as one source. `data.order.MixtureOrder` decides how often each source is read."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ class MixtureSource:
         return f"{len(self._sources)} sources, {len(self):,} samples"
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
-        """Return None: a run compares the fingerprints of the sources."""
+        """Return None: a run compares the fingerprint of each source of the mixture."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Return sample `index`. A sample without documents becomes one document if other sources have documents."""
+        """Return sample `index`. If samples of other sources have document numbers and this sample has none, it becomes
+        one document."""
         return tuple(column[0] for column in self.read_batch([index], None))
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:

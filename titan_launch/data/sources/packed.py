@@ -18,14 +18,14 @@ _FIRST_TOKENS = 100_000
 
 
 class PackedSource:
-    """A source whose samples are pieces of documents, one after another, and padding at the end.
+    """A source of packed samples. A sample is a sequence of pieces of documents, with padding at the end.
 
-    The pieces of a sample have the document numbers 0, 1, 2 and so on. Padding has the number after the last piece,
-    inputs of 0, and ignored targets.
+    The pieces of a sample have the document numbers 0, 1, 2 and so on. Padding has the next number after the last
+    piece, inputs of 0, and ignored targets.
     """
 
     def __init__(self, stream: TokenStream, packing: Packing, header: Header, description: str, note: str = ""):
-        """`description`: the data, for the log line; `note`: its end."""
+        """`description`: text about the data, for the log line. `note`: end of the log line."""
         self.stream, self.packing = stream, packing
         self.num_classes = header.vocab_size
         self.has_pairs = header.has_pairs
@@ -80,7 +80,8 @@ class PackedSource:
                     targets[at : at + length][~counts] = IGNORED_TARGET
                 at += length
             piece += number
-        # Unsigned, since ids from 2**31 on are negative here. A check of each piece would take a third of the time.
+        # Compared as unsigned numbers, because int32 ids from 2**31 on are negative. All pieces are checked at once:
+        # checking each piece would take a third of the time of this method.
         used = targets.view(np.uint32)[targets != IGNORED_TARGET]
         if max(inputs.view(np.uint32).max(), used.max(initial=0)) >= stream.vocab_size:
             raise stream.outside_vocabulary(zip(starts, starts + lengths + 1, strict=True))
@@ -94,7 +95,7 @@ class PackedSource:
 def token_details(header: Header, stream: TokenStream, **amounts: Any) -> Details:
     """Return the contents of token files, with further amounts."""
     found = {
-        "files": len(header.files) or None,  # None: the files of the text are unknown
+        "files": len(header.files) or None,  # the header may not name the files of the text
         "skipped": header.skipped or None,
         "documents": stream.num_documents,
         "tokens": len(stream),

@@ -1,7 +1,7 @@
 """Streams: samples that can only be read in order.
 
 Each data-parallel rank reads its own part of a stream, again and again. The order therefore depends on the number of
-data-parallel ranks. A reader has a state of plain data, which a checkpoint saves for each rank.
+data-parallel ranks. A reader has a state that JSON can represent. A checkpoint saves the state of each rank's reader.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Reader(Iterator[Sample], Protocol):
         """Return the position after the last sample."""
 
     def load_state_dict(self, state: State) -> None:
-        """Continue after a position."""
+        """Continue after the position in `state`, which `state_dict` returned."""
 
 
 class StreamSource:
-    """A stream as a data source. Its length is practically endless, and only its first sample has an index."""
+    """A stream as a data source. Its length is a number that is never reached. Only its first sample has an index."""
 
     def __init__(self, open_part: Callable[[int, int], Reader], first: Sample, num_classes: int, description: str):
         """`open_part(part, parts)` returns a reader of one part. `first`: the first sample."""
@@ -55,7 +55,7 @@ class StreamSource:
         return self._first
 
     def describe(self) -> str:
-        """Return a part of a log line."""
+        """Return a description of the stream as part of a log line."""
         return f"stream of {self._description}; its order depends on the number of data-parallel ranks"
 
     def fingerprint(self, seed: int) -> None:
@@ -63,7 +63,7 @@ class StreamSource:
 
 
 class _Cursor:
-    """An endless iterator over the items of an iterable, which is opened again after its last item."""
+    """An endless iterator over the items of an iterable. After the last item, the iterable is opened again."""
 
     def __init__(self, open_stream: Callable[[], Any]):
         self._open = open_stream
@@ -93,7 +93,7 @@ class _Cursor:
         return {"epoch": self.epoch, "count": self.count, "stream": stream}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue after a position. Without a state of the iterable, skip the items before it."""
+        """Continue after the position in `state`. If the iterable has no state, read and drop the items before it."""
         self.epoch, self.count = state["epoch"], state["count"]
         self._begin(state["stream"])
         if state["stream"] is None and self.count:
@@ -111,7 +111,7 @@ class SampleReader:
     """Reader of a stream of samples. Part k of n has the samples k, k + n, k + 2n, ..."""
 
     def __init__(self, open_stream: Callable[[], Any], check: Callable[[Any, str], Sample], part: int, parts: int):
-        """`check` returns a sample, or raises an error for the place that it gets as a text."""
+        """`check(sample, where)` returns the sample, or raises an error with the text `where`."""
         self._cursor, self._check, self._part, self._parts = _Cursor(open_stream), check, part, parts
 
     def __iter__(self) -> SampleReader:
@@ -137,14 +137,14 @@ class SampleReader:
 
 
 class TextReader:
-    """Reader of a stream of rows with text: their tokens are concatenated and cut into samples."""
+    """Reader of a stream of rows with text. The tokens of the rows are concatenated and cut into samples."""
 
     def __init__(self, corpus: HuggingFaceCorpus, seq_len: int, part: int, parts: int):
         self._corpus, self._seq_len = corpus, seq_len
         self._file = (corpus.config.path, 0)
         self._cursor = _Cursor(lambda: _part_of_rows(corpus, part, parts))
         self._tokens = np.zeros(0, np.int64)
-        """Tokens of the rows so far that belong to later samples."""
+        """Tokens of the rows read so far that belong to the next samples."""
 
     def __iter__(self) -> TextReader:
         return self
@@ -199,7 +199,7 @@ def build_text_stream(config: HuggingFaceData, context: SourceContext) -> Stream
     except ConfigError:
         raise
     except UserError:
-        reason = "the stream has no rows of the split with text"
+        reason = "the stream has no rows with text in this split"
         raise config_error((*context.key, "path"), reason, config.path) from None
     description = f"{config.path}, sequences of {context.seq_len} tokens"
     return StreamSource(open_part, first, context.tokenizer.vocab_size, description)

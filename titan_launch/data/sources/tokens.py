@@ -35,7 +35,7 @@ class TokenSource:
     has_pairs = False
 
     def __init__(self, stream: TokenStream, seq_len: int, header: Header, description: str, note: str = ""):
-        """`description`: the data, for the log line; `note`: its end."""
+        """`description`: text about the data, for the log line. `note`: end of the log line."""
         self._stream, self._seq_len = stream, seq_len
         self.num_classes = header.vocab_size
         self._header, self._description, self._note = header, description, note
@@ -87,8 +87,8 @@ class TokenSource:
 
 
 def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | PackedSource:
-    """Tokenize a corpus, unless the cache has its tokens, and open them. Raises ConfigError on a key below
-    `context.key`."""
+    """Return the source of a corpus's tokens in the cache. If the cache does not have the tokens, tokenize the corpus
+    first. Raises ConfigError on a key below `context.key`."""
     corpus = CORPORA[config.kind](config, context.tokenizer, context.key, context.seq_len)
     folder = cached_token_files(corpus)
     header = read_header(folder)
@@ -104,7 +104,8 @@ def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | Pa
 
 
 def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | PackedSource:
-    """Open token files of `prepare` or of another program. Raises ConfigError on a key below `context.key`."""
+    """Return the source of token files that `prepare` or another program wrote. Raises ConfigError on a key below
+    `context.key`."""
     folder, key = Path(config.path), (*context.key, "path")
     try:
         if not folder.is_dir():
@@ -125,7 +126,8 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | Pa
         raise config_error(key, reason, config.path, also=(("tokenizer",),))
     if header.vocab_size != context.tokenizer.vocab_size:
         claimed, known = header.vocab_size, context.tokenizer.vocab_size
-        reason = f"says that its tokenizer has {claimed:,} tokens, but it has {known:,}; prepare the text again"
+        reason = f"has a header with a vocabulary of {claimed:,} tokens, but the tokenizer has {known:,}"
+        reason += "; prepare the text again"
         raise config_error(key, reason, config.path, also=(("tokenizer",),))
     stream = _open(config, context, folder, header)
     return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
@@ -169,9 +171,9 @@ def _build(
 
 
 def _check_pairs(config: CorpusData | TokensData, context: SourceContext, stream: TokenStream) -> None:
-    """Raise ConfigError if a sample cannot hold a pair of documents."""
+    """Raise ConfigError if a pair of documents could be divided between samples, or is too long for a sample."""
     if config.packing != "documents":
-        reason = 'would divide pairs of answers, which the token files have; set "documents"'
+        reason = 'would divide the pairs of answers in the token files; set "documents"'
         raise config_error((*context.key, "packing"), reason, config.packing)
     longest = longest_pair(stream.document_ends())
     if longest > context.seq_len:
@@ -180,7 +182,7 @@ def _check_pairs(config: CorpusData | TokensData, context: SourceContext, stream
 
 
 def _without_documents(corpus: Corpus, skipped: str) -> ConfigError:
-    """Return the error for a corpus of which no document is used."""
+    """Return the error for a corpus without usable documents. `skipped`: result of `_skipped`."""
     config = corpus.config
     if config.split == "all" or skipped:
         reason = f"has no documents{f' ({skipped})' if skipped else ''}; {corpus.remedy}"

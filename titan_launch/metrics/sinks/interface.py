@@ -110,7 +110,7 @@ class GuardedSink(Sink):
 
     def describe(self, description: RunDescription) -> None:
         """Pass on the description of the run."""
-        self._call("the start", lambda sink: sink.describe(description))
+        self._call("the start of the run", lambda sink: sink.describe(description))
 
     def text(self, tag: str, text: str) -> None:
         """Store a text."""
@@ -122,7 +122,7 @@ class GuardedSink(Sink):
 
     def close(self, failed: bool = False) -> None:
         """Close the sink."""
-        self._call("its end", lambda sink: sink.close(failed))
+        self._call("the end of the run", lambda sink: sink.close(failed))
 
     def _call(self, at: str, action: Callable[[Sink], None]) -> None:
         if self._sink is None:
@@ -138,7 +138,8 @@ class GuardedSink(Sink):
                 return
             sink, self._sink = self._sink, None
             text = f"{type(error).__name__}: {error}"
-            self._warn(f"metrics: {self._name} failed at {at} and gets no more reports; training continues. {text}")
+            failed = f"metrics: the sink {self._name} failed at {at}"
+            self._warn(f"{failed} and gets no more reports; training continues. {text}")
             with suppress(Exception):
                 sink.close(failed=True)
 

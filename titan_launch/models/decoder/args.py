@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from titan_launch.core.errors import toml_string
 from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, NumTokens, Parts, TwinNeeds, Width
 from titan_launch.models.decoder.attention_args import LatentAttentionArgs, PositiveFloat, RopeScaling
 from titan_launch.models.decoder.expert_args import ExpertArgs
@@ -252,8 +253,8 @@ class DecoderArgs(ModelArgs):
             reason = f"n_kv_heads ({self.n_kv_heads}) must be n_heads ({self.n_heads}) with latent_attention"
             yield ("n_kv_heads", "n_heads", "latent_attention"), f"{reason}, in which each head has keys of its own"
         for name, allowed, why in (
-            ("positions", "rope", "a part of whose channels has rotary embedding"),
-            ("norm", NORMS_OF_TOKENS, "which normalizes each token's latent"),
+            ("positions", "rope", "which needs rotary embedding"),
+            ("norm", NORMS_OF_TOKENS, "which normalizes the latent of each token"),
             ("sliding_window", None, "whose layers attend to all earlier tokens"),
             ("attention_sinks", False, "which has no sinks"),
             ("qk_norm", False, "which normalizes latents, not heads"),
@@ -261,7 +262,8 @@ class DecoderArgs(ModelArgs):
         ):
             value = getattr(self, name)
             if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
-                reason = f"{name} does not go with latent_attention, {why}"
+                shown = toml_string(value) if isinstance(value, str) else str(value).lower()
+                reason = f"{name} = {shown} is not supported with latent_attention, {why}"
                 yield (name, "latent_attention"), f"{reason}; remove one of them"
 
     def unused(self) -> Iterator[tuple[str, str]]:

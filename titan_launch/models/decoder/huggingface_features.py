@@ -219,7 +219,9 @@ def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
 
 def _beside(config: Config) -> WeightsError:
     """Return the error for two tables of RoPE parameters that contradict each other."""
-    reason = "rope_parameters says something else, and transformers would ignore a part of it, such as its rope_theta"
+    reason = (
+        "it differs from rope_parameters, and transformers would ignore a part of rope_parameters, such as rope_theta"
+    )
     return unsupported("rope_scaling", config["rope_scaling"], f"{reason}; put all parameters into rope_parameters")
 
 
@@ -227,7 +229,8 @@ def _one_rope(
     config: Config, theta: float, default: Config | None, kinds: Sequence[str], yarn_needs: str | None
 ) -> dict[str, Any]:
     if default is not None and config.get("rope_parameters", default) is None:
-        raise unsupported("rope_parameters", None, "transformers 5.0 reads no scaling, later releases YaRN; remove it")
+        reason = "null means no scaling in transformers 5.0, but YaRN in later releases; remove the key"
+        raise unsupported("rope_parameters", None, reason)
     outside = {name: config[name] for name in ("partial_rotary_factor", _ORIGINAL) if name in config}
     if not is_equal(factor := outside.pop("partial_rotary_factor", 1.0), 1.0):
         raise unsupported("partial_rotary_factor", factor, "all channels of a head are rotated")

@@ -99,7 +99,8 @@ class TensorNames:
         return f"{self.modules[module]}.{leaf}" if module in self.modules else None
 
     def name_of(self, pattern: str) -> str | None:
-        """Return the name in the file of a module or a parameter, both with `*` as the number of the layer."""
+        """Return the name that a module or a parameter has in the file; None if the file has no such name. In `pattern`
+        and in the result, `*` stands for the number of the layer."""
         return self.modules.get(pattern) or self.tensor_of(pattern)
 
 

@@ -35,8 +35,8 @@ from titan_launch.models.huggingface.config_json import read_json
 from titan_launch.models.huggingface.files import ADAPTER_CONFIG_FILE, WeightsError, as_text
 
 _INITIAL = (
-    "others change the base or training; in peft, save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-    " writes those of PiSSA, OLoRA and CorDA as adapters of the original base"
+    "other initializations change the base or the training; for PiSSA, OLoRA and CorDA, "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=...) of peft writes adapters of the original base"
 )
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {

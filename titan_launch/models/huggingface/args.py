@@ -90,7 +90,7 @@ def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
             is_layers = key.endswith(("layer", "layers", "depth", "depths", "blocks", "stages"))
             most = _MOST_LAYERS if is_layers else _MOST_OBJECTS if _COUNTS.fullmatch(key) else MOST_TOKENS
             if abs(value) > most and "theta" not in key:
-                yield path, f"is larger than any model has; write {most} or less", value
+                yield path, f"is larger than in any real model; write {most} or less", value
 
 
 def _values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:

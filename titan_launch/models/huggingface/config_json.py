@@ -63,7 +63,7 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         hint = did_you_mean(str(model_type), FAMILIES)
-        reason = f"{CONFIG_FILE} has the model_type {as_text(model_type)}, which no model of this package computes"
+        reason = f"{CONFIG_FILE} has the model_type {as_text(model_type)}, which no built-in model implements"
         raise WeightsError(f'{reason}; known: {known}{hint}; any other class trains with model.name = "huggingface"')
     args = arguments_of(config)
     family = FAMILIES[model_type]
@@ -78,7 +78,7 @@ def own_config(config: Config) -> FolderConfig:
         table = {key: table[key] for key in ("name", "flavor", "args") if key in table}
         model = ModelConfig.model_validate({"name": None, "flavor": ALL_IN_ARGS, **table})
     except (TypeError, ValidationError):
-        raise WeightsError(f"{CONFIG_FILE} is neither of Hugging Face nor of titan_launch") from None
+        raise WeightsError(f"{CONFIG_FILE} has neither the format of Hugging Face nor that of titan_launch") from None
     found = FolderConfig(model.name, model.flavor, model.args, None, config)
     if model.is_of_package:
         try:
@@ -127,7 +127,7 @@ def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
     except OSError as error:
         raise WeightsError(f"{path.name} cannot be read: {error.strerror}") from None
     except json_files.JsonError as error:
-        remedy = next((_REMEDIES[name] for name in _REMEDIES if f"{name}, which" in str(error)), "")
+        remedy = next((_REMEDIES[name] for name in _REMEDIES if f"{name} is not a JSON value" in str(error)), "")
         raise WeightsError(f"{path.name} is not valid JSON: {error}{remedy}") from None
     except ValueError as error:  # a path that no file can have
         raise WeightsError(f"{path.name} cannot be read: {error}") from None
@@ -201,7 +201,7 @@ def _keys(config: Config, keys_of: Mapping[str, tuple[str, ...]], arguments: Ite
 def _unknown(family: Family, key: str, value: Any) -> str:
     """Return the problem of a key that the class is not known to have."""
     hint = did_you_mean(key, family.known_keys)
-    reason = f"no key that {family.model_class} is known to read{hint}; remove it if it is without effect"
+    reason = f"which is not a known key of {family.model_class}{hint}; remove the key if it has no effect"
     return f"{CONFIG_FILE} has {short_name(key)} = {as_text(value)}, {reason}"
 
 
@@ -214,7 +214,8 @@ def _without_aliases(family: Family, config: Config) -> tuple[dict[str, Any], li
             continue
         value = table.pop(alias)
         if not is_equal(table.setdefault(key, value), value):
-            problems.append(str(unsupported(alias, value, f"{key} = {as_text(table[key])} is the same key")))
+            reason = f"{alias} is another name of {key}, but {key} = {as_text(table[key])}; remove one of them"
+            problems.append(str(unsupported(alias, value, reason)))
     return table, problems
 
 

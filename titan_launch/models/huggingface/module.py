@@ -101,8 +101,8 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         cls = CONFIG_MAPPING[kind]
         config = cls.from_dict(cls._decode_special_floats(_without_code(args)))
     except Exception as error:  # each class checks its own keys, with errors of many types
-        reason = f"{CONFIG_MAPPING[kind].__name__} refuses them: {short_name(' '.join(str(error).split()))}"
-        raise config_error(("model", "args"), reason) from None
+        reason = f"{CONFIG_MAPPING[kind].__name__} refuses these arguments: "
+        raise config_error(("model", "args"), f"{reason}{short_name(' '.join(str(error).split()))}") from None
     with torchao_import_silenced():
         return getattr(transformers, name), config
 
@@ -130,7 +130,7 @@ def _size_limited() -> Iterator[None]:
     def count(what: str, number: int) -> None:
         counted[what] += number
         if counted[what] > most[what]:
-            reason = f"its sizes give more than {most[what]:,} {what}, which no model has; correct the sizes"
+            reason = f"the model would have more than {most[what]:,} {what}, as no real model has; correct its sizes"
             raise TooLargeError([Problem(("model", "args"), reason)])
 
     hooks = (
@@ -156,7 +156,8 @@ def _built(cls: Any, config: Any) -> Any:
         if "can't allocate memory" in str(error):
             raise
         reason = f"{type(error).__name__}: {short_name(' '.join(str(error).split()))}"
-        raise config_error(("model", "args"), f"{cls.__name__} cannot be built from them: {reason}") from None
+        text = f"{cls.__name__} cannot be built from these arguments: {reason}"
+        raise config_error(("model", "args"), text) from None
 
 
 def _check_size(cls: Any, config: Any) -> None:
@@ -263,7 +264,9 @@ class _Conversion:
     """Names of the tensors in the folder, each with the converter's pattern that it matches."""
 
     def places(self, files: Mapping[str, FileTensor]) -> dict[str, Converted]:
-        """Return the places of all results. Raises ConfigError if the tensors of the folder cannot be converted."""
+        """Return, by the name of each parameter that this conversion computes, its source tensors in the folder, its
+        shape, and the function that computes it. Raises ConfigError if the tensors of the folder cannot be
+        converted."""
         names = tuple(name for name, _ in self.sources)
         tensors = [
             torch.empty(files[name].shape, dtype=getattr(torch, FLOATS.get(files[name].dtype, "int64")), device="meta")

@@ -48,7 +48,7 @@ BASE = "base_fingerprint"
 _PREFIX = "base_model.model."
 _MATRICES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 
-_CHANGED = "neither of LoRA, nor equal to those of the base"
+_CHANGED = "neither LoRA matrices nor copies of tensors of the base"
 
 _EXPERTS = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0)}
 """For each weight of the experts: the stacked parameter of `transformers` that contains it, and its position there. The
@@ -141,7 +141,8 @@ class Target:
         scales = {part.adapter.scale for part in self.parts}
         if len(scales) > 1:
             parts = listed([parent(part.adapter.weight) for part in self.parts])
-            raise WeightsError(f"{parts} are one in {self.path}, and have several scales; export the merged model")
+            reason = f"share one adapter in peft ({self.path}), but have different scales"
+            raise WeightsError(f"{parts} {reason}; export the merged model")
         return scales.pop()
 
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
@@ -196,7 +197,8 @@ class Target:
             yield part.adapter.b, own if is_stacked else own[0]
         if rest.any():
             parts = listed([parent(part.adapter.weight) for part in self.parts])
-            raise WeightsError(f"its adapter of {self.path} is not one of {parts} alone; it cannot be divided")
+            reason = f"cannot be split into adapters of {parts}: B has values that belong to none of them"
+            raise WeightsError(f"its adapter of {self.path} {reason}")
 
 
 def file_places(
@@ -240,8 +242,8 @@ def targets_of(
             key = key[0], None
             num_out = whole[piece.tensor][-1 if piece.is_transposed or adapter.is_embedding else 0]
             if has_experts and ".mlp." in key[0]:
-                reason = "which peft takes for an expert of this family"
-                raise WeightsError(f"{name} is {piece.tensor}, {reason}; export the merged model")
+                reason = "and peft would treat this tensor as an expert"
+                raise WeightsError(f"{name} is {piece.tensor} in transformers, {reason}; export the merged model")
         elif piece.has_tensor_per_expert:
             key = _stacked(name, piece)
             parameter, position = _EXPERTS[leaf]
@@ -392,7 +394,8 @@ class AdapterFolder:
             with matching_limited():
                 problems += self._targets_problems(targets, pieces)
         if base is not None and self.base is not None and base != self.base:
-            problems.append(f"its base has the fingerprint {short_name(self.base)}, and model.weights has {base}")
+            reason = f"its base has the fingerprint {short_name(self.base)}"
+            problems.append(f"{reason}, but model.weights has the fingerprint {base}")
         if problems:
             raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
 

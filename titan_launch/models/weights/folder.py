@@ -88,7 +88,7 @@ class WeightsFolder:
         expected = self._names_by_file()
         missing = [name for name in expected if not os.path.lexists(self.path / name)]
         if missing:
-            raise WeightsError(f"of its {len(expected)} files {len(missing)} are missing: {listed(missing)}")
+            raise WeightsError(f"{len(missing)} of its {len(expected)} files are missing: {listed(missing)}")
         for file, names in expected.items():
             found, _ = read_header(self.path / file)
             if lost := [name for name in names or () if name not in found]:
@@ -181,9 +181,8 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             tensors = {name: FileTensor(path.name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
             metadata: dict[str, str] = file.metadata() or {}
     except MemoryError:
-        raise WeightsError(
-            f"{shown} cannot be mapped: its {path.stat().st_size:,} bytes are beyond the limit"
-        ) from None
+        reason = f"its {path.stat().st_size:,} bytes are more than this process may map (ulimit -v)"
+        raise WeightsError(f"{shown} cannot be mapped into memory: {reason}") from None
     except (library.SafetensorError, OSError, ValueError) as error:
         reason = short_name(str(error))
         raise WeightsError(f"{shown} is truncated or damaged ({reason}); copy or download it again") from None
@@ -406,7 +405,7 @@ def find_weights(
         ],
     }
     if errors := [f"{len(names)} {what}: {listed(names, most=8)}" for what, names in problems.items() if names]:
-        text = "\n    ".join(["its tensors are not those of the model:", *errors])
+        text = "\n    ".join(["its tensors do not match the model:", *errors])
         advice = "model.exclude_from_weights names tensors that are not loaded"
         raise config_error(("model", "weights"), f"{text}\n  {advice}", config.weights)
     return Weights(folder, pieces, copies)

@@ -1,7 +1,9 @@
-"""Shallower models that predict a deep model: the blocks to remove, and the plan without these blocks. No torch.
+"""Prediction of a deep model's memory and traffic from shallower models: the blocks to remove, and the plan without
+these blocks. No torch.
 
-Blocks are removed from the plan of the whole model. A plan of the shallow model would differ: rules may name the path
-of one block, and some decisions depend on the size of the model.
+Blocks are removed from the plan of the whole model. The shallow model is not planned itself, because its plan would
+differ from that of the deep model: rules may name the path of one block, and some decisions depend on the size of the
+model.
 """
 
 from __future__ import annotations

@@ -122,4 +122,5 @@ def describe(certificate: Certificate | None) -> str:
         return "layout not proven; titan-launch prove compares it with one process"
     if certificate.verdict == "proven":
         return f"layout proven on {certificate.created} ({certificate.digest})"
-    return f"layout NOT proven on {certificate.created}: it {certificate.verdict} ({certificate.digest})"
+    result = f"compared with one process, it {certificate.verdict}"
+    return f"layout NOT proven on {certificate.created}: {result} ({certificate.digest})"

@@ -189,7 +189,7 @@ def _model(config: JobConfig, seq_len: int, unshrunk: list[str]) -> ModelConfig:
     if model.name == HUGGINGFACE:
         return _of_transformers(config, without_weights, wanted, seq_len, unshrunk)
     if not wanted:
-        unshrunk.append(f"model {model.name} keeps its arguments; [prove.args] names smaller ones")
+        unshrunk.append(f"the twin keeps the arguments of model {model.name}; set smaller ones in [prove.args]")
     return without_weights.model_copy(update={"args": {**model.args, **wanted}})
 
 
@@ -281,7 +281,8 @@ def _of_transformers(
     each type."""
     args = dict(model.args)
     if _names_layers(config):
-        unshrunk.append(f"model {args.get('model_type')} keeps its arguments; [prove.args] names smaller ones")
+        kept = f"the twin keeps the arguments of model {args.get('model_type')}"
+        unshrunk.append(f"{kept}, because globs of the job name layers by number; set smaller ones in [prove.args]")
         return model.model_copy(update={"args": {**_without_dropout(args), **wanted}})
     small: dict[str, Any] = {}
     for key, value in args.items():
@@ -314,7 +315,7 @@ def _of_transformers(
         small["vocab_size"] = VOCABULARY - 1
     small |= {key: None for key in args if key.endswith("token_id") and isinstance(args[key], int)}
     if depth is None and "depths" not in small:
-        unshrunk.append(f"model {args.get('model_type')}: no key of its config.json is known as its number of layers")
+        unshrunk.append(f"model {args.get('model_type')}: its config.json has no known key for the number of layers")
     return model.model_copy(update={"args": {**_without_dropout(args), **small, **wanted}})
 
 
@@ -364,9 +365,9 @@ def _unproven(config: JobConfig) -> Iterator[str]:
     if config.activation_checkpoint.offload:
         yield "activation_checkpoint.offload: there is no copy between a host and a GPU"
     if list(config.kernels.changed()):
-        yield "[kernels]: the kernels of a CPU are used"
+        yield "[kernels]: the twin uses CPU kernels, so this section has no effect in a proof"
     if config.lora.dropout:
-        yield "lora.dropout: dropout is off"
+        yield "lora.dropout: the twin trains without dropout"
     if config.data.kind != "synthetic":
         yield f"[data]: random samples stand in for data of the kind {config.data.kind}"
 

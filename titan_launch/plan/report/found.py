@@ -60,14 +60,15 @@ def _reason(best: tuple[Found, ...]) -> str:
     assert time.compute is not None and time.communication is not None
     parts = [f"computation {time.compute - time.bubble:.3g} s"]
     parts += [f"pipeline bubble {time.bubble:.3g} s"] * (time.bubble > 0)
-    parts += [f"communication that computation waits for {time.exposed:.3g} s"] * (time.exposed > 0)
+    parts += [f"exposed communication (tensor, context, expert parallelism) {time.exposed:.3g} s"] * (time.exposed > 0)
     rest, waits = time.communication - time.exposed, first.seconds - time.compute - time.exposed
-    hidden = "overlaps" if waits < 0.01 * first.seconds else f"overlaps, but for {waits:.3g} s"
+    hidden = "overlaps with computation" + ("" if waits < 0.01 * first.seconds else f" except for {waits:.3g} s")
     parts += [f"the rest of the communication, {rest:.3g} s, {hidden}"] * (rest > 0)
     lead = ""
     if len(best) > 1:
         share = 100 * (best[1].seconds / first.seconds - 1)
-        lead = f" The next kind takes {share:.2g} % longer." if share >= 0.1 else " The next kind takes as long."
+        longer = f"{share:.2g} % longer" if share >= 0.1 else "as long"
+        lead = f" The next-best combination of degrees and schedule takes {longer}."
     samples = first.layout.global_batch_size / first.seconds
     return f"Best: ~{first.seconds:.3g} s per step, ~{samples:.3g} samples/s: {'; '.join(parts)}.{lead}"
 

@@ -101,7 +101,7 @@ _COLUMNS = (
         True,
     ),
     _Column(
-        "of it across nodes",
+        "expert parallel across nodes (GiB)",
         "GiB of expert parallelism that one rank sends to other nodes per step",
         lambda row: f"~{format_gib(row.link_traffic.experts_across)}" if row.link_traffic.experts_across else "",
         True,
@@ -282,7 +282,7 @@ def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
     """Return pairs (accuracy, numbers): which numbers are exact, predicted or estimated, and which features are
     ignored."""
     ignored = [name for name in ("compile", "float8") if getattr(config, name).enable]
-    replaced = f"active memory of the job without {' and '.join(ignored)}; --measure finds that of the job itself"
+    replaced = f"active memory of the job without {' and '.join(ignored)}; --measure measures the job itself"
     lines = [
         ("exact", f"collectives and the bytes of their buffers{', FLOPs' if has_flops else ''}"),
         ("predicted", replaced if ignored else "active memory, a lower bound"),
@@ -291,7 +291,8 @@ def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
     if config.compile.enable:
         lines.append(("ignored", "torch.compile: memory and seconds are those of the job without it"))
         if config.activation_checkpoint.mode == "memory_budget":
-            lines.append(("ignored", "memory_budget: its row shows no FLOPs, and the memory of none (an upper bound)"))
+            budget = "memory_budget: its row shows no FLOPs, and the memory of mode none, which is an upper bound"
+            lines.append(("ignored", budget))
     if config.training.enable_cpu_offload:
         lines.append(("ignored", "CPU offload: seconds do not count its copies, nor the update on the host"))
     if config.optimizer.name == "Muon":

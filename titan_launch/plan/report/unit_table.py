@@ -133,10 +133,10 @@ def _is_in_place(row: dict[str, Any]) -> bool:
 
 def _resharding(row: dict[str, Any]) -> str:
     if _is_in_place(row):
-        return "as around"
+        return "as the unit around it"
     if not row["reshard_after_forward"]:
         return "no"  # None leaves the choice to FSDP2, which does not reshard the root
-    return "yes" if row["unshard_in_backward"] else "yes, unused in backward"
+    return "yes" if row["unshard_in_backward"] else "yes, not all-gathered in backward"
 
 
 def format_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> str:
@@ -176,7 +176,7 @@ def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: 
     num_norms = sum(is_batch_norm(module) and module.same_as is None for module in plan.inventory.modules)
     if num_norms and config.batchnorm.statistics == "synchronized" and layout.data_parallel * layout.context > 1:
         more = Collectives(all_gathers=num_norms, all_reduces=num_norms)
-        lines.append(f"synchronized BatchNorm: {more} more per microbatch, each of a few numbers per channel")
+        lines.append(f"synchronized BatchNorm adds {more} per microbatch, each with a few numbers per channel")
     lines += dict.fromkeys(f"{u.reason} has units of its own: {u.own_because}" for u in plan.units if u.own_because)
     if any(unit.reason == BATCH_NORM_DEFAULT for unit in plan.boundaries):
         lines.append(f"{BATCH_NORM_DEFAULT}: float32 parameters and running statistics, inputs in any dtype")
@@ -329,7 +329,8 @@ def summary_of_batch(layout: Layout) -> list[Line]:
 
 def _experts(layout: Layout) -> str:
     shards = layout.parameter_shards // layout.expert
-    return f"each layer's over {layout.expert} ranks; each part sharded over {_count(shards, 'rank')}"
+    divided = f"the experts of each layer are divided over {layout.expert} ranks"
+    return f"{divided}; FSDP2 shards each part over {_count(shards, 'rank')}"
 
 
 def _count(number: int, name: str, plural: str | None = None) -> str:

@@ -202,7 +202,7 @@ class _UnitPlanner:
         if self.precision.placement == "own_unit":
             return 'precision.placement = "own_unit"'
         if not self.limits.mixes_dtypes:
-            return f"torch {planned_release()} has one dtype in a unit; torch 2.15 has several"
+            return f"torch {planned_release()} allows one compute dtype per FSDP2 unit; torch 2.15 allows several"
         return None
 
     def _why_own_unit(self, rule: PrecisionRule) -> str | None:
@@ -243,9 +243,9 @@ class _UnitPlanner:
         if one == other:
             return None
         if {one, other} != {None, 0}:
-            return "not all parameters around are trained in the same steps"
+            return "other parameters of the unit around are not trained in the same steps"
         if self._why_nothing_in_place is None and not unit.unshard_in_backward:
-            return f"backward does not gather {unit.name}"
+            return f"backward does not all-gather the parameters of {unit.name}"
         return self._why_nothing_in_place
 
     def _why_not_shared(self, path: str, owners: Mapping[str, int]) -> str | None:

@@ -60,7 +60,7 @@ def _unused_rules(
             yield _problem(assignment, f"{reason}; the first matching rule applies, so put the narrower rule first")
         elif not any(_has_something_to_apply_to(inventory, path, assignment.rule) for path in matched):
             tensors = "parameters" if assignment.rule.buffer_dtype is None else "parameters or floating buffers"
-            yield _problem(assignment, f"matches only {listed(matched)}: no {tensors} to apply it to; drop the rule")
+            yield _problem(assignment, f"matches only modules without {tensors} ({listed(matched)}); drop the rule")
 
 
 def _idle_buffer_dtypes(

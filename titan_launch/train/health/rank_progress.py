@@ -106,7 +106,7 @@ def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
     is_are, it_is = ("is", "it is") if len(behind) == 1 else ("are", "they are")
     if least.sequence < most.sequence:
         return f"{ranks_listed(behind)} {is_are} behind: {it_is} {least} while the others are {most}"
-    counts = f"started {least.collectives} collectives, and other ranks {most.collectives}"
+    counts = f"started {least.collectives} collectives, and other ranks up to {most.collectives}"
     return f"{ranks_listed(behind)} {is_are} behind: all are {least}, but {ranks_listed(behind)} {counts}"
 
 

@@ -89,8 +89,9 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     if not _has_begun(folder):
         return
     if is_marked(folder) != is_phantom():
-        kinds = ("with", "without") if is_phantom() else ("without", "with")
-        reason = f"{folder} holds a run {kinds[0]} values, and this run is {kinds[1]} values; choose another name"
+        phantom, real = "on a phantom GPU", "on real devices"
+        kinds = (real, phantom) if is_phantom() else (phantom, real)
+        reason = f"{folder} holds a run {kinds[0]}, and this run is {kinds[1]}; choose another name"
         raise config_error(("job", "name"), reason, config.job.name)
     checkpoints = checkpoint_folder(folder)
     if config.checkpoint.enable and load != "none" and checkpoint_steps(checkpoints):
@@ -246,9 +247,10 @@ def _check_is_a_run(folder: Path, config: JobConfig) -> None:
 
 
 def _check_kinds(folder: Path, config: JobConfig) -> None:
-    """Raise ConfigError if an entry with the name of a run's file or folder has another kind.
+    """Raise ConfigError if the path of a file of the run is not a regular file, or the path of a folder of the run is
+    not a folder.
 
-    A symbolic link in place of a file is an error, because the run would write to its target."""
+    A symbolic link in place of a file is an error, because the run would write to the target of the link."""
     for path in (folder / name for name in (*_FOLDERS, *_FILES)):
         is_folder = path.name in _FOLDERS
         has_right_kind = path.is_dir() if is_folder else path.is_file() and not path.is_symlink()

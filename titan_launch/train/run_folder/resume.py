@@ -243,9 +243,10 @@ class ConsumedSamples:
         saved = tuple(int(state.get(str(index), 0)) for index in range(len(ours)))
         if state and ours != saved:
             reason = (
-                f"with these sources and weights, the first {sum(ours):,} samples are {_listed(ours)} of the sources, "
-                f"but the run consumed {_listed(saved)} of them; keep the weights of past steps and change those of "
-                "later steps (weight = [[0, 3], [1000, 1]]), or start anew with --checkpoint.load=none"
+                f"with these sources and weights, the first {sum(ours):,} samples would be {_listed(ours)} (one number "
+                f"per source), but the run has consumed {_listed(saved)}; keep the weights of past steps, and change "
+                "only the weights of later steps (weight = [[0, 3], [1000, 1]]), or start anew with "
+                "--checkpoint.load=none"
             )
             raise config_error(("data", "sources") if isinstance(self._order, MixtureOrder) else ("data",), reason)
 
