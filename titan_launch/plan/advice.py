@@ -157,7 +157,7 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
         values: dict[tuple[str, str], bool | str] = {("parallelism", "shard_optimizer_over_replicas"): True}
         if accumulation.row.needs_all_reduces:  # a sharded optimizer has no all-reduces
             values[mode] = "immediate"
-        yield (_Change(values, "the exchange between replicas does not overlap with backward"),)
+        yield (_Change(values, "all-gathers between the replicas follow each update"),)
     if config.loss.chunks < 16 and config.data.unit == "tokens" and config.model.loss is None:
         yield (_Change({("loss", "chunks"): 16}, "backward computes the output layer a second time"),)
     size = _smaller_batch(config, layout, limit_bytes, predict)

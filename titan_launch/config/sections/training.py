@@ -142,8 +142,9 @@ class GradientAccumulationConfig(Section):
     gradients. `deferred`: reduce-scatter after the last microbatch; the least traffic, but each rank holds all
     gradients (4 bytes per parameter, for any number of ranks). `deferred_all_reduce` (HSDP only): reduce-scatter within
     the replica after every microbatch, all-reduce between the replicas after the last; a rank holds only sharded
-    gradients. `auto`: the mode with the least traffic whose predicted memory fits. `plan` shows that mode and the
-    reason. A run records the chosen mode, and keeps it on resume."""
+    gradients. `auto`: of the modes whose predicted memory fits, the one with the least traffic. If
+    `activation_checkpoint.mode` is also `auto`, the combination with the shortest expected step. `plan` shows the
+    choice and the reason. A run records the chosen mode, and keeps it on resume."""
 
     keep_params_unsharded: bool | None = None
     """All-gather the parameters once per step instead of twice per microbatch, and keep them unsharded (in

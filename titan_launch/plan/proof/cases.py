@@ -183,7 +183,8 @@ def _modes(config: JobConfig) -> Iterator[str]:
 
 
 def _choices(twin: JobConfig) -> Iterator[JobConfig]:
-    """Yield the twin in every accumulation mode and checkpointing mode that `auto` may choose, each at least once."""
+    """Yield the twin in every accumulation mode and checkpointing mode that `auto` may choose, each at least once.
+    Checkpointing `none` is not among them, because the other modes compute the same and more."""
     accumulation, checkpointing = twin.gradient_accumulation, twin.activation_checkpoint
     if splits_backward(twin.parallelism):
         modes = [_ONCE]

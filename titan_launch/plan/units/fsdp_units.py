@@ -7,7 +7,7 @@ are in place too. Each of these blocks then reduces gradients.
 
 Other rules need units of their own, wrapped before their parents, and so do experts that are divided over ranks (expert
 parallelism). By default all modules of a rule share **one** unit, which does not reshard after forward: it adds 2
-collectives per microbatch. One unit per module would add 3 collectives per module.
+collectives per microbatch. One unit per module would add up to 3 collectives per module.
 """
 
 from __future__ import annotations
