@@ -53,7 +53,8 @@ def test_measurements_of_two_ranks_are_complete_and_plausible(tmp_path: Path) ->
     half, whole = [2048, 16384], [4096, 32768]  # all-reduce sends half of the buffer twice
     assert sent == {"all_gather": half, "reduce_scatter": half, "all_reduce": whole, "all_to_all": half, "send": whole}
     assert measured.unit_seconds > 0
-    assert lines[-1] == "collectives of 2 ranks" and silent == []
+    assert measured.stage_seconds > 0 and measured.ranks_per_core >= 1
+    assert "collectives of 2 ranks" in lines and silent == []
 
 
 def test_groups_divide_the_ranks_and_know_whether_they_cross_nodes() -> None:

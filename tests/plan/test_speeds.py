@@ -48,6 +48,8 @@ MEASURED = Measured(
     parameter_seconds=1e-4,
     operation_seconds=1e-5,
     exchange_seconds=1e-3,
+    stage_seconds=1e-2,
+    ranks_per_core=1.5,
 )
 
 
@@ -167,6 +169,7 @@ CHANGES: dict[str, Change] = {
     "attention: float32 is missing": lambda value: value.update(attention=[]),
     "ranks: must be at least 1": lambda value: value["collectives"][0].update(ranks=0),
     "convolution: needs positive": lambda value: value.update(convolution={"float32": 0}),
+    "ranks_per_core: must be at least 1": lambda value: value.update(ranks_per_core=0.5),
     "unit_seconds: must not be negative": lambda value: value.update(unit_seconds=-1.0),
 }
 
@@ -185,3 +188,10 @@ def test_a_file_of_speeds_that_is_not_understood_is_refused(words: str, tmp_path
 
 def test_measurements_are_read_as_they_are_written(tmp_path: Path) -> None:
     assert read_measured(written(MEASURED, tmp_path)) == MEASURED
+
+
+def test_ranks_that_share_cores_wait_less_in_a_pipeline(measured_speeds: Speeds) -> None:
+    """With 1.5 ranks per core, computation takes 1.5 times as long as that of a rank alone, so a core is idle in a
+    bubble of 100 % for only a third of the time of the computation."""
+    assert [measured_speeds.idle_share(share) for share in (1, 0.5, 0)] == pytest.approx([1 / 3, 0, 0])
+    assert h100().idle_share(0.75) == 0.75

@@ -102,6 +102,7 @@ def _summary(measured: Measured) -> list[str]:
         "a parameter": measured.parameter_seconds,
         "an operation": measured.operation_seconds,
         "a collective of tensor parallelism": measured.exchange_seconds,
+        "a microbatch in a pipeline stage": measured.stage_seconds,
     }
     lines += [f"host, {what}: {seconds * 1e6:,.0f} us" for what, seconds in host.items()]
     for collective in measured.collectives:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -17,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_launch import __version__
 from titan_launch.core.files import MIB
+from titan_launch.core.process import usable_cores
 from titan_launch.distributed.collectives import all_gather_single, on_all_ranks, reduce_scatter_single
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.plan.speeds import CollectiveKind, Measured, MeasuredAttention, MeasuredCollective, Points
@@ -112,10 +115,13 @@ def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured
     attention = tuple(_attention(watch, scope, *each) for each in product(_DTYPES, scope.widths))
     convolution = {name: _convolution(watch, scope.images, dtype) for name, dtype in _DTYPES.items()}
     memory = tuple(_memory(watch, num_bytes // 4) for num_bytes in scope.result_bytes)
-    say("host overhead: modules, FSDP2 units, DTensors")
+    collectives = tuple(_collectives(watch, ranks, scope.message_bytes, say))
+    say("host overhead: modules, FSDP2 units, DTensors, pipelines")
     unit_seconds, parameter_seconds = _unit_seconds(watch, ranks.world_size)
     operation_seconds = max(0.0, _operation_seconds(watch) - memory[0][1])
     exchange_seconds = _exchange_seconds(watch) if ranks.world_size > 1 else 0.0
+    sends = [c.points[0][1] for c in collectives if (c.kind, c.ranks) == ("send", ranks.world_size)]
+    stage_seconds = max(0.0, _stage_seconds(watch) - 2 * sends[0]) if sends else 0.0
     return Measured(
         device="cpu" if ranks.device.type == "cpu" else torch.cuda.get_device_name(),
         ranks=ranks.world_size,
@@ -126,11 +132,13 @@ def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured
         attention=attention,
         convolution=convolution,
         memory=memory,
-        collectives=tuple(_collectives(watch, ranks, scope.message_bytes, say)),
+        collectives=collectives,
         unit_seconds=unit_seconds,
         parameter_seconds=parameter_seconds,
         operation_seconds=operation_seconds,
         exchange_seconds=exchange_seconds,
+        stage_seconds=stage_seconds,
+        ranks_per_core=_ranks_per_core(ranks),
     )
 
 
@@ -343,6 +351,36 @@ def _exchange_seconds(watch: _Stopwatch) -> float:
     scatter = watch.longest_seconds(lambda: reduce_scatter_single(part, whole))
     # Each of the four pairs has two all-gathers and two reduce-scatters, one in forward and one in backward.
     return max(0.0, (seconds(True) - seconds(False)) / 16 - (gather + scatter) / 2)
+
+
+def _stage_seconds(watch: _Stopwatch) -> float:
+    """Return the seconds that a microbatch takes in a stage of a pipeline over all ranks: PyTorch's schedule, a send in
+    forward, and a send in backward.
+
+    The module of a stage is a small layer, whose time is subtracted. The result is the difference between two numbers
+    of microbatches, so that the bubble does not count.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def seconds(num_microbatches: int) -> float:
+        stage = PipelineStage(nn.Linear(8, 8).to(watch.device), rank, ranks, watch.device)
+        schedule = Schedule1F1B(stage, num_microbatches, loss_fn=lambda output, target: output.sum())
+        x = torch.ones(num_microbatches, 8, device=watch.device)
+
+        def step() -> None:
+            schedule.step(*[x] * (rank == 0), target=x if rank == ranks - 1 else None)
+
+        return watch.longest_seconds(step)
+
+    module, x = nn.Linear(8, 8).to(watch.device), torch.ones(1, 8, device=watch.device)
+    return (seconds(3 * ranks) - seconds(ranks)) / (2 * ranks) - watch.mean_seconds(_step_of(module, x))
+
+
+def _ranks_per_core(ranks: Ranks) -> float:
+    if ranks.device.type != "cpu":
+        return 1.0
+    threads = torch.get_num_threads() * max(Counter(on_all_ranks(lambda: ranks.first_on_host)).values())
+    return max(1.0, threads / usable_cores())
 
 
 def _collectives(

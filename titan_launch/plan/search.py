@@ -463,7 +463,7 @@ class Search:
             share = counted / self._flops.get((checkpointing, self._chunks()[-1]), counted) / layout.pipeline
             per_sample = probe.compute[layout.local_batch_size > probe.size]
             seconds = per_sample * layout.samples_per_rank * share * (_OF_RECORDED if share < 1 else 1.0)
-        return seconds * (1 + bubble)
+        return seconds * (1 + speeds.idle_share(bubble))
 
     def _smallest_share(self, job: JobConfig) -> float:
         """Return the smallest number of blocks of a pipeline rank, divided by the mean over the pipeline ranks."""

@@ -27,6 +27,9 @@ T = TypeVar("T")
 Kernels = Literal["cuda", "cpu"]
 """The device family. It decides which tensors each operation saves for backward."""
 
+HostWork = Literal["unit", "parameter", "operation", "exchange", "stage"]
+"""Kinds of work of the host. `Measured` has the seconds of each."""
+
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 OF_AXIS: Mapping[str, tuple[CollectiveKind, ...]] = {
@@ -134,6 +137,13 @@ class Measured:
     """Seconds that the host takes for DTensor around one collective of tensor parallelism, without the collective
     itself."""
 
+    stage_seconds: float
+    """Seconds that the host takes for PyTorch's schedule in one pipeline stage and microbatch, without the operations
+    of the stage and without its sends."""
+
+    ranks_per_core: float
+    """Number of ranks that share a CPU core; 1 if each rank has a core, or several, for itself."""
+
     @property
     def kernels(self) -> Kernels:
         """The device family."""
@@ -192,7 +202,9 @@ def _problem(measured: Measured) -> str | None:
         return "convolution: needs positive numbers"
     if measured.ranks < 1 or not all(c.ranks > 1 and 0 <= c.crossings <= c.ranks for c in measured.collectives):
         return "ranks: must be at least 1; a collective needs at least 2 ranks, and from 0 to `ranks` crossings"
-    for name in ("unit_seconds", "parameter_seconds", "operation_seconds", "exchange_seconds"):
+    if measured.ranks_per_core < 1:
+        return "ranks_per_core: must be at least 1"
+    for name in ("unit_seconds", "parameter_seconds", "operation_seconds", "exchange_seconds", "stage_seconds"):
         if getattr(measured, name) < 0:
             return f"{name}: must not be negative"
     return None
@@ -279,9 +291,14 @@ class Speeds(ABC):
         """Return the seconds of an elementwise operation that reads and writes a number of bytes."""
 
     @abstractmethod
-    def host_seconds(self, what: Literal["unit", "parameter", "operation", "exchange"]) -> float:
-        """Return the seconds of the host for an FSDP2 unit, a parameter, an operation, or a collective of tensor
-        parallelism. On a GPU they overlap with computation."""
+    def host_seconds(self, what: HostWork) -> float:
+        """Return the seconds of the host for an FSDP2 unit, a parameter, an operation, a collective of tensor
+        parallelism, or a microbatch in a pipeline stage. On a GPU they overlap with computation."""
+
+    def idle_share(self, bubble_share: float) -> float:
+        """Return the time that the bubble of a pipeline adds to a step, as a share of the computation of a rank.
+        `bubble_share`: that of ranks which do not share cores."""
+        return bubble_share
 
     @property
     @abstractmethod
@@ -355,7 +372,7 @@ class DataSheetSpeeds(Speeds):
         """Return the seconds of an elementwise operation that reads and writes a number of bytes."""
         return OPERATION_SECONDS + num_bytes / self.memory_bytes_per_s
 
-    def host_seconds(self, what: Literal["unit", "parameter", "operation", "exchange"]) -> float:
+    def host_seconds(self, what: HostWork) -> float:
         """Return 0: the work of the host is not known."""
         return 0.0
 
@@ -398,9 +415,15 @@ class MeasuredSpeeds(Speeds):
         """Return the seconds of an elementwise operation that reads and writes a number of bytes."""
         return _on_curve(self.measured.memory, num_bytes)
 
-    def host_seconds(self, what: Literal["unit", "parameter", "operation", "exchange"]) -> float:
+    def host_seconds(self, what: HostWork) -> float:
         """Return the measured seconds of the host."""
         return float(getattr(self.measured, f"{what}_seconds"))
+
+    def idle_share(self, bubble_share: float) -> float:
+        """Return the time that the bubble of a pipeline adds to a step, as a share of the computation of a rank.
+        `bubble_share`: that of ranks which do not share cores."""
+        # While a rank waits, the ranks that share its core are faster, so a core is idle only if all of them wait.
+        return max(0.0, (1 + bubble_share) / self.measured.ranks_per_core - 1)
 
     @cached_property
     def most_flops_per_s(self) -> float:

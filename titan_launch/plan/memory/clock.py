@@ -106,6 +106,10 @@ class Clock:
         """Let the host run FSDP2's hooks of a unit, in forward and backward."""
         self._host(self._speeds.host_seconds("unit"))
 
+    def stages(self, count: int) -> None:
+        """Let the host run the schedule of a pipeline: `count` microbatches in one stage."""
+        self._host(count * self._speeds.host_seconds("stage"))
+
     def parameters(self, count: int) -> None:
         """Let the host clip the gradients of `count` parameters and update the parameters. (`copy` counts the time of
         the memory that this reads and writes.)"""

@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
+from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.plan.communication import (
@@ -270,6 +270,8 @@ class Replay:
         count, layout, config = num_microbatches, self._layout, self._config
         if layout.pipeline > 1:
             self._play(0)
+            if self._clock is not None:
+                self._clock.stages(count * stages_per_rank(config.parallelism))
             traffic = scaled_to_step(self._take_traffic(), count, layout, config.gradient_accumulation)
             times = [self._time()]
         else:

@@ -124,7 +124,8 @@ def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subj
     per_rank = None if flops is None else flops.per_sample * layout.samples_per_rank // layout.model_parallel
     seconds, bubble = subject.engine.seconds(choice), bubble_share(config.parallelism, layout)
     if seconds is not None and choice.activation_checkpoint.mode != "memory_budget":
-        time = step_time(seconds, bubble)
+        assert hardware.speeds is not None, "without speeds, an engine has no seconds"
+        time = step_time(seconds, hardware.speeds.idle_share(bubble))
     else:  # no speeds are known, or the compiler decides the operations
         of_layers = Traffic(tensor=traffic.tensor, context=traffic.context, expert=traffic.expert)
         exposed = link_traffic_of_step(of_layers, layout, hardware.gpus_per_node)
