@@ -181,7 +181,7 @@ def test_a_host_that_cannot_have_phantoms_is_told_why(monkeypatch: pytest.Monkey
     version.parent.mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(build, "find_spec", lambda _: type("Spec", (), {"origin": str(version.parent / "__init__.py")}))
-        for cuda, text in (("None", "which has no code for CUDA"), ("'12.8'", "torch 2.11.0 is built for CUDA 12.8")):
+        for cuda, text in (("None", "which has no code for CUDA"), ("'12.8'", "torch 2.11.0 is for CUDA 12.8")):
             version.write_text(f"__version__ = '2.11.0'\ncuda: Optional[str] = {cuda}\n")
             assert text in reason()
         version.write_text("__version__ = '2.11.0'\ncuda = '13.0'\n")
