@@ -28,6 +28,7 @@ from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store
 from titan_launch.plan.proof.twin import twin_of
 from titan_launch.prove import main as prove_main
+from titan_launch.prove import weights
 from titan_launch.prove.main import prove
 
 
@@ -271,6 +272,14 @@ def test_values_of_a_folder_are_those_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**tampered, "rms_norm_eps": 0.5}))
     differs = prove(job(**sections, data={"kind": "synthetic", "vocab_size": 8}))
     assert differs.verdict == "differs" and differs.findings[0].parts == ("model.weights",)
+
+
+def test_a_folder_in_the_own_format_is_not_compared_with_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = job().model.model_dump(mode="json")
+    weights.write_folder(model, 16, str(tmp_path / "plain"))
+    result = weights.compare_weights(job(model={**model, "weights": str(tmp_path / "plain")}).model_dump(mode="json"))
+    assert isinstance(result, str) and result.endswith("because the folder has this package's own format")
 
 
 def model_of(folder: Path) -> dict[str, Any]:

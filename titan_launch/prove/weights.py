@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.lora import LoRAConfig
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.loss.outputs import find_logits
 from titan_launch.models.architectures import vocabulary_taken
 from titan_launch.models.build import build_model, take_inventory
@@ -47,6 +47,8 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
             "model.exclude_from_weights is set"
         )
     folder = open_weights(config.model)
+    if folder.config.model_type is None and config.model.name != HUGGINGFACE:
+        return "model.weights: not compared with transformers, because the folder has this package's own format"
     needed = sum(torch.Size(tensor.shape).numel() for tensor in folder.tensors.values()) * _COPIES / GIB
     if needed > free_memory_gib():
         return f"model.weights: a comparison with transformers needs {needed:.1f} GiB of memory"
