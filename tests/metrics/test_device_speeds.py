@@ -53,7 +53,7 @@ def test_measurements_of_two_ranks_are_complete_and_plausible(tmp_path: Path) ->
     half, whole = [2048, 16384], [4096, 32768]  # all-reduce sends half of the buffer twice
     assert sent == {"all_gather": half, "reduce_scatter": half, "all_reduce": whole, "all_to_all": half, "send": whole}
     assert measured.unit_seconds > 0
-    assert 0 <= measured.stage_seconds < 0.1 and measured.ranks_per_core >= 1  # 0: under load, the sends took longer
+    assert measured.stage_seconds >= 0 and measured.ranks_per_core >= 1  # 0: under load, the sends took longer
     assert "collectives of 2 ranks" in lines and silent == []
 
 
