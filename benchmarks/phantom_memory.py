@@ -22,13 +22,13 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
-from published_memory import PRECISIONS, Run, config_of, read_runs
+from published_memory import PRECISIONS, Run, config_of, median_and_worst, read_runs
 from publishing import markdown_table, publish, published_rows
 
 from titan_launch.config.loading.load import dump_job
@@ -63,10 +63,10 @@ _PUBLISHED_COLUMNS = [
     "run",
     "ranks",
     "precision",
+    "published",
     "planned reserved",
     "requested",
     "measured reserved",
-    "published",
     "measured / published",
 ]
 
@@ -122,72 +122,94 @@ def measure(config: Path, ranks: int, options: list[str]) -> dict[str, Any] | st
         [*command, "--rows=own", "--measure", *options], capture_output=True, text=True, cwd=_CHECKOUT
     )
     if ended.returncode:
-        return (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        return (ended.stderr.strip().splitlines() or ["no message"])[-1].strip().replace(f"{config}: ", "")
     plan: dict[str, Any] = json.loads(ended.stdout[ended.stdout.index("{\n") :])
     return plan
 
 
-def shipped() -> Iterator[tuple[str, Path, int]]:
-    """Yield name, file and ranks of each shipped configuration that trains by itself."""
+class Job(NamedTuple):
+    """A job to measure."""
+
+    name: str
+    path: Path
+    ranks: int
+    options: list[str]
+    """Further options of `plan`."""
+
+    cells: Callable[[Figures], list[str]]
+    """Cells of the table's row behind `head`."""
+
+    texts: tuple[str, ...] = ()
+
+    @property
+    def head(self) -> list[str]:
+        """The first cells of the table's row, which need no measurement."""
+        return [self.name, str(self.ranks), *self.texts]
+
+
+def shipped() -> Iterator[Job]:
+    """Yield each shipped configuration that trains by itself."""
     for path in sorted(_CONFIGS.rglob("*.toml")):
         if path.stem not in ("resume", "custom_model"):
-            yield str(path.relative_to(_CONFIGS)), path, _RANKS.get(path.stem, 2)
+            name = str(path.relative_to(_CONFIGS))
+            cells = partial(Figures.cells, is_planned=name not in _NOT_PLANNED)
+            yield Job(name, path, _RANKS.get(path.stem, 2), ["--device=h100-80gb", "--memory-gib=400"], cells)
 
 
-def compared_with_published(only: Sequence[str], earlier: Mapping[str, list[str]]) -> str:
-    """Return the table of the published runs that state reserved memory, with the ratios by source and precision.
-    `earlier`: rows of the table, by their first cells, for the runs that no glob of `only` matches."""
-    table, ratios = [_PUBLISHED_COLUMNS], dict[str, list[float]]()
-    with tempfile.TemporaryDirectory() as folder:
-        for run in (run for run in read_runs() if run.reserved_gib is not None):
-            name, published = f"{run.source}: {run.name}", f"{run.reserved_gib:.1f}"
-            if not any(fnmatch(name, glob) for glob in only):
-                table += [earlier[name]] if name in earlier else []
-                continue
-            path = Path(folder, "job.json")
-            path.write_text(dump_job(config_of(run, as_published=True)))
-            plan = measure(path, run.ranks, [])
-            figures = [plan, "", "", published, ""] if isinstance(plan, str) else _beside(Figures.of(plan), run)
-            table.append([name, str(run.ranks), PRECISIONS[run.kind], *figures])
-            print(" | ".join(table[-1]), file=sys.stderr, flush=True)
-    for name, _, precision, *_, ratio in table[1:]:
-        ratios.setdefault(f"{name.partition(':')[0]}, {precision}", []).append(float(ratio or "nan"))
-    lines = [f"- {group}: {_described(values)}" for group, values in ratios.items()]
-    return "\n".join([markdown_table(table), "", "Measured over published reserved memory:", "", *lines])
+def published(folder: Path) -> Iterator[Job]:
+    """Yield each published run that states reserved memory."""
+    for index, run in enumerate(run for run in read_runs() if run.reserved_gib is not None):
+        path = folder / f"{index}.json"
+        path.write_text(dump_job(config_of(run, as_published=True)))
+        texts = (PRECISIONS[run.kind], f"{run.reserved_gib:.1f}")
+        yield Job(f"{run.source}: {run.name}", path, run.ranks, [], partial(_beside, run), texts)
 
 
-def _beside(found: Figures, run: Run) -> list[str]:
+def _beside(run: Run, found: Figures) -> list[str]:
     assert run.reserved_gib is not None
-    measured = (found.planned_reserved, found.requested, found.reserved, run.reserved_gib)
-    return [*(f"{value:.1f}" for value in measured), f"{found.reserved / run.reserved_gib:.3f}"]
+    figures = (found.planned_reserved, found.requested, found.reserved)
+    return [*(f"{value:.1f}" for value in figures), f"{found.reserved / run.reserved_gib:.3f}"]
 
 
-def _described(ratios: Sequence[float]) -> str:
-    known = [ratio for ratio in ratios if ratio == ratio]
-    failed = f"; {len(ratios) - len(known)} not measured" * (len(known) < len(ratios))
-    if not known:
-        return f"{len(ratios)} runs{failed}"
-    worst = max(known, key=lambda ratio: max(ratio, 1 / ratio))
-    return f"{len(ratios)} runs, median {median(known):.3f}, worst {worst:.3f}{failed}"
+def measured_rows(
+    jobs: Iterable[Job], only: Sequence[str], earlier: Mapping[str, list[str]]
+) -> tuple[list[list[str]], dict[str, Figures | None]]:
+    """Return the rows of a table, and the figures of the jobs that were measured, by name; None for jobs that failed.
 
-
-def compared_with_plans(only: Sequence[str], earlier: Mapping[str, list[str]]) -> tuple[str, bool]:
-    """Return the table of the shipped configurations, and True if all plans hold. `earlier`: as above."""
-    table, is_right = [_COLUMNS], True
-    for name, path, ranks in shipped():
-        if not any(fnmatch(name, glob) for glob in only):
-            table += [earlier[name]] if name in earlier else []
+    `earlier`: rows of an earlier table by their first cells, for the jobs that no glob of `only` matches.
+    """
+    rows, found = [], dict[str, Figures | None]()
+    for job in jobs:
+        if not any(fnmatch(job.name, glob) for glob in only):
+            rows += [earlier[job.name]] if job.name in earlier else []
             continue
-        plan = measure(path, ranks, ["--device=h100-80gb", "--memory-gib=400"])
-        if isinstance(plan, str):
-            table.append([name, str(ranks), plan, "", "", "", "", ""])
-            is_right = False
-        else:
-            is_planned, found = name not in _NOT_PLANNED, Figures.of(plan)
-            is_right &= not is_planned or found.is_right
-            table.append([name, str(ranks), *found.cells(is_planned)])
-        print(" | ".join(table[-1]), file=sys.stderr, flush=True)
-    return markdown_table(table), is_right
+        plan = measure(job.path, job.ranks, job.options)
+        found[job.name] = figures = None if isinstance(plan, str) else Figures.of(plan)
+        rows.append([*job.head, *([str(plan)] if figures is None else job.cells(figures))])
+        print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    return rows, found
+
+
+def _table(columns: list[str], rows: Iterable[list[str]]) -> str:
+    return markdown_table([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)])
+
+
+def ratios_by_group(rows: Iterable[list[str]]) -> str:
+    """Return a list: measured over published reserved memory, by source and precision."""
+    groups: dict[str, list[float | None]] = {}
+    for name, _, precision, *_, ratio in rows:
+        groups.setdefault(f"{name.partition(':')[0]}, {precision}", []).append(_number(ratio))
+    return "\n".join(
+        f"- {group}: {len(of)} runs: {median_and_worst(of, 3) or 'none measured'}" for group, of in groups.items()
+    )
+
+
+def _number(cell: str) -> float | None:
+    """Return the number in a cell; None for the cell of a job that failed."""
+    try:
+        return float(cell)
+    except ValueError:
+        return None
 
 
 def main() -> int:
@@ -200,12 +222,15 @@ def main() -> int:
     options = parser.parse_args()
     marker = "phantom_published" if options.published else "phantom_memory"
     earlier = published_rows(marker, options.write) if options.write else {}
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = published(Path(folder)) if options.published else shipped()
+        rows, found = measured_rows(jobs, options.only, earlier)
     if options.published:
-        text, is_right = compared_with_published(options.only, earlier), True
-    else:
-        text, is_right = compared_with_plans(options.only, earlier)
-    publish(text, marker, options.write)
-    return int(not is_right)
+        lead = "Measured over published reserved memory, median and worst:"
+        publish(f"{_table(_PUBLISHED_COLUMNS, rows)}\n\n{lead}\n\n{ratios_by_group(rows)}", marker, options.write)
+        return 0
+    publish(_table(_COLUMNS, rows), marker, options.write)
+    return int(not all(each and (name in _NOT_PLANNED or each.is_right) for name, each in found.items()))
 
 
 if __name__ == "__main__":

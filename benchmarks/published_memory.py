@@ -219,18 +219,19 @@ def table_of_groups(found: Sequence[Prediction]) -> str:
         timed = [each for each in own if each.seconds is not None]
         inside = f"{sum(each.is_in_interval for each in timed)} of {len(timed)}" if timed else ""
         ratios = [
-            _median_and_worst([each.active_ratio for each in own if each.run.active_gib]),
-            _median_and_worst([each.active_ratio for each in own if not each.run.active_gib]),
-            _median_and_worst([each.reserved_ratio for each in own]),
+            median_and_worst([each.active_ratio for each in own if each.run.active_gib]),
+            median_and_worst([each.active_ratio for each in own if not each.run.active_gib]),
+            median_and_worst([each.reserved_ratio for each in own]),
         ]
-        times = _median_and_worst([each.time_ratio for each in own])
+        times = median_and_worst([each.time_ratio for each in own])
         rows.append([source, PRECISIONS[kind], str(len(own)), *ratios, inside, times])
     return markdown_table(rows, texts=2)
 
 
-def _median_and_worst(ratios: Sequence[float | None]) -> str:
+def median_and_worst(ratios: Sequence[float | None], digits: int = 2) -> str:
+    """Return the median and the worst of the ratios that are not None as text; "" if all are None."""
     known = [ratio for ratio in ratios if ratio is not None]
-    return f"{median(known):.2f}, {_worst(known):.2f}" if known else ""
+    return f"{median(known):.{digits}f}, {_worst(known):.{digits}f}" if known else ""
 
 
 def _worst(ratios: Sequence[float]) -> float:

@@ -23,6 +23,8 @@ from titan_launch.core.errors import KeyPath, config_error, format_key
 from titan_launch.core.json_files import JsonError, read_json
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
 
+_OFF = "not needed, because the old file switches it off"
+
 DEFAULTS: dict[str, Any] = {
     "model.name": "llama3",
     "model.flavor": "debugmodel",
@@ -434,7 +436,7 @@ def _schedule(job: Migration) -> None:
 def _precision(job: Migration) -> None:
     for name in ("deterministic_warn_only", "moe_force_load_balance"):
         if not _value(job.old, f"debug.{name}"):
-            job.drop(f"debug.{name}", "not needed, because the old file switches it off", changes_run=False)
+            job.drop(f"debug.{name}", _OFF, changes_run=False)
     seed = job.value("debug.seed")
     if seed is not None:
         job.put("training.seed", seed)
@@ -493,7 +495,7 @@ def _parallelism(job: Migration) -> None:
     if not _value(job.old, "parallelism.enable_async_tensor_parallel"):
         job.drop(
             "parallelism.enable_async_tensor_parallel",
-            "not needed, because the old file switches it off",
+            _OFF,
             changes_run=False,
         )
 
@@ -511,7 +513,7 @@ def _switches(job: Migration) -> None:
                 is_on = bool(_value(job.old, f"{section}.{name}"))
                 job.drop(
                     f"{section}.{name}",
-                    TORCHTITAN_KEYS[section] if is_on else "not needed, because the old file switches it off",
+                    TORCHTITAN_KEYS[section] if is_on else _OFF,
                     changes_run=is_on,
                 )
         for key, _ in _leaves({section: job.old.get(section, {})}):

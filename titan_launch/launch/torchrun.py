@@ -179,8 +179,8 @@ class Stopping:
 
 
 def _torchrun_signals() -> list[str]:
-    """Return the signals that torchrun should handle. Signals that this process ignores are left out, because torchrun
-    would override the SIG_IGN of `nohup`."""
+    """Return the signals that torchrun should handle. Signals that this process ignores are not among them, because
+    torchrun would override the SIG_IGN of `nohup`."""
     signals = [signal.SIGQUIT, signal.SIGHUP]
     return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 

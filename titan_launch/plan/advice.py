@@ -28,7 +28,7 @@ class Advice:
     """The keys to set, as TOML: `training.local_batch_size = 2`."""
 
     cost: str
-    """What the change costs, in words."""
+    """Cost of the change, in words."""
 
     saved_bytes: float
     fits: bool

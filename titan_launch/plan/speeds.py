@@ -204,9 +204,9 @@ def _problem(measured: Measured) -> str | None:
         return "ranks: must be at least 1; a collective needs at least 2 ranks, and from 0 to `ranks` crossings"
     if measured.ranks_per_core < 1:
         return "ranks_per_core: must be at least 1"
-    for name in ("unit_seconds", "parameter_seconds", "operation_seconds", "exchange_seconds", "stage_seconds"):
-        if getattr(measured, name) < 0:
-            return f"{name}: must not be negative"
+    for what in get_args(HostWork):
+        if getattr(measured, f"{what}_seconds") < 0:
+            return f"{what}_seconds: must not be negative"
     return None
 
 

@@ -142,7 +142,7 @@ class Proof:
 
     def compare(self, case: Case) -> list[Difference]:
         """Return the results of a case in order, each with the largest difference of all ranks. Results that rounding
-        alone changes too much are left out. A case runs only once."""
+        alone changes too much are omitted. The ranks of a case run once: a second call returns the same results."""
         key = structure(case.config)
         if key not in self._results:
             self._results[key] = self._compared(case)

@@ -89,7 +89,7 @@ ACCUMULATION_RULES = (
     parameters_can_stay_unsharded,
     *SPLIT_BACKWARD_RULES,
 )
-"""Rules for gradient accumulation modes. The planner leaves out every mode that violates one of these rules."""
+"""Rules for gradient accumulation modes. The planner does not compare modes that violate one of these rules."""
 
 PRECISION_RULES = (
     precision_rules_have_a_target,

@@ -98,7 +98,7 @@ class Clock:
         """Run a copy that reads and writes `num_bytes` in total, in FSDP2's stream for reductions. On a GPU,
         computation does not wait for this copy."""
         if self._speeds.overlaps:
-            self._end_of_links = max(self._end_of_links, self._now) + self._speeds.memory_seconds(num_bytes)
+            self._queue(self._speeds.memory_seconds(num_bytes), self._now)
         else:
             self.copy(num_bytes)
 
@@ -139,7 +139,7 @@ class Clock:
             self._host(self._per_exchange)
         self._communication += seconds
         if axis == "pipeline" and self._speeds.overlaps:
-            self._end_of_links = max(self._end_of_links, self._now) + seconds
+            self._queue(seconds, self._now)
             return
         if self._end_of_links > self._now:  # FSDP2's pending collectives end later, because both use the links
             self._end_of_links += seconds
@@ -184,10 +184,15 @@ class Clock:
         seconds = self._seconds(kind, ring, passes * float(buffer_bytes * ring.sent))
         self._communication += seconds
         if self._speeds.overlaps:
-            self._end_of_links = max(self._end_of_links, earliest) + seconds
-            return self._end_of_links
+            return self._queue(seconds, earliest)
         self._now += seconds
         return self._now
+
+    def _queue(self, seconds: float, earliest: float) -> float:
+        """Add work to FSDP2's streams beside computation. It begins when their earlier work has ended, and not before
+        `earliest`. Return the time of its end."""
+        self._end_of_links = max(self._end_of_links, earliest) + seconds
+        return self._end_of_links
 
     def _seconds(self, kind: CollectiveKind, ring: Ring, sent_bytes: float) -> float:
         return self._speeds.collective_seconds(kind, ring, sent_bytes)

@@ -612,11 +612,10 @@ class ShardedUnit:
                 clock.all_reduce(output.num_bytes)
         reduced = output if KEEPS_REDUCED_GRADIENTS else None
         if dtype != parameters[0].stored:
-            cast = new(padded // world, parameters[0].stored, Category.REDUCE_SCATTER)
+            reduced_bytes = output.num_bytes
+            output = new(padded // world, parameters[0].stored, Category.REDUCE_SCATTER)
             if clock is not None:
-                clock.copy_reduced(output.num_bytes + cast.num_bytes)
-            output = cast
-            del cast
+                clock.copy_reduced(reduced_bytes + output.num_bytes)
         if clock is not None and self.sharded_gradient is not None:
             clock.copy_reduced(3 * output.num_bytes)
         if self.exchanged is not None:  # called in a hook of the parameters, while FSDP2 still holds `output`
