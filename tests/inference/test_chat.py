@@ -204,10 +204,10 @@ def test_a_piped_conversation(
     note = "note: the answer was cut after 9 tokens: the model takes at most 48 tokens; "
     note += "type /reset to begin a new conversation"
     assert note in chat(f"{TEXT}{TEXT[:-3]}\n")[1]
-    error = (
-        "error: the conversation has 51 tokens, but the model takes 48 at most, with its answer; shorten the message"
+    error = "error: the conversation has 51 tokens, but the model takes at most 48, including the answer"
+    assert (
+        f"{error}; shorten the message, or type /reset to begin a new one" in chat(f"{TEXT}{TEXT}Grüß\n", status=2)[1]
     )
-    assert f"{error}, or type /reset to begin a new one" in chat(f"{TEXT}{TEXT}Grüß\n", status=2)[1]
     drawn = [chat("Grüße\n", "--temperature=3", "--top-k=50", f"--seed={seed}")[0] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert (
@@ -299,7 +299,7 @@ def test_bad_requests_are_one_line_and_status_2(
         (["chat", gemma, "--system=Be brief."], "refused by the chat template (System role not supported)"),
         (["chat", "images", chatml], "images: its model, resnet, takes images; give the folder of a language model"),
         (["chat", "no_such_folder"], "no_such_folder: there is no such folder"),
-        (["chat", own, chatml], "the conversation has 51 tokens, but the model takes 48 at most, with its answer"),
+        (["chat", own, chatml], "the conversation has 51 tokens, but the model takes at most 48, including the answer"),
         (
             ["chat", own, chatml, "--template-arg=a"],
             "--template-arg: must be NAME=VALUE, such as enable_thinking=false",

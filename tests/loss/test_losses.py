@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -22,10 +23,12 @@ from tests.tensors import full_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, tiny_job
 from tests.train.test_step import relative_error
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.loss import ORPOConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.loss.preferences import orpo
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.plan.hardware import GIB
@@ -189,7 +192,7 @@ def check_all_divisions(
             compared = [
                 tag
                 for tag in row
-                if tag.startswith(("train/", "validation/", "dpo/", "distillation/")) and tag != "train/loss_max"
+                if tag.startswith(("train/", "validation/", "preference/", "distillation/")) and tag != "train/loss_max"
             ]
             assert [own[tag] for tag in compared] == pytest.approx([row[tag] for tag in compared], rel=1e-4, abs=1e-6)
     return metrics
@@ -329,22 +332,23 @@ def dpo_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
-def log_prob(model: nn.Module, question: str, answer: str) -> Tensor:
-    """Return the log-probability of an answer and the token that ends it, without packing and masks."""
+def token_log_probs(model: nn.Module, question: str, answer: str) -> Tensor:
+    """Return the log-probabilities of an answer's tokens and the token that ends it, without packing and masks."""
     before = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     tokens = torch.tensor(list(f"{before}{answer}<|im_end|>".encode()))
     log_probs = model(tokens[None, :-1])[0].log_softmax(-1)
     start = len(before.encode()) - 1
-    return log_probs[torch.arange(start, len(tokens) - 1), tokens[start + 1 :]].sum()
+    return log_probs[torch.arange(start, len(tokens) - 1), tokens[start + 1 :]]
 
 
 def rewards_by_definition(model: nn.Module, reference: nn.Module, chat: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     """Return beta times the log-ratios of both answers, as in equation 7 of arXiv:2305.18290."""
     question, *answers = chat
     with torch.no_grad():
-        of_reference = [log_prob(reference, question, answer) for answer in answers]
+        of_reference = [token_log_probs(reference, question, answer).sum() for answer in answers]
     chosen, rejected = (
-        0.4 * (log_prob(model, question, answer) - base) for answer, base in zip(answers, of_reference, strict=True)
+        0.4 * (token_log_probs(model, question, answer).sum() - base)
+        for answer, base in zip(answers, of_reference, strict=True)
     )
     return chosen, rejected
 
@@ -374,12 +378,12 @@ def test_dpo_trains_as_a_plain_loop(tmp_path: Path) -> None:
     expected, losses = train_plainly(job, BYTES, mean_loss_of)
     assert len({count for step in counts for count in step}) > 1, "samples must have different numbers of pairs"
     metrics = check_all_divisions(job, tmp_path, expected, losses)
-    assert [row["dpo/reward_margin"] for row in metrics] == pytest.approx(margins, rel=1e-4)
+    assert [row["preference/reward_margin"] for row in metrics] == pytest.approx(margins, rel=1e-4)
     for row in metrics:
-        assert row["dpo/reward_chosen"] - row["dpo/reward_rejected"] == pytest.approx(
-            row["dpo/reward_margin"], rel=1e-4
+        assert row["preference/reward_chosen"] - row["preference/reward_rejected"] == pytest.approx(
+            row["preference/reward_margin"], rel=1e-4
         )
-        assert 0 <= row["dpo/accuracy"] <= 1
+        assert 0 <= row["preference/accuracy"] <= 1
 
     model = plain_model(SEED, SEQ_LEN, **BYTES)
     model.load_state_dict(expected, strict=False)
@@ -387,6 +391,84 @@ def test_dpo_trains_as_a_plain_loop(tmp_path: Path) -> None:
     deltas = torch.stack([chosen - rejected for chosen, rejected in rewards]).detach()
     assert metrics[-1]["validation/loss"] == pytest.approx(-F.logsigmoid(deltas).mean().item(), rel=1e-4)
     assert metrics[-1]["validation/accuracy"] == pytest.approx((deltas > 0).float().mean().item())
+
+
+def ipo_by_definition(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Equation 17 of arXiv:2310.12036, of mean log-ratios."""
+    return (chosen - rejected - 1 / (2 * 0.4)) ** 2
+
+
+def simpo_by_definition(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Equation 6 of arXiv:2405.14734."""
+    return -(1.5 * chosen - 1.5 * rejected - 0.3).sigmoid().log()
+
+
+def orpo_by_definition(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Equations 4 to 7 of arXiv:2403.07691."""
+    odds_chosen, odds_rejected = (log_prob.exp() / (1 - log_prob.exp()) for log_prob in (chosen, rejected))
+    return -chosen - 0.7 * (odds_chosen / odds_rejected).log().sigmoid().log()
+
+
+PAIR_LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, dict[str, float]]] = {
+    "ipo": (ipo_by_definition, 0.4, {"beta": 0.4}),
+    "simpo": (simpo_by_definition, 1.5, {"beta": 1.5, "gamma": 0.3}),
+    "orpo": (orpo_by_definition, 0.7, {"weight": 0.7}),
+}
+"""Losses of the mean log-probabilities of both answers: the definition, the factor of rewards, and the settings."""
+
+
+def pairs_by_definition(
+    name: str, reference: nn.Module | None, margins: list[float]
+) -> Callable[[nn.Module, list[tuple[Tensor, ...]]], Tensor]:
+    """Return a function that computes the mean loss of the pairs in samples, one answer at a time, and adds the mean
+    margin to `margins`."""
+    loss_of_pair, factor, _ = PAIR_LOSSES[name]
+
+    def mean_loss_of(model: nn.Module, samples: list[tuple[Tensor, ...]]) -> Tensor:
+        losses, differences = [], []
+        for question, *answers in (chat for sample in samples for chat in chats_in(sample)):
+            means = [token_log_probs(model, question, answer).mean() for answer in answers]
+            if reference is not None:
+                bases = [token_log_probs(reference, question, answer).mean().detach() for answer in answers]
+                means = [own - base for own, base in zip(means, bases, strict=True)]
+            losses.append(loss_of_pair(*means))
+            differences.append(factor * (means[0] - means[1]).item())
+        margins.append(sum(differences) / len(differences))
+        return torch.stack(losses).mean()
+
+    return mean_loss_of
+
+
+def test_other_losses_of_pairs_train_as_a_plain_loop(tmp_path: Path) -> None:
+    """As one batch, and in microbatches on 2 ranks. `ipo` has a reference model."""
+    pytest.importorskip("jinja2")
+    reference = plain_model(3, SEQ_LEN, **BYTES).eval()
+    whole, parts, expected = {}, {}, {}
+    for name, (_, _, settings) in PAIR_LOSSES.items():
+        job, margins = dpo_job(tmp_path), list[float]()
+        folder = {"reference": job["loss"]["dpo"]["reference"]} if name == "ipo" else {}
+        job["loss"] = {"name": name, name: {**settings, **folder}}
+        job["validation"] = {"freq": STEPS, "data": job["data"], "local_batch_size": 2}
+        loss = pairs_by_definition(name, reference if folder else None, margins)
+        expected[name] = (*train_plainly(job, BYTES, loss), margins)
+        whole[name] = job
+        parts[f"{name}-in-parts"] = divided(job, 2)["deferred"]
+    for ranks, jobs in ((1, whole), (2, parts)):
+        for run, state in run_ranks(run_named, ranks, jobs)[0].items():
+            parameters, losses, margins = expected[run.partition("-")[0]]
+            assert relative_error(state, parameters) < 1e-5, run
+            rows = read_metrics(tmp_path, run)
+            assert [row["train/loss"] for row in rows] == pytest.approx(losses, rel=1e-5), run
+            assert [row["preference/reward_margin"] for row in rows] == pytest.approx(margins, rel=1e-4), run
+            assert math.isfinite(rows[-1]["validation/loss"]) and 0 <= rows[-1]["validation/accuracy"] <= 1
+
+
+def test_a_certain_answer_has_a_finite_loss() -> None:
+    """The odds of an answer with the probability 1 are infinite."""
+    log_probs = torch.tensor([[0.0, -0.5], [-0.5, 0.0], [0.0, 0.0]], requires_grad=True)
+    losses = orpo(log_probs, ORPOConfig()).losses
+    losses.sum().backward()
+    assert losses.isfinite().all() and log_probs.grad is not None and log_probs.grad.isfinite().all()
 
 
 def test_dpo_from_the_reference_begins_without_margins_and_resumes_exactly(tmp_path: Path) -> None:
@@ -403,7 +485,7 @@ def test_dpo_from_the_reference_begins_without_margins_and_resumes_exactly(tmp_p
     for name, tensor in expected.items():
         assert torch.equal(tensor, resumed[name]), name
     first = read_metrics(tmp_path)[0]
-    assert first["dpo/reward_margin"] == 0.0 and first["dpo/accuracy"] == 0.0
+    assert first["preference/reward_margin"] == 0.0 and first["preference/accuracy"] == 0.0
     assert read_metrics(tmp_path, "parts")[-1]["train/loss"] == read_metrics(tmp_path)[-1]["train/loss"]
     shutil.rmtree(reference)
     parts["training"] |= {"steps": STEPS + 1}
@@ -432,9 +514,9 @@ def test_the_base_of_adapters_is_the_reference(tmp_path: Path) -> None:
     for name, state in run_ranks(run_named, 2, divided(base, 2))[0].items():
         assert relative_error(state, expected) < 1e-5, name
         for row, own in zip(of_folder, read_metrics(tmp_path, name), strict=True):
-            tags = ("train/loss", "dpo/reward_chosen", "dpo/reward_rejected")
+            tags = ("train/loss", "preference/reward_chosen", "preference/reward_rejected")
             assert [own[tag] for tag in tags] == pytest.approx([row[tag] for tag in tags], rel=1e-4, abs=1e-6)
-    assert of_folder[0]["dpo/reward_margin"] == 0.0 != of_folder[-1]["dpo/reward_margin"]
+    assert of_folder[0]["preference/reward_margin"] == 0.0 != of_folder[-1]["preference/reward_margin"]
 
 
 def traced(job: dict[str, Any], ranks: int) -> TracedStep:

@@ -241,7 +241,7 @@ def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path.write_text(f'[job]\ndump_folder = "{tmp_path}"\ndevice = "cpu"\n[data]\nkind = "synthetic"\n')
     launch = ["launch", "--require-proof", "--config", str(path)]
     assert main(launch) == 2
-    assert "error: --require-proof: no certificate of this job" in capsys.readouterr().err
+    assert "error: --require-proof: found no certificate for this job" in capsys.readouterr().err
     from titan_launch.config.loading.load import load_job
 
     store(certificate(digest_of(load_job(str(path)).config), "differs"))

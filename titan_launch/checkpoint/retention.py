@@ -148,7 +148,7 @@ def delete(checkpoint: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove the temporary folders that killed saves and deletions have left. They hold no complete checkpoint."""
+    """Remove the temporary folders that killed saves and deletions have left. None of them counts as a checkpoint."""
     for entry in folder.glob(f"*{TEMPORARY}"):
         remove(entry)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+import math
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
 from titan_launch.commands.parser import Parser, add_source, at_least
@@ -17,6 +18,10 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = "titan-launch export SOURCE --out OUT [options]"
     parser.epilog = "example:\n  titan-launch export outputs/llama_bn --out exported --format plain"
     add_source(parser)
+    text = "mean of the checkpoints of these steps, with weights if there are any: 800,900,1000 or 800,1000=2"
+    parser.add_argument("--average", type=_steps, metavar="STEPS", default={}, help=text)
+    text = "another model for a mean of several (a model soup), with its weight; the weight of SOURCE is 1; repeatable"
+    parser.add_argument("--soup", type=_weighted, action="append", metavar="FOLDER[=W]", default=[], help=text)
     parser.add_argument("--out", required=True, metavar="OUT", help="folder to write, which must not exist (required)")
     text = "hf: config.json, *.safetensors and tokenizer of Hugging Face (the default); plain: one model.safetensors "
     parser.add_argument("--format", choices=("hf", "plain"), default="hf", help=f"{text}in the names of this package")
@@ -28,6 +33,29 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-shard-size", metavar="SIZE", help=text)
     text = "rows of the vocabulary to write with format hf; the others are padding (default: those of model.weights)"
     parser.add_argument("--vocab-size", type=at_least(1), metavar="N", help=text)
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """Return a name and its weight, which is 1 in a text without one."""
+    name, equals, weight = text.rpartition("=")
+    if not equals:
+        return text, 1.0
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not (name and 0 < value < math.inf):
+        raise ArgumentTypeError(f"{text!r}: the weight after = must be a number above 0")
+    return name, value
+
+
+def _steps(text: str) -> dict[int, float]:
+    """Return the weights of steps that are separated by commas."""
+    items = [_weighted(item.strip()) for item in text.split(",")]
+    steps = {at_least(0)(name): weight for name, weight in items}
+    if len(steps) < 2 or len(steps) < len(items):
+        raise ArgumentTypeError(f"{text!r}: name at least two steps, each once")
+    return steps
 
 
 def run(arguments: Namespace) -> int:
@@ -42,6 +70,10 @@ def run(arguments: Namespace) -> int:
         for option in ("max_shard_size", "vocab_size"):
             if getattr(arguments, option) is not None:
                 raise UserError(f"error: --{option.replace('_', '-')} is for --format hf; remove it")
+    if arguments.average and arguments.step is not None:
+        raise UserError("error: --average names the steps; remove --step")
+    if (arguments.average or arguments.soup) and arguments.adapter:
+        raise UserError("error: a mean of adapters is not the mean of their models; remove --adapter")
     options = ExportOptions(
         is_plain=arguments.format == "plain",
         step=arguments.step,
@@ -51,6 +83,8 @@ def run(arguments: Namespace) -> int:
         ema=arguments.ema,
         is_adapter=arguments.adapter,
         base=arguments.base,
+        average=arguments.average,
+        soup={Path(folder): weight for folder, weight in arguments.soup},
     )
     try:
         say(as_message(export(Path(arguments.source), Path(arguments.out), options)))

@@ -56,7 +56,7 @@ def _check_proof(loaded: LoadedJob, file: str) -> None:
     if certificate is None:
         command = f"titan-launch prove --config {file}"
         remedy = f"run {command} with the same overrides, or name the file of its --out as prove.certificate"
-        reason = f"no certificate of this job, of this code and of these versions; {remedy}"
+        reason = f"found no certificate for this job, this code and these versions of torch and transformers; {remedy}"
         raise UserError(f"error: --require-proof: {reason}")
     if certificate.verdict != "proven":
         raise UserError(f"error: --require-proof: {certificate.text()}")

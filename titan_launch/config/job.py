@@ -25,6 +25,7 @@ from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.config.sections.training import (
     EMAConfig,
     GradientAccumulationConfig,
+    MupConfig,
     OptimizerConfig,
     SchedulerConfig,
     TrainingConfig,
@@ -51,6 +52,7 @@ class JobConfig(Section):
     float8: Float8Config = Field(default_factory=Float8Config)
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    mup: MupConfig = Field(default_factory=MupConfig)
     lr_scheduler: SchedulerConfig = Field(default_factory=WarmupStableDecay)
     ema: EMAConfig = Field(default_factory=EMAConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

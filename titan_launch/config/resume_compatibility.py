@@ -94,6 +94,9 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "loss": {
         "name": "experiment",
         "dpo": "experiment",
+        "ipo": "experiment",
+        "simpo": "experiment",
+        "orpo": "experiment",
         "distillation": "experiment",
         "chunks": "operation",
         "z_loss": "experiment",
@@ -135,6 +138,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "implementation": "operation",
     },
     "lr_scheduler": "experiment",
+    "mup": "experiment",
     "ema": "operation",
     "checkpoint": "operation",
     "validation": "operation",

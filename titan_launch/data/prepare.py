@@ -159,7 +159,8 @@ def training_texts(corpus: Corpus) -> Iterator[str]:
         size = 0
         for document in chosen_documents(corpus, part, Counts()):
             if not isinstance(document.content, bytes):
-                raise config_error((*corpus.key, "kind"), "cannot train a tokenizer; name text", corpus.config.kind)
+                reason = "gives chats, but a tokenizer is trained only on plain text; name files of plain text"
+                raise config_error((*corpus.key, "kind"), reason, corpus.config.kind)
             yield document.content.decode()
             size += len(document.content)
             if size * len(parts) >= _TRAINING_BYTES:

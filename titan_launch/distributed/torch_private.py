@@ -132,7 +132,7 @@ class _Watched:
 
 @contextmanager
 def communication_wrapped(group: FSDPParamGroup, counted: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Until the end of the block, run the functions in which a unit communicates inside of `counted()`.
+    """Until the end of the block, run each communicating function of a unit inside the context manager `counted()`.
 
     The functions are the all-gather, the wait for the all-gather, the reduction of gradients, and the wait for the
     reduction at the end of backward. They also copy between parameters and buffers.

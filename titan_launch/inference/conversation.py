@@ -73,8 +73,9 @@ class Conversation:
         tokens = model.encode_chat(messages)
         room = model.max_tokens - len(tokens)
         if room < 1:
-            reason = f"the conversation has {len(tokens)} tokens, but the model takes {model.max_tokens} at most"
-            raise UserError(f"error: {reason}, with its answer; shorten the message, or type /reset to begin a new one")
+            longest = f"the model takes at most {model.max_tokens}, including the answer"
+            reason = f"the conversation has {len(tokens)} tokens, but {longest}"
+            raise UserError(f"error: {reason}; shorten the message, or type /reset to begin a new one")
         most = min(max_new_tokens, room)
         new = generate_tokens(model, tokens, most, sampling, generator, self.sequence)
         stream = TextStream(model.tokenizer.decode, (), (*stop, *model.end_texts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,13 @@ from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template, template_section
 from titan_launch.inference.language_model import tokenizer_of_model
 from titan_launch.inference.model_card import write_card
-from titan_launch.inference.saved_model import SavedModel, adapters_of_saved, merged, open_saved_model
+from titan_launch.inference.saved_model import (
+    SavedModel,
+    adapters_of_saved,
+    averaged,
+    merged,
+    open_saved_model,
+)
 from titan_launch.models.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
@@ -77,15 +83,21 @@ class ExportOptions:
     base: Path | None = None
     """Folder with the parameters that the checkpoint omits. None: the default of `open_saved_model`."""
 
+    average: Mapping[int, float] = field(default_factory=dict)
+    """Steps of the checkpoints whose mean is written, with their weights. Empty: the checkpoint of `step`."""
+
+    soup: Mapping[Path, float] = field(default_factory=dict)
+    """Folders of further models, with their weights in the mean. The weight of the exported model is 1."""
+
 
 def export(run: Path, out: Path, options: ExportOptions) -> str:
     """Write the weights of a run, or of another folder that `open_saved_model` can open, into the new folder `out`.
     Return a line about the result, and further lines with notes.
 
-    Host memory stays near twice the largest tensor. Raises WeightsError, DamagedCheckpointError and UserError.
+    Host memory stays near twice the largest tensor, and near four times with a mean of models. Raises WeightsError,
+    DamagedCheckpointError and UserError.
     """
-    saved = open_saved_model(run, options.step, options.ema, options.base)
-    source = saved if options.is_adapter else merged(saved)
+    saved, source = _source(run, options)
     if options.dtype is not None:
         dtype = getattr(torch, options.dtype)
         entries = {
@@ -98,16 +110,47 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     write = _write_plain if options.is_plain else _write_huggingface
     if options.is_adapter:
         write = _write_adapter
-    notes = []
+    notes = list(_notes_on_mean(source, options))
     with new_folder(out) as folder:
         num_tensors, num_bytes = write(source, folder, options)
         if write is _write_huggingface:
-            notes = list(_write_chat_format(source, folder))
+            notes += _write_chat_format(source, folder)
         library = "transformers" if not options.is_plain else "titan_launch"
         write_card(folder, saved, run, "peft" if options.is_adapter else library)
     return f"wrote {num_tensors} tensors ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}" + "".join(
         f"\nnote: {note}" for note in notes
     )
+
+
+def _source(run: Path, options: ExportOptions) -> tuple[SavedModel, SavedModel]:
+    """Return the model that the card describes, and the tensors to write. Raises WeightsError and UserError."""
+    steps: list[int | None] = [*options.average] or [options.step]
+    shares = [*(options.average.values() or [1.0]), *options.soup.values()]
+    opened = [open_saved_model(run, step, options.ema, options.base) for step in steps]
+    saved = opened[-1]
+    for folder in options.soup:
+        try:
+            opened.append(open_saved_model(folder, None, options.ema, options.base))
+        except WeightsError as error:
+            raise WeightsError(f"--soup {folder}: {error}") from None
+    if len(opened) == 1:
+        return saved, saved if options.is_adapter else merged(saved)
+    if options.soup:
+        folders = [*[run] * len(steps), *options.soup]
+        named = zip(opened, folders, strict=True)
+        opened = [replace(each, description=f"{folder} ({each.description})") for each, folder in named]
+    mean = averaged([merged(each) for each in opened], shares)
+    return replace(saved, description=mean.description), mean
+
+
+def _notes_on_mean(source: SavedModel, options: ExportOptions) -> Iterator[str]:
+    """Yield a note if a mean of models has running statistics of BatchNorm (see `torch.optim.swa_utils.update_bn`)."""
+    statistics = sum(name.endswith(".running_var") for name in source.entries)
+    if statistics and (options.average or options.soup):
+        yield (
+            f"the running statistics of {statistics} BatchNorm layers are means, not those of the averaged weights; "
+            "a short run from this folder with optimizer.lr = 1e-30 computes these"
+        )
 
 
 def _write_plain(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:

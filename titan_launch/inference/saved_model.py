@@ -4,7 +4,7 @@ folder."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
 from titan_launch.checkpoint.loading import result_step
 from titan_launch.checkpoint.manifest import Base, Manifest, check, checkpoint_name, complete_steps
 from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.model import ModelConfig
-from titan_launch.core.errors import ConfigError
+from titan_launch.core.errors import ConfigError, listed
+from titan_launch.models.architectures import known_args
 from titan_launch.models.build import build_model, take_inventory
 from titan_launch.models.decoder.huggingface_tensors import Piece, is_selection_bias
 from titan_launch.models.huggingface.config_json import (
@@ -251,6 +253,58 @@ def merged(saved: SavedModel) -> SavedModel:
         read=read,
         description=f"{saved.description} with its adapters",
     )
+
+
+def averaged(models: Sequence[SavedModel], shares: Sequence[float]) -> SavedModel:
+    """Return the weighted mean of models: of checkpoints of a run (Izmailov et al., arXiv:1803.05407), or of several
+    runs, a model soup (Wortsman et al., arXiv:2203.05482). `shares`: weights of the models, relative to each other.
+
+    `read` returns a mean in fp32, so that it is rounded only once, when it is cast. A tensor that is the same in all
+    models stays exactly the same. Tensors of integers are those of the first model. Raises WeightsError if the models
+    have different structures.
+    """
+    first, *others = models
+    for other in others:
+        _check_structure(first, other)
+
+    def read(name: str) -> Tensor:
+        mean, total = first.read(name), shares[0]
+        if not mean.is_floating_point():
+            return mean
+        mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
+        for model, share in zip(others, shares[1:], strict=True):
+            total += share
+            mean = mean.lerp(model.read(name).to(mean.dtype), share / total)
+        return mean
+
+    parts = (
+        model.description if share == 1 else f"{share:g} x {model.description}"
+        for model, share in zip(models, shares, strict=True)
+    )
+    return replace(first, read=read, description=f"the mean of {', '.join(parts)}")
+
+
+def _check_structure(first: SavedModel, other: SavedModel) -> None:
+    """Raise WeightsError if two models have different arguments, or tensors of different names or shapes."""
+    own, theirs = known_args(first.job.model), known_args(other.job.model)
+    if first.job.model.name != other.job.model.name:
+        problem = f"is {other.job.model.name}, not {first.job.model.name}"
+    elif own != theirs:
+        assert own is not None and theirs is not None, "the same model has arguments in both"
+        names = [name for name in type(own).model_fields if getattr(own, name) != getattr(theirs, name)]
+        problem = "has other arguments: " + ", ".join(f"{n} = {toml_value(getattr(theirs, n))}" for n in names)
+    elif different := sorted(
+        {name for name, entry in first.entries.items() if not _has(other, name, entry.shape)}
+        | (other.entries.keys() - first.entries)
+    ):
+        problem = f"has other names or shapes of tensors: {listed(different)}"
+    else:
+        return
+    raise WeightsError(f"{other.description} {problem}; only models of the same structure have a mean")
+
+
+def _has(model: SavedModel, name: str, shape: Sequence[int]) -> bool:
+    return name in model.entries and tuple(model.entries[name].shape) == tuple(shape)
 
 
 @dataclass(frozen=True)

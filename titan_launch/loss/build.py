@@ -13,7 +13,7 @@ from titan_launch.loss.distillation import DistillationLoss
 from titan_launch.loss.interface import Loss
 from titan_launch.loss.model_loss import ModelLoss
 from titan_launch.loss.outputs import logits_check
-from titan_launch.loss.preferences import DPOLoss
+from titan_launch.loss.preferences import PreferenceLoss
 from titan_launch.loss.second_model import Base, FrozenModel
 from titan_launch.loss.user_function import FunctionLoss, import_loss
 from titan_launch.models.stages import PassThrough
@@ -46,11 +46,12 @@ def build_loss(
     if description is not None:
         _log.info("loss: %s", description)
     check, compiled = logits_check(config.data.unit, num_classes), partial(compile_loss, config=config.compile)
-    function, dpo, distillation = import_loss(config.loss), config.loss.dpo, config.loss.distillation
+    function, kind, distillation = import_loss(config.loss), config.loss.kind, config.loss.distillation
     if function is not None:
         return FunctionLoss(config.loss.name, check, compiled, function, has_values)
-    if dpo is not None:
-        return DPOLoss(check, compiled, dpo, frozen or Base(model))
+    if kind.reads_pairs:
+        reference = (frozen or Base(model)) if kind.second_model is not None else None
+        return PreferenceLoss(check, compiled, config.loss, reference)
     if distillation is not None:
         assert frozen is not None, "the loss has a teacher"
         return DistillationLoss(check, compiled, distillation, frozen)

@@ -1,21 +1,88 @@
-"""Direct preference optimization (DPO): a loss that compares the two answers of a pair, relative to a reference
-model."""
+"""Losses of preferences, which compare the two answers of a pair: a table with a function for each."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.config.sections.loss import DPOConfig
+from titan_launch.config.sections.loss import DPOConfig, IPOConfig, LossConfig, ORPOConfig, SimPOConfig
 from titan_launch.loss.interface import Compile, Loss, count_valid
 from titan_launch.loss.outputs import LogitsCheck
 from titan_launch.loss.second_model import Base, FrozenModel
 
 
-class DPOLoss(Loss):
-    """Direct preference optimization (Rafailov et al., arXiv:2305.18290). The items are pairs of answers.
+class PairTerms(NamedTuple):
+    """What a loss makes of pairs. All tensors are fp32 (...)."""
+
+    losses: Tensor
+    chosen: Tensor
+    """Rewards of the chosen answers."""
+
+    rejected: Tensor
+    """Rewards of the rejected answers."""
+
+
+def dpo(log_ratios: Tensor, settings: DPOConfig) -> PairTerms:
+    """Direct preference optimization (Rafailov et al., arXiv:2305.18290, equation 7; with label smoothing, equation 3
+    of https://ericmitchell.ai/cdpo.pdf). Without gradients, label smoothing is not used."""
+    chosen, rejected = (settings.beta * log_ratios).unbind(-1)
+    smoothing = settings.label_smoothing if torch.is_grad_enabled() else 0.0
+    margin = chosen - rejected
+    losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+    return PairTerms(losses, chosen, rejected)
+
+
+def ipo(log_ratios: Tensor, settings: IPOConfig) -> PairTerms:
+    """Identity preference optimization (Azar et al., arXiv:2310.12036, equation 17). The paper's log-ratios are sums
+    over tokens; these are means, so that the best margin does not depend on the length of an answer."""
+    chosen, rejected = log_ratios.unbind(-1)
+    losses = (chosen - rejected - 1 / (2 * settings.beta)).square()
+    return PairTerms(losses, settings.beta * chosen, settings.beta * rejected)
+
+
+def simpo(log_probs: Tensor, settings: SimPOConfig) -> PairTerms:
+    """Simple preference optimization (Meng et al., arXiv:2405.14734, equation 6)."""
+    chosen, rejected = (settings.beta * log_probs).unbind(-1)
+    return PairTerms(-F.logsigmoid(chosen - rejected - settings.gamma), chosen, rejected)
+
+
+def orpo(log_probs: Tensor, settings: ORPOConfig) -> PairTerms:
+    """Odds-ratio preference optimization (Hong et al., arXiv:2403.07691, equations 6 and 7). The rewards are those of
+    TRL: `weight` times the log-probabilities."""
+    certain = log_probs.clamp(max=-1e-6)  # the odds of an answer with the probability 1 are infinite
+    log_odds = certain - (-certain.expm1()).log()
+    chosen, rejected = log_odds.unbind(-1)
+    losses = -log_probs[..., 0] - settings.weight * F.logsigmoid(chosen - rejected)
+    return PairTerms(losses, *(settings.weight * log_probs).unbind(-1))
+
+
+class PairLoss(NamedTuple):
+    """A loss of pairs."""
+
+    terms: Callable[[Tensor, Any], PairTerms]
+    """A function of log-probabilities and of the settings of the loss. Log-probabilities are fp32 (..., 2): of the
+    chosen and of the rejected answer. With a reference model, its log-probabilities are subtracted."""
+
+    is_mean: bool
+    """True: the log-probability of an answer is the mean over its tokens. False: the sum."""
+
+
+PAIR_LOSSES: Mapping[str, PairLoss] = {
+    "dpo": PairLoss(dpo, is_mean=False),
+    "ipo": PairLoss(ipo, is_mean=True),
+    "simpo": PairLoss(simpo, is_mean=True),
+    "orpo": PairLoss(orpo, is_mean=True),
+}
+"""The losses of pairs by `loss.name`. `config.sections.loss.LOSSES` has their second models."""
+
+
+class PreferenceLoss(Loss):
+    """A loss of pairs of answers. The items are the pairs.
 
     Documents 2k and 2k + 1 of a sample are the chosen and the rejected answer of a pair, each with its prompt. Only the
     answers have valid targets.
@@ -23,14 +90,21 @@ class DPOLoss(Loss):
 
     num_sums = 5
     accuracy_of_items = True
-    tags = ("dpo/reward_chosen", "dpo/reward_rejected", "dpo/accuracy", "dpo/reward_margin")
+    tags = (
+        "preference/reward_chosen",
+        "preference/reward_rejected",
+        "preference/accuracy",
+        "preference/reward_margin",
+    )
 
-    def __init__(self, check: LogitsCheck, compiled: Compile, settings: DPOConfig, reference: FrozenModel | Base):
+    def __init__(self, check: LogitsCheck, compiled: Compile, config: LossConfig, reference: FrozenModel | Base | None):
+        """`reference`: None for a loss without a reference model."""
         super().__init__(check)
-        self.frozen = reference.module
-        self._settings, self._reference = settings, reference
+        self.frozen = None if reference is None else reference.module
+        self._row, self._reference = PAIR_LOSSES[config.name], reference
+        self._settings = config.settings
         self._log_probs = compiled(answer_log_probs)
-        self._prepared: tuple[Tensor, Tensor] | None = None
+        self._prepared: tuple[Tensor, Tensor | None] | None = None
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
         """Return the number of pairs and of valid targets."""
@@ -38,56 +112,53 @@ class DPOLoss(Loss):
         return torch.stack([are_pairs(targets, documents).sum(), count_valid(targets)])
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        """Compute the log-probabilities of the answers in the reference model."""
+        """Compute the log-probabilities of the answers in the reference model, if the loss has one."""
         assert documents is not None, "config.rules demands data of pairs"
-        with torch.no_grad():
-            reference = self._log_probs(self._reference(inputs, targets, documents), targets, documents)
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                logits = self._reference(inputs, targets, documents)
+                reference = self._log_probs(logits, targets, documents, self._row.is_mean)
         self._prepared = documents, reference
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the five sums over pairs of `dpo_sums`. Without gradients, return two sums: the loss without label
-        smoothing, and the number of pairs whose chosen answer has the higher reward."""
+        """Return five sums over pairs: the losses, the rewards of the chosen answers, the rewards of the rejected
+        answers, the number of pairs whose chosen answer has the higher reward, and the margins between both rewards.
+        Without gradients, return two sums: the losses and the number of pairs whose chosen answer has the higher
+        reward."""
         self._check(outputs.shape, targets)
         assert self._prepared is not None, "prepare comes first"
         (documents, reference), self._prepared = self._prepared, None
-        ratios = self._log_probs(outputs, targets, documents) - reference
-        validates = not torch.is_grad_enabled()
-        smoothing = 0.0 if validates else self._settings.label_smoothing
-        sums = dpo_sums(ratios, are_pairs(targets, documents), self._settings.beta, smoothing)
-        return sums[[0, 3]] if validates else sums
+        log_probs = self._log_probs(outputs, targets, documents, self._row.is_mean)
+        terms = self._row.terms(log_probs if reference is None else log_probs - reference, self._settings)
+        margin = (terms.chosen - terms.rejected).detach()
+        metrics = terms.chosen.detach(), terms.rejected.detach(), (margin > 0).float(), margin
+        is_pair = are_pairs(targets, documents)
+        sums = torch.stack([value.where(is_pair, 0).sum() for value in (terms.losses, *metrics)])
+        return sums if torch.is_grad_enabled() else sums[[0, 3]]
 
 
-def dpo_sums(log_ratios: Tensor, is_pair: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """Return five sums over pairs: the loss, the rewards of the chosen answers, the rewards of the rejected answers,
-    the number of pairs whose chosen answer has the higher reward, and the margins between both rewards. Backward runs
-    through the first sum only.
-
-    `log_ratios`: fp32 (..., 2), the log-probability of the chosen and of the rejected answer in the trained model minus
-    that in the reference model. `is_pair`: bool (...), False for entries that do not count.
-    """
-    rewards = beta * log_ratios
-    chosen, rejected = rewards.unbind(-1)
-    margin = chosen - rejected
-    losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    metrics = [value.detach() for value in (chosen, rejected, (margin > 0).float(), margin)]
-    return torch.stack([value.where(is_pair, 0).sum() for value in (losses, *metrics)])
-
-
-def answer_log_probs(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
-    """Return the sum of the log-probabilities of the valid targets of each document: fp32 (batch, pairs, 2).
+def answer_log_probs(logits: Tensor, targets: Tensor, documents: Tensor, is_mean: bool) -> Tensor:
+    """Return the log-probability of the valid targets of each document, as their sum or as their mean: fp32 (batch,
+    pairs, 2).
 
     `logits`: (batch, tokens, classes). `targets`, `documents`: (batch, tokens). `pairs` is the largest number of pairs
-    that a sample may have. The sums of documents that a sample lacks are 0.
+    that a sample may have. The log-probabilities of documents that a sample lacks are 0.
     """
     losses = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
     )
-    return _by_document(-losses.view_as(targets), documents)
+    sums = _by_document(-losses.view_as(targets), documents)
+    return sums / _by_document(_are_valid(targets), documents).clamp(min=1) if is_mean else sums
 
 
 def are_pairs(targets: Tensor, documents: Tensor) -> Tensor:
     """Return a tensor that is True for each pair whose two documents both have a valid target: bool (batch, pairs)."""
-    return (_by_document((targets != IGNORED_TARGET).float(), documents) > 0).all(-1)
+    return (_by_document(_are_valid(targets), documents) > 0).all(-1)
+
+
+def _are_valid(targets: Tensor) -> Tensor:
+    return (targets != IGNORED_TARGET).float()
 
 
 def _by_document(values: Tensor, documents: Tensor) -> Tensor:

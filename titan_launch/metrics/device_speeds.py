@@ -66,7 +66,8 @@ class Scope:
     """Lengths of the sequences for attention, in ascending order."""
 
     images: tuple[int, int, int]
-    """Batch, channels, and height and width of the input of the convolution. The output has the same shape."""
+    """Batch size, channels, and side of the square images that are the input of the convolution. The output has the
+    same shape."""
 
     result_bytes: tuple[int, ...]
     """Bytes of a float32 result of elementwise operations, in ascending order."""

@@ -84,29 +84,30 @@ TAGS = [
         chart=("Learning", "parts of the distillation loss"),
     ),
     Tag(
-        "dpo/reward_chosen",
+        "preference/reward_chosen",
         "sum",
-        'With `loss.name = "dpo"`: mean reward of the chosen answers of the step, `loss.dpo.beta` times the log-ratio.',
+        "With a loss of pairs: mean reward of the chosen answers of the step. The reward of `dpo` is `loss.dpo.beta` "
+        "times the log-ratio; docs/how_to/losses.md has those of the other losses.",
         chart=("Learning", "rewards of answers"),
     ),
     Tag(
-        "dpo/reward_rejected",
+        "preference/reward_rejected",
         "sum",
-        'With `loss.name = "dpo"`: mean reward of the rejected answers of the step.',
+        "With a loss of pairs: mean reward of the rejected answers of the step.",
         chart=("Learning", "rewards of answers"),
     ),
     Tag(
-        "dpo/reward_margin",
+        "preference/reward_margin",
         "sum",
-        "`dpo/reward_chosen` minus `dpo/reward_rejected`.",
+        "`preference/reward_chosen` minus `preference/reward_rejected`.",
         chart=("Learning", "rewards of answers"),
         console="margin {:8.4f}",
     ),
     Tag(
-        "dpo/accuracy",
+        "preference/accuracy",
         "sum",
-        'With `loss.name = "dpo"`: fraction of the pairs of the step whose chosen answer has the higher reward, from 0 '
-        "to 1.",
+        "With a loss of pairs: fraction of the pairs of the step whose chosen answer has the higher reward, from 0 to "
+        "1.",
         chart=("Learning", "accuracy of preferences (0 to 1)"),
         console="preferred {:7.2%}",
     ),
@@ -433,8 +434,8 @@ TAGS = [
     Tag(
         "validation/loss",
         "same",
-        "Mean cross-entropy over all targets of the held-out samples, without label smoothing and z-loss. With "
-        '`loss.name = "dpo"` or a function of your own: the mean of that loss, without label smoothing.',
+        "Mean cross-entropy over all targets of the held-out samples, without label smoothing and z-loss. With a loss "
+        "of pairs or a function of your own: the mean of that loss, without label smoothing.",
         chart=("Learning", "loss"),
         console="validation loss {:8.4f}",
     ),
@@ -461,7 +462,7 @@ TAGS = [
         "validation/accuracy",
         "same",
         "Fraction of the validation targets (images or next tokens) that are predicted correctly, from 0 to 1. A "
-        'target is predicted correctly if its class has the largest logit. With `loss.name = "dpo"`: fraction of the '
+        "target is predicted correctly if its class has the largest logit. With a loss of pairs: fraction of the "
         "held-out pairs whose chosen answer has the higher reward.",
         chart=("Learning", "accuracy (0 to 1)"),
         console="accuracy {:7.2%}",

@@ -34,12 +34,13 @@ from titan_launch.models.host_values import HostValues
 from titan_launch.models.huggingface import module as huggingface
 from titan_launch.models.huggingface.config_json import read_json
 from titan_launch.models.init import load_weights
-from titan_launch.models.initializers import Initializer, call_reset_parameters
+from titan_launch.models.initializers import Initializer, ScaledValues, call_reset_parameters
 from titan_launch.models.lora import StackedLoRA, add_adapters
 from titan_launch.models.resnet.module import SPEC as RESNET
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 from titan_launch.models.vit.module import SPEC as VIT
 from titan_launch.models.weights.folder import find_weights
+from titan_launch.plan.mup import WidthScales
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
 
@@ -186,6 +187,13 @@ def build_model(
     if lora is not None:
         add_adapters(built.module, lora, built.blocks)
     return built
+
+
+def values_of_width(config: ModelConfig, base_width: int, scales: WidthScales) -> Initializer:
+    """Return the initial values of a decoder with muP: those of the model of the base width, scaled."""
+    args = resolve_args(config.name, config.flavor, config.args)
+    base = args.model_copy(update={"dim": base_width})
+    return ScaledValues(SPECS[config.name].initializer(base), scales)
 
 
 def _build_of_package(config: ModelConfig, seq_len: int) -> BuiltModel:

@@ -134,8 +134,8 @@ def describe_tensors(module: nn.Module) -> dict[str, str]:
 
 
 def attributes_digest(module: nn.Module) -> str:
-    """Return a digest of a module without its parameters and buffers: of the class and the own attributes of each
-    submodule.
+    """Return a digest of the class and the attributes of each submodule, and of the module itself. Parameters, buffers
+    and the attributes of every `nn.Module` do not count.
 
     Numbers, texts, plain tensors, and containers or dataclasses of these count by value. Other attributes count by
     their class.

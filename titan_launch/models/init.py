@@ -143,7 +143,8 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of `module` with its original class, and with unsharded, uninitialised tensors.
 
-    The copy shares its other attributes with `module`. It has no children, because those of `module` are sharded.
+    The copy shares its other attributes with `module`. It has no children, because those of `module` are sharded. (A
+    copy of an `nn.MultiheadAttention` has.)
     """
     cls = _original_class(module)
     twin = cls.__new__(cls)

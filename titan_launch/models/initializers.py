@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from titan_launch.core.errors import ConfigError, Problem, UserError
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_traceback
+from titan_launch.plan.mup import WidthScales
 from titan_launch.plan.types import full_name
 
 
@@ -20,7 +21,8 @@ class Initializer(Protocol):
         """Fill every parameter and buffer of `module`, whose path in the model is `path`.
 
         The tensors are unsharded plain tensors. Floating tensors have dtype fp32 or wider and hold NaN; others hold 0.
-        The module has no children. The caller has seeded torch's default generators and disabled gradients.
+        The module has no children, unless it is an `nn.MultiheadAttention`. The caller has seeded torch's default
+        generators and disabled gradients.
         """
 
 
@@ -75,6 +77,19 @@ class InitTable:
             if matches(pattern, name):
                 return fill
         raise AssertionError(f"the model's table of initial values has no rule for {name}")
+
+
+class ScaledValues:
+    """Initial values of another initializer, multiplied by the scale of each parameter."""
+
+    def __init__(self, values: Initializer, scales: WidthScales):
+        self._values, self._scales = values, scales
+
+    def __call__(self, module: nn.Module, path: str) -> None:
+        """Fill the module's tensors, and scale its parameters."""
+        self._values(module, path)
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.mul_(self._scales.of(full_name(path, name)).std)
 
 
 def call_reset_parameters(module: nn.Module, path: str) -> None:

@@ -11,6 +11,7 @@ from titan_launch.config.optimizers import ALGORITHMS, GroupSettings
 from titan_launch.config.sections.training import OptimizerConfig, ParamGroup
 from titan_launch.core.errors import ConfigError, KeyPath, Problem
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.mup import UNSCALED, WidthScales
 from titan_launch.plan.param_groups import (
     first_match,
     group_name,
@@ -33,18 +34,22 @@ class Group(NamedTuple):
     """Parameters by path. A shared parameter has its first path."""
 
 
-def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> list[Group]:
+def group_parameters(
+    model: nn.Module, config: OptimizerConfig, head: Collection[str] = (), scales: WidthScales = UNSCALED
+) -> list[Group]:
     """Return the trainable parameters of a model, or of a pipeline stage, in groups of equal settings.
 
     The first entry of `[[optimizer.param_groups]]` whose glob matches a path of a parameter decides its settings. A
-    shared parameter has several paths, but only one group. `head`: paths of the modules that run last.
+    shared parameter has several paths, but only one group. `head`: paths of the modules that run last. `scales`: how
+    the settings of a parameter depend on the width of the model.
     """
     undecayed, inner = _undecayed(model), _inner_matrices(model, head)
     groups: dict[str, Group] = {}
     for parameter, names in trainable_paths(model).items():
         index = first_match(config.param_groups, names)
-        settings = settings_of(config, index, parameter in undecayed, parameter in inner)
-        name = group_name(index, settings)
+        scale = scales.of(names[0])
+        settings = settings_of(config, index, parameter in undecayed, parameter in inner, scale)
+        name = group_name(index, settings, scale)
         groups.setdefault(name, Group(name, settings, {})).parameters[names[0]] = parameter
     return list(groups.values())
 

@@ -18,6 +18,7 @@ from titan_launch.optim.eight_bit import initial_codes
 from titan_launch.optim.groups import Group, group_parameters
 from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.optim.shards import LocalShard, ShardGroup, applied_or_skipped, mask_gradients, shard_of
+from titan_launch.plan.mup import UNSCALED, WidthScales
 from titan_launch.plan.param_groups import is_mixed
 
 
@@ -180,14 +181,15 @@ def build_optimizer(
     head: Collection[str] = (),
     seed: int = 0,
     replicas: ReplicaShards | None = None,
+    scales: WidthScales = UNSCALED,
 ) -> Optimizer:
     """Build the optimizer of a model's trainable parameters, or of a pipeline stage's, sharded or not, on its device.
 
     `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: for stochastic rounding.
-    `replicas`: the replicas over which the optimizer is sharded; None if it is not. Call `check_param_groups` first,
-    which raises the errors of a job. Call `set_lr` before each step.
+    `replicas`: the replicas over which the optimizer is sharded; None if it is not. `scales`: as in `group_parameters`.
+    Call `check_param_groups` first, which raises the errors of a job. Call `set_lr` before each step.
     """
-    groups = group_parameters(model, config, head)
+    groups = group_parameters(model, config, head, scales)
     in_pytorch = [group for group in groups if ALGORITHMS[group.settings.algorithm].pytorch is not None]
     parameters = (parameter for group in in_pytorch for parameter in group.parameters.values())
     mixed = is_mixed(config, (str(parameter.dtype).removeprefix("torch.") for parameter in parameters))

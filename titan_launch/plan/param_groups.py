@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from titan_launch.config.optimizers import ALGORITHMS, GroupSettings, has_master
 from titan_launch.config.sections.training import OptimizerConfig, ParamGroup
 from titan_launch.core.globs import matches
+from titan_launch.plan.mup import Scale
 from titan_launch.plan.types import is_within
 
 _EMBEDDINGS = {"Embedding", "EmbeddingBag"}
@@ -46,12 +47,14 @@ def is_inner_matrix(name: str, num_axes: int, classes: Iterable[str], path: str,
     return num_axes == 2 and not is_undecayed(name, num_axes, classes) and not in_head
 
 
-def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inner_matrix: bool) -> GroupSettings:
+def settings_of(
+    config: OptimizerConfig, index: int | None, undecayed: bool, inner_matrix: bool, scale: Scale
+) -> GroupSettings:
     """Return the optimizer settings of a parameter.
 
     `index`: index of the `[[optimizer.param_groups]]` that matches the parameter, or None. `undecayed`: True if
     `is_undecayed` is True for any module that has the parameter. `inner_matrix`: True if `is_inner_matrix` is True for
-    all modules that have the parameter.
+    all modules that have the parameter. `scale`: how the settings depend on the width of the model.
     """
     algorithm = config.name if inner_matrix else ALGORITHMS[config.name].for_others or config.name
     lr_factor, decay = 1.0, None
@@ -62,7 +65,8 @@ def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inn
         decay = group.weight_decay
     if decay is None:
         decay = 0.0 if undecayed else _weight_decay(config, algorithm)
-    return GroupSettings(algorithm, lr_factor * ALGORITHMS[algorithm].lr_factor(config), decay)
+    lr_factor *= scale.lr * ALGORITHMS[algorithm].lr_factor(config)
+    return GroupSettings(algorithm, lr_factor, decay * scale.weight_decay)
 
 
 def _weight_decay(config: OptimizerConfig, algorithm: str) -> float:
@@ -77,11 +81,12 @@ def _weight_decay(config: OptimizerConfig, algorithm: str) -> float:
     return row.weight_decay
 
 
-def group_name(index: int | None, settings: GroupSettings) -> str:
+def group_name(index: int | None, settings: GroupSettings, scale: Scale) -> str:
     """Return the name of a group: `default, weight decay 0.1`, or `default, Muon, weight decay 0.1`."""
     first = "default" if index is None else f"param_groups.{index}"
     algorithm = "" if settings.algorithm == "AdamW" else f", {settings.algorithm}"
-    return f"{first}{algorithm}, weight decay {settings.weight_decay:g}"
+    width = "" if scale.lr == 1 else f", learning rate x {scale.lr:g}"
+    return f"{first}{algorithm}{width}, weight decay {settings.weight_decay:g}"
 
 
 def is_mixed(config: OptimizerConfig, storage_dtypes: Iterable[str]) -> bool:

@@ -1,8 +1,9 @@
 """Speeds of a device: seconds of the operations on a tape, and of collectives. No torch.
 
-Without measurements, the time of an operation is the longer of two times (a roofline): that of its FLOPs, and that of
-the bytes that it moves. Both follow from the data sheet, times the share that large operations reach. `titan-launch
-measure-device` measures the speeds of a machine.
+Without measurements, the speeds are those of the data sheet, multiplied by the share that large operations reach. A
+matrix product takes the time of its FLOPs or the time to move its bytes, whichever is longer (a roofline). Attention
+and convolutions take the time of their FLOPs, elementwise operations the time to move their bytes. `OPERATION_SECONDS`
+is added to each operation. `titan-launch measure-device` measures the speeds of a machine.
 """
 
 from __future__ import annotations

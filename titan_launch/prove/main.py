@@ -255,8 +255,9 @@ class Proof:
             table["compile"]["backend"] = "aot_eager"
             if _NO_COMPILER not in self.unproven:
                 self.unproven.append(_NO_COMPILER)
-        for settings in (table["loss"][name] for name in ("dpo", "distillation") if table["loss"][name]):
-            settings |= {key: str(self.folder / SECOND) for key, value in settings.items() if value == SECOND}
+        second = config.loss.frozen_model()
+        if second is not None:
+            table["loss"][config.loss.name][second.key[-1]] = str(self.folder / SECOND)
         return table
 
     @property

@@ -1,5 +1,5 @@
-"""The steps of a twin on this rank, trained by the run's own functions, and their comparison with the steps of one
-process."""
+"""Training of a twin's steps on this rank by the run's own functions, and comparison of their results with the steps of
+one process."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ from titan_launch.plan.memory.ledger import (
     temporary_bytes,
     with_growth,
 )
+from titan_launch.plan.mup import width_scales
 from titan_launch.plan.pipeline import counts_to_run, scaled_to_step
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit, gradients_leave_early
 from titan_launch.plan.speeds import Work
@@ -289,7 +290,7 @@ class _Accumulation:
 def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan, layout: Layout) -> list[GroupSizes]:
     """Return the sizes of the trainable parameters on this rank, for each parameter group. If the optimizer is sharded
     over replicas, these are the sizes of the chunks that this rank updates."""
-    groups = group_parameters(model, config.optimizer, plan.inventory.head)
+    groups = group_parameters(model, config.optimizer, plan.inventory.head, width_scales(config))
     return [GroupSizes(g.settings, [_shard_size(p, layout) for p in g.parameters.values()]) for g in groups]
 
 

@@ -174,7 +174,7 @@ class RunBase:
         self._has_begun = True
         self.omitted = frozenset(name for name in self._held if self._first_names[name] not in differing)
         if self.omitted and self.record is not None:
-            message = "checkpoints: %d parameters (%s) are never trained, so they are read from %s again at a resume"
+            message = "checkpoints omit %d parameters (%s) that are never trained; a resume reads them from %s"
             _log.info(message, self.record.omitted, format_bytes(self.record.omitted_bytes), self._config.weights)
 
     @cached_property

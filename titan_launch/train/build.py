@@ -36,6 +36,7 @@ from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.fsdp import Unfreezing
 from titan_launch.parallel.pipeline import pipeline_of
+from titan_launch.plan.mup import width_scales
 from titan_launch.plan.proof.store import find
 from titan_launch.plan.replica_shards import gradients_leave_early
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
@@ -257,7 +258,8 @@ def build_learned(
 def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer:
     """Return the optimizer of a wrapped model on its device; also used by traces."""
     replicas = build_replica_shards(config, model)
-    return build_optimizer(model.module, config.optimizer, model.built.head, config.training.seed, replicas)
+    head, seed = model.built.head, config.training.seed
+    return build_optimizer(model.module, config.optimizer, head, seed, replicas, width_scales(config))
 
 
 def build_replica_shards(config: JobConfig, model: AssembledModel) -> ReplicaShards | None:

@@ -249,7 +249,7 @@ def unfreeze(run: Run) -> None:
     num_unfrozen = run.unfreezing.apply(run.progress.step)
     if num_unfrozen:
         run.output.clear_progress()
-        _log.info("step %d: %d parameters are trained from now on", run.progress.step + 1, num_unfrozen)
+        _log.info("step %d: %d more parameter tensors are trained from now on", run.progress.step + 1, num_unfrozen)
 
 
 def last_warm_up_step(run: Run) -> int:

@@ -45,8 +45,8 @@ from titan_launch.train.trace_subprocess import TraceProcess
 def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     """Return the table of a model's modules.
 
-    Raises ConfigError for a forward with the wrong arguments, and for documents, BatchNorm statistics, tensor
-    parallelism or context parallelism that the classes of the model do not support.
+    Raises ConfigError for a forward with the wrong arguments. Also raises ConfigError if the classes of the model do
+    not support the job's packed documents, BatchNorm statistics, tensor parallelism or context parallelism.
     """
     check_signature(built.module, config.data.unit, config.model.loss is not None)
     for key in keys_of_packed_documents(config):

@@ -18,7 +18,7 @@ from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.loss.second_model import FrozenModel, build_frozen_model, errors_on
-from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.build import BuiltModel, build_model, values_of_width
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues, attributes_digest, describe_tensors, digest_of
 from titan_launch.models.init import allocate, initialize
@@ -29,6 +29,7 @@ from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.freezing import Freezing
 from titan_launch.plan.hardware import GIB, format_bytes, free_memory_gib
 from titan_launch.plan.job import plan_untrained
+from titan_launch.plan.mup import width_scales
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.forward import check_embeddings
 from titan_launch.train.mode_choice import inspect_model
@@ -51,6 +52,8 @@ def build_job_model(config: JobConfig, host: HostBuild | None = None) -> BuiltMo
     freezing.check({name: steps[parameter] for parameter, own in names.items() for name in own})
     for parameter, step in steps.items():
         parameter.requires_grad_(step is not None)
+    if (base_width := config.mup.base_width) is not None:
+        built = replace(built, initializer=values_of_width(config.model, base_width, width_scales(config)))
     return built
 
 

@@ -69,7 +69,9 @@ OF_THE_THIRD_STEP = {"memory/max_active_gib"}  # on a CPU from a process's third
 OF_IMAGES = {"throughput/images_per_second", "throughput/images_per_second_per_device"}
 OF_COMPILED = {"time/compile_s"}
 OF_EXPERTS = {tag.name for tag in TAGS if tag.name.startswith("experts/")}  # see tests/parallel/test_expert_balance.py
-OF_LOSSES = {tag.name for tag in TAGS if tag.name.startswith(("dpo/", "distillation/"))}  # tests/loss/test_losses.py
+OF_LOSSES = {
+    tag.name for tag in TAGS if tag.name.startswith(("preference/", "distillation/"))
+}  # tests/loss/test_losses.py
 NOT_WRITTEN = CUDA_ONLY | OF_IMAGES | OF_THE_THIRD_STEP | OF_COMPILED | OF_EXPERTS | OF_LOSSES
 PARTS = {"<source>": "b", "<module>": "layers.1", "<group>": "param_groups.0, weight decay 0.1"}
 ON_CPU = [re.sub("<.*>", lambda m: PARTS[m[0]], tag.name) for tag in TAGS if tag.name not in NOT_WRITTEN]

@@ -26,7 +26,8 @@ _TRAIN_ON = 'use "data.train_on" with "data.kind" = "chat"; "all" trains on all 
 _LAST_TURN = 'use "data.train_on" = "last" with "data.kind" = "chat"'
 _PART = 'use "data.validation_percent", with "data.split" = "train" and "validation.data.split" = "validation"'
 _PREFERENCES = (
-    'use "loss.name" = "dpo" with "data.kind" = "preferences" for DPO, and "data.kind" = "chat" for fine-tuning'
+    'use "loss.name" = "dpo", "ipo", "simpo" or "orpo" with "data.kind" = "preferences", and "data.kind" = "chat" for '
+    "fine-tuning"
 )
 _PROFILE = 'use "profiling.start_step", the first step of a profile, and "profiling.num_steps"'
 _PROFILE_FOLDER = "not needed; profiles are in profiling/ of the run folder"
@@ -229,7 +230,9 @@ COMMON_NAMES: dict[str, str] = {
         ("beta", "dpo_beta", "pref_beta"), 'use "loss.dpo.beta", the strength of the reference model in DPO'
     ),
     "ref_model": "loss.dpo.reference",
-    **dict.fromkeys(("rl", "stage"), _PREFERENCES),
+    "simpo_gamma": "loss.simpo.gamma",
+    "orpo_alpha": "loss.orpo.weight",
+    **dict.fromkeys(("rl", "stage", "pref_loss"), _PREFERENCES),
     "label_smoothing_factor": "loss.label_smoothing",
     **dict.fromkeys(("use_liger_kernel", "enable_liger_kernel"), _LOSS_IN_CHUNKS),
     "neftune_noise_alpha": "NEFTune is not supported; remove this key",

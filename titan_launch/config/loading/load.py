@@ -102,8 +102,10 @@ class FolderFile:
 
 
 def _model_of_folder(model: Any) -> FolderFile | None:
-    """Return the keys of `[model]` that the job does not set itself, but takes from the `config.json` of a folder.
-    None: the job names no such folder."""
+    """Return the keys of `[model]` from the `config.json` of the model's folder, as a file that the job files override.
+
+    None: the job names no such folder, or needs no keys from it.
+    """
     if not isinstance(model, dict):
         return None
     if model.get("name") == HUGGINGFACE:

@@ -9,7 +9,15 @@ from titan_launch.config.rules.data import sources_of
 from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.data import FactoryData, PreferenceData, TokensData
 from titan_launch.config.sections.lora import LoRAConfig
-from titan_launch.config.sections.loss import BASE, LOSSES, MODEL_LOSS, FrozenModelConfig, LossConfig
+from titan_launch.config.sections.loss import (
+    BASE,
+    LOSSES,
+    MODEL_LOSS,
+    PAIR_LOSSES,
+    FrozenModelConfig,
+    LossConfig,
+    ReferenceConfig,
+)
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
@@ -35,10 +43,11 @@ def loss_exists(config: JobConfig) -> Iterator[Problem]:
 
 def loss_has_its_table(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the job lacks the table that its loss needs, or has the table of another loss."""
-    for name, key in ((name, kind.second_model) for name, kind in LOSSES.items() if kind.second_model):
+    for name, kind in ((name, kind) for name, kind in LOSSES.items() if kind.table is not None):
         has_table, table = getattr(config.loss, name) is not None, f"[loss.{name}]"
-        if config.loss.name == name and not has_table:
-            yield Problem(_NAME, f"needs the table {table} with the key {key}", name, also=(("loss", name),))
+        if config.loss.name == name and kind.second_model is not None and not has_table:
+            reason = f"needs the table {table} with the key {kind.second_model}"
+            yield Problem(_NAME, reason, name, also=(("loss", name),))
         elif has_table and config.loss.name != name:
             reason = f'applies only to loss.name = "{name}"; remove this table, or set that name'
             yield Problem(("loss", name), reason, also=(_NAME,))
@@ -76,27 +85,29 @@ def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
 
 
 def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the loss is `dpo` and a data source has no pairs of answers, or if a source has pairs and the
-    loss is another one. (Token files may have pairs; the run checks these files.)"""
+    """Report a problem if the loss reads pairs of answers and a data source has none, or if a source has pairs and the
+    loss reads none. (Token files may have pairs; the run checks these files.)"""
     for source, data in sources_of(config):
-        has_pairs, also = isinstance(data, PreferenceData), (_NAME,)
+        has_pairs, also, name = isinstance(data, PreferenceData), (_NAME,), config.loss.name
         if config.loss.kind.reads_pairs:
             if isinstance(data, TokensData):
                 continue
             if not has_pairs and not (isinstance(data, FactoryData) and data.samples == "documents"):
-                reason = 'has no pairs of answers, which loss.name = "dpo" needs; set kind = "preferences"'
+                reason = f'has no pairs of answers, which loss.name = "{name}" needs; set kind = "preferences"'
                 yield Problem((*source, "kind"), reason, data.kind, also=also)
         elif has_pairs:
-            reason = f'has pairs of answers, which only loss.name = "dpo" uses, not "{config.loss.name}"; set that loss'
+            losses = " or ".join(f'"{loss}"' for loss in PAIR_LOSSES)
+            reason = f'has pairs of answers, which only loss.name = {losses} uses, not "{name}"; set one of them'
             yield Problem((*source, "kind"), reason, data.kind, also=also)
 
 
 def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the reference model of `dpo` is `base`, and the job has no adapters, or also trains
+    """Report a problem if the reference model of a loss is `base`, and the job has no adapters, or also trains
     parameters of the base model."""
-    if config.loss.name != "dpo" or config.loss.dpo is None or config.loss.dpo.reference != BASE:
+    settings = config.loss.settings
+    if not isinstance(settings, ReferenceConfig) or settings.reference != BASE:
         return
-    key: KeyPath = ("loss", "dpo", "reference")
+    key: KeyPath = ("loss", config.loss.name, "reference")
     if not config.lora.targets:
         reason = (
             "is the trained model without its adapters, but the job has no adapters; set lora.targets, or name a folder"

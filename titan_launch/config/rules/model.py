@@ -64,7 +64,8 @@ def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
             reason = f'"{HUGGINGFACE}" needs model.path, the folder with the config.json of the class'
             yield Problem(_NAME, reason, model.name, also=(key, _ARGS))
         else:
-            yield Problem(key, "its config.json has no model_type, which names the class's configuration", model.path)
+            reason = "its config.json has no model_type, which names the class's configuration; name another folder"
+            yield Problem(key, reason, model.path)
     else:
         problems = list(islice(huggingface.refused(model.args), _MOST_SHOWN))
         yield from (Problem((*_ARGS, *path), reason, value) for path, reason, value in problems)

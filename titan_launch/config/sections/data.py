@@ -208,10 +208,10 @@ class ChatData(LinesData):
 
 
 class PreferenceData(ChatData):
-    """Pairs of answers in JSON lines, for `loss.name = "dpo"`: a chosen answer and a rejected one to the same prompt. A
-    line has `chosen` and `rejected`. Either both are whole chats (arrays of messages), or both are only answers (texts,
-    or arrays of messages). With only answers, the line also has `prompt`: the chat before the answer. A chat template
-    turns each chat into text. This kind needs `pip install 'titan-launch[chat]'`.
+    """Pairs of answers in JSON lines, for `dpo` and the other losses of pairs: a chosen answer and a rejected one to
+    the same prompt. A line has `chosen` and `rejected`. Either both are whole chats (arrays of messages), or both are
+    only answers (texts, or arrays of messages). With only answers, the line also has `prompt`: the chat before the
+    answer. A chat template turns each chat into text. This kind needs `pip install 'titan-launch[chat]'`.
 
     A pair is two documents of one sample, so `training.seq_len` must have room for both."""
 

@@ -12,19 +12,28 @@ from titan_launch.config.sections.section import FloatDtype, Section
 from titan_launch.core.errors import KeyPath
 
 BASE = "base"
-"""Value of `loss.dpo.reference`: the trained model without its adapters."""
+"""Value of `reference` of a loss: the trained model without its adapters."""
 
 
-class DPOConfig(Section):
-    """Direct preference optimization (DPO, arXiv:2305.18290): the model learns to prefer one answer to another. The
-    loss of a pair is -log sigmoid(`beta` x (log-ratio of the chosen answer - log-ratio of the rejected answer)). A
-    log-ratio is the log-probability of an answer in the trained model minus that in the reference model."""
+class ReferenceConfig(Section):
+    """The reference model of a loss of pairs."""
 
     reference: str
     """The reference model, which is not trained. With `[lora]`, `base` is the trained model without its adapters; it
     needs no additional memory for parameters. Any other value is a folder in the formats of `model.weights`, usually
     the same folder as `model.weights`. The parameters of a model in a folder are sharded like those of the trained
     model."""
+
+    dtype: FloatDtype | None = None
+    """Dtype of a reference model in a folder: of its parameters and of its computation. Default:
+    `precision.param_dtype`. The rules in `[precision]` apply to the reference model only if it has the same arguments
+    as the trained model."""
+
+
+class DPOConfig(ReferenceConfig):
+    """Direct preference optimization (DPO, arXiv:2305.18290): the model learns to prefer one answer to another. The
+    loss of a pair is -log sigmoid(`beta` x (log-ratio of the chosen answer - log-ratio of the rejected answer)). A
+    log-ratio is the log-probability of an answer in the trained model minus that in the reference model."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the reference model. A small value lets the trained model move further from it."""
@@ -33,10 +42,38 @@ class DPOConfig(Section):
     """Assumed probability that the two answers of a pair are swapped by mistake (conservative DPO). Validation does not
     use it."""
 
-    dtype: FloatDtype | None = None
-    """Dtype of a reference model in a folder: of its parameters and of its computation. Default:
-    `precision.param_dtype`. The rules in `[precision]` apply to the reference model only if it has the same arguments
-    as the trained model."""
+
+class IPOConfig(ReferenceConfig):
+    """Identity preference optimization (IPO, arXiv:2310.12036): unlike that of DPO, the loss has a minimum at a finite
+    distance from the reference model. The loss of a pair is (log-ratio of the chosen answer - log-ratio of the rejected
+    answer - 1 / (2 x `beta`))². A log-ratio is the mean over the tokens of an answer, as in TRL."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of the reference model, called τ in the paper. A small value lets the trained model move further from
+    it."""
+
+
+class SimPOConfig(Section):
+    """Simple preference optimization (SimPO, arXiv:2405.14734), without a reference model. The loss of a pair is -log
+    sigmoid(`beta` x (log-probability of the chosen answer - that of the rejected answer) - `gamma`). A log-probability
+    is the mean over the tokens of an answer."""
+
+    beta: Annotated[float, Field(gt=0)] = 2.0
+    """Factor of the log-probabilities."""
+
+    gamma: Annotated[float, Field(ge=0)] = 1.0
+    """Margin by which the reward of the chosen answer, `beta` x log-probability, should exceed that of the rejected
+    answer."""
+
+
+class ORPOConfig(Section):
+    """Odds-ratio preference optimization (ORPO, arXiv:2403.07691), without a reference model: fine-tuning and
+    preferences in one run. The loss of a pair is the mean cross-entropy of the chosen answer's tokens + `weight` x -log
+    sigmoid(log-odds of the chosen answer - log-odds of the rejected answer). The log-odds of an answer with the
+    probability p are ln(p / (1 - p)), where ln p is the mean log-probability of its tokens."""
+
+    weight: Annotated[float, Field(gt=0)] = 0.1
+    """Weight of the preference, called λ in the paper."""
 
 
 class DistillationConfig(Section):
@@ -61,16 +98,25 @@ class DistillationConfig(Section):
 
 class LossConfig(Section):
     """The training loss. It is summed in fp32. Validation reports the cross-entropy without label smoothing and z-loss,
-    so that jobs can be compared. With `dpo` or a function of your own, validation reports that loss."""
+    so that jobs can be compared. With a loss of pairs or a function of your own, validation reports that loss."""
 
     name: str = "cross_entropy"
-    """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`: direct preference
-    optimization, with `[loss.dpo]` and data of pairs (`data.kind = "preferences"`). `distillation`: the distance from
-    the probabilities of a teacher, with `[loss.distillation]`. `package.module:function`: a function of your own, which
-    is called with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
+    """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and
+    `orpo` are losses of pairs, with data of pairs (`data.kind = "preferences"`): the model learns to prefer one answer
+    to another. `distillation`: the distance from the probabilities of a teacher. `package.module:function`: a function
+    of your own, which is called with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
 
     dpo: DPOConfig | None = None
     """Settings of `dpo`."""
+
+    ipo: IPOConfig | None = None
+    """Settings of `ipo`."""
+
+    simpo: SimPOConfig | None = None
+    """Settings of `simpo`. Without this table, they have their defaults."""
+
+    orpo: ORPOConfig | None = None
+    """Settings of `orpo`. Without this table, they have their defaults."""
 
     distillation: DistillationConfig | None = None
     """Settings of `distillation`."""
@@ -103,14 +149,25 @@ class LossConfig(Section):
         """The entry of the loss in `LOSSES`; `FUNCTION_LOSS` for any name that is not in this table."""
         return LOSSES.get(self.name, FUNCTION_LOSS)
 
+    @property
+    def settings(self) -> Section | None:
+        """The table of the loss that the job names, or its defaults. None for a loss without a table, or if the job
+        lacks a table that the loss needs."""
+        if (table := self.kind.table) is None:
+            return None
+        own: Section | None = getattr(self, self.name)
+        return table() if own is None and self.kind.second_model is None else own
+
     def frozen_model(self) -> FrozenModelConfig | None:
-        """Return the second model of the loss; None if there is none."""
-        if self.name == "dpo" and self.dpo is not None and self.dpo.reference != BASE:
-            return FrozenModelConfig(("loss", "dpo", "reference"), self.dpo.reference, self.dpo.dtype)
-        if self.name == "distillation" and self.distillation is not None:
-            key = ("loss", "distillation", "teacher")
-            return FrozenModelConfig(key, self.distillation.teacher, self.distillation.dtype)
-        return None
+        """Return the second model of the loss; None if there is none, or if it is the trained model without its
+        adapters."""
+        key, settings = self.kind.second_model, self.settings
+        if key is None or not isinstance(settings, ReferenceConfig | DistillationConfig):
+            return None
+        folder = getattr(settings, key)
+        if isinstance(settings, ReferenceConfig) and folder == BASE:
+            return None
+        return FrozenModelConfig(("loss", self.name, key), folder, settings.dtype)
 
 
 class FrozenModelConfig(NamedTuple):
@@ -131,7 +188,11 @@ class LossKind:
 
     second_model: str | None = None
     """The key that names the second model, in the table of the loss: `reference` in `[loss.dpo]`. None: the loss has no
-    table and no second model."""
+    second model."""
+
+    table: type[Section] | None = None
+    """The settings of the loss, a table of its name. A loss with a second model needs this table; others have defaults.
+    None: the loss has no settings of its own."""
 
     reads_pairs: bool = False
     """True for a loss of pairs of answers. False: a loss of single documents."""
@@ -152,6 +213,13 @@ _OF_WHOLE_LOGITS: Mapping[tuple[str, str], str] = {
     ("parallelism", "loss_parallel"): f"{_WHOLE}false",
     ("parallelism", "context_parallel_degree"): f"{_WHOLE}1",
 }
+_OF_PAIRS: Mapping[tuple[str, str], str] = {
+    **_OF_WHOLE_LOGITS,
+    ("parallelism", "pipeline_parallel_degree"): (
+        'is not supported with loss.name = "{}", which needs the documents of a sample, but a pipeline gives the loss '
+        "only logits and targets; set 1"
+    ),
+}
 _WITH_SECOND_MODEL: Mapping[tuple[str, str], str] = {
     **_OF_WHOLE_LOGITS,
     ("parallelism", "pipeline_parallel_degree"): _SECOND,
@@ -160,11 +228,17 @@ _WITH_SECOND_MODEL: Mapping[tuple[str, str], str] = {
 
 LOSSES: Mapping[str, LossKind] = {
     "cross_entropy": LossKind(),
-    "dpo": LossKind("reference", reads_pairs=True, unsupported=_WITH_SECOND_MODEL),
-    "distillation": LossKind("teacher", unsupported=_WITH_SECOND_MODEL),
+    "dpo": LossKind("reference", DPOConfig, reads_pairs=True, unsupported=_WITH_SECOND_MODEL),
+    "ipo": LossKind("reference", IPOConfig, reads_pairs=True, unsupported=_WITH_SECOND_MODEL),
+    "simpo": LossKind(table=SimPOConfig, reads_pairs=True, unsupported=_OF_PAIRS),
+    "orpo": LossKind(table=ORPOConfig, reads_pairs=True, unsupported=_OF_PAIRS),
+    "distillation": LossKind("teacher", DistillationConfig, unsupported=_WITH_SECOND_MODEL),
 }
 """The losses of this package by name. `loss/build.py` creates the objects that compute them. Rules and the data of a
 run read this table. A test compares docs/how_to/losses.md with the table."""
+
+PAIR_LOSSES = tuple(name for name, kind in LOSSES.items() if kind.reads_pairs)
+"""The losses of pairs of answers."""
 
 FUNCTION_LOSS = LossKind(unsupported=_OF_WHOLE_LOGITS)
 """The row of every loss that the user writes as a function."""

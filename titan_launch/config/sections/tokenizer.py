@@ -83,8 +83,8 @@ def vocabulary_size(config: TokenizerConfig) -> int:
 
 
 def special_token(config: TokenizerConfig) -> str:
-    """Return the name of the token that ends a document. Raises ConfigError if the tokenizer lacks this token, or the
-    token that begins a document."""
+    """Return the name of the token that ends a document. Raises ConfigError if the tokenizer's file cannot be used, if
+    it lacks this token, or if it lacks the token `begin_of_document`."""
     tokens = _tokens(config)
     for key in ("begin_of_document", "end_of_document"):
         name = getattr(config, key)

@@ -323,6 +323,17 @@ class Constant(_Schedule):
 SchedulerConfig = Annotated[WarmupStableDecay | Cosine | Linear | Constant, Field(discriminator="kind")]
 
 
+class MupConfig(Section):
+    """Maximal update parametrization (muP, arXiv:2203.03466): learning rates that are tuned on a narrow model also suit
+    a wide one. For AdamW and the decoder families, with an output layer of its own. Models of different widths have
+    the same head width, and numbers of heads and `hidden_dim` that grow with `dim`."""
+
+    base_width: Annotated[int, Field(ge=1)] | None = None
+    """Width (`dim`) of the model for which the keys of `[optimizer]` are right, and whose initial values the family's
+    are. Initial values, learning rate and weight decay of each parameter follow from `model.args.dim` / `base_width`;
+    `titan-launch plan` shows them. Unset: they do not depend on the width."""
+
+
 class EMAConfig(Section):
     """An exponential moving average of the trained parameters. It does not change training. Models are often better
     with the average than with the last parameters.

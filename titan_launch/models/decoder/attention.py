@@ -353,8 +353,8 @@ def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | Non
 
 
 def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each row of a bool table, the number of true entries, and all columns, those of the true entries
-    first."""
+    """Return, for each row of a bool table, the number of true entries, and the indices of all columns. The columns of
+    true entries come first."""
     columns = pairs.int().argsort(dim=-1, descending=True, stable=True)
     return pairs.sum(-1, dtype=torch.int32), columns.int()
 

@@ -253,7 +253,7 @@ class Weights:
         for copy in self.copies.get(name, ()):
             if not part.equal(self._read(copy, offsets, lengths)):
                 other = copy.tensors[0]
-                reason = f"{other} and {piece.tensors[0]} have different values, but the model shares one parameter"
+                reason = f"{other} and {piece.tensors[0]} have different values, but the model ties them to one tensor"
                 advice = f'set tie_word_embeddings to false in config.json, or exclude_from_weights = ["{other}"]'
                 raise config_error(("model", "weights"), f"{reason}; {advice}", str(self.folder.path))
         return part

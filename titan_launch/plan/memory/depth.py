@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
 
 _DEPTHS = (4, 5, 6)
-"""Numbers of equal blocks in the shallower models. Half of them are at the front and half at the back, so that
-prefetched parameters and late gradients exist at both ends."""
+"""Numbers of periods of the repeated blocks in the shallower models. The first and the last periods remain, so that
+prefetched parameters and late gradients exist at both ends. Of an odd number, one more remains at the front."""
 
 
 @dataclass(frozen=True)

@@ -278,8 +278,8 @@ class ShardedUnit:
         """Units to all-gather ahead in forward: `set_modules_to_forward_prefetch`."""
         self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = True
         self.exchanged: ExchangedUnit | None = None
-        """Sizes of the gradients that are exchanged between the replicas as soon as they have been reduced; None if
-        they are not exchanged then."""
+        """Sizes of the gradients that the replicas exchange during the last backward, as soon as FSDP2 has reduced
+        them. None: no exchange during this backward."""
         self.sharded_gradient: Storage | None = None
         """Gradients of the local shards. After an exchange, those of this replica's chunks of the shards."""
         self.state = self.group_state = State.IDLE

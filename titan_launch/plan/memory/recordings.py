@@ -45,7 +45,7 @@ class Subject:
     """The FLOPs of forward and backward that a user's own model declares; None if it declares none."""
 
     second: Inventory | None = None
-    """The second model of the loss (`loss.dpo`, `loss.distillation`)."""
+    """The second model of the loss: a reference or a teacher."""
 
 
 class Recorder(Protocol):

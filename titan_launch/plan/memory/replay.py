@@ -39,6 +39,7 @@ from titan_launch.plan.memory.ledger import (
     temporary_bytes,
 )
 from titan_launch.plan.memory.tape import SECOND, Bytes, Gradient, Sent, Step, Tape, root_path
+from titan_launch.plan.mup import WidthScales
 from titan_launch.plan.param_groups import (
     GroupSettings,
     first_match,
@@ -81,7 +82,7 @@ def local_plan(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> ModelP
 
 
 def group_sizes(
-    plans: Iterable[tuple[ModelPlan, ModelPlan]], config: OptimizerConfig, layout: Layout
+    plans: Iterable[tuple[ModelPlan, ModelPlan]], config: OptimizerConfig, layout: Layout, scales: WidthScales
 ) -> list[GroupSizes]:
     """Return the shards of the trained parameters, by optimizer group. If the optimizer is sharded over replicas,
     return the chunks that this rank updates instead.
@@ -114,8 +115,9 @@ def group_sizes(
     groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
     for name, shard in shards.items():
         index = first_match(config.param_groups, paths[name])
-        settings = settings_of(config, index, undecayed[name], inner[name])
-        groups.setdefault(group_name(index, settings), (settings, []))[1].append(shard)
+        scale = scales.of(name)
+        settings = settings_of(config, index, undecayed[name], inner[name], scale)
+        groups.setdefault(group_name(index, settings, scale), (settings, []))[1].append(shard)
     return [GroupSizes(settings, group) for settings, group in groups.values()]
 
 
@@ -182,6 +184,7 @@ class RankModel:
 
     layout: Layout
     optimizer: OptimizerConfig
+    scales: WidthScales
 
     @cached_property
     def local_plans(self) -> list[ModelPlan]:
@@ -191,7 +194,8 @@ class RankModel:
     @cached_property
     def groups(self) -> list[GroupSizes]:
         """The shards of the trained parameters by optimizer group."""
-        return group_sizes(zip(self.plans, self.local_plans, strict=True), self.optimizer, self.layout)
+        pairs = zip(self.plans, self.local_plans, strict=True)
+        return group_sizes(pairs, self.optimizer, self.layout, self.scales)
 
     @cached_property
     def exchanged(self) -> dict[Unit, ExchangedUnit]:
@@ -335,7 +339,8 @@ class Replay:
         return Traffic(collectives, **bytes_, **exchanges)
 
     def _allocate_state(self) -> None:
-        """Allocate the memory that exists before the step: parameter shards, optimizer state and buffers."""
+        """Allocate the memory that exists before the step: parameter shards, optimizer state, the moving average of the
+        parameters, and buffers."""
         for context in self._contexts.values():
             for unit in context.units:
                 self._ledger.allocate(unit.shard_bytes, Category.PARAMETERS)

@@ -25,6 +25,7 @@ from titan_launch.plan.memory.recordings import Recordings, TapesOf
 from titan_launch.plan.memory.replay import RankModel, Replay, ReplayedStep, SecondModel
 from titan_launch.plan.memory.tape import with_blocks
 from titan_launch.plan.module_selection import checkpointed_modules
+from titan_launch.plan.mup import width_scales
 from titan_launch.plan.pipeline import counts_to_run, parts_on_rank, representative_ranks
 from titan_launch.plan.speeds import Speeds
 from titan_launch.plan.types import ModelPlan
@@ -179,7 +180,8 @@ class ReplayEngine:
         plans = tuple(without_blocks(plan, removed) for plan in parts.plans) if removed else parts.plans
         tape = with_blocks(self._recordings.tapes(wanted)[index], removed)
         begin = None if first is None else with_blocks(self._recordings.tapes(first)[0], removed)
-        return RankModel(parts.whole, plans, tape, begin, self._layout, self._config.optimizer)
+        scales = width_scales(self._config)
+        return RankModel(parts.whole, plans, tape, begin, self._layout, self._config.optimizer, scales)
 
     def _second_model(self) -> SecondModel | None:
         found, inventory = self._config.loss.frozen_model(), self._recordings.subject().second

@@ -28,6 +28,7 @@ from titan_launch.plan.freezing import ADAPTER, is_adapter
 from titan_launch.plan.job import accumulation_label, activation_checkpoint_label
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import describe_float8
+from titan_launch.plan.mup import describe_scales, width_scales
 from titan_launch.plan.pipeline import stage_part
 from titan_launch.plan.report.table import aligned
 from titan_launch.plan.types import Inventory, ModelPlan, TensorInfo, Unit, enclosing, full_name, parameters_by_unit
@@ -178,6 +179,10 @@ def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: 
         more = Collectives(all_gathers=num_norms, all_reduces=num_norms)
         lines.append(f"synchronized BatchNorm adds {more} per microbatch, each with a few numbers per channel")
     lines += dict.fromkeys(f"{u.reason} has units of its own: {u.own_because}" for u in plan.units if u.own_because)
+    parameters = [full_name(m.path, p.name) for m in plan.inventory.modules if m.same_as is None for p in m.parameters]
+    if table := [*describe_scales(config, parameters)]:
+        width = width_scales(config).ratio
+        lines += [f"muP: {width:g} x the base width, {config.mup.base_width}", *aligned(table)]
     if any(unit.reason == BATCH_NORM_DEFAULT for unit in plan.boundaries):
         lines.append(f"{BATCH_NORM_DEFAULT}: float32 parameters and running statistics, inputs in any dtype")
     return "\n".join(lines)

@@ -565,8 +565,9 @@ class _UnitPlanner:
         return self._reshard_near(modules)
 
     def _reshard_near(self, modules: Sequence[str]) -> bool:
-        """Return True if a unit with modules of one block, or outside of blocks, reshards after forward. The last block
-        and the head have the setting `Resharding.late`, because their backward follows soon after their forward."""
+        """Return True if a unit reshards after forward. All its modules are in one block, or it is a single module
+        outside of blocks. A unit with modules of the last block or the head has the setting `Resharding.late`, because
+        its backward follows soon after its forward. Other units have `Resharding.blocks`."""
         is_late = any(is_within(path, last) for path in modules for last in self._last)
         return self.resharding.late if is_late else self.resharding.blocks
 

@@ -1,0 +1,153 @@
+"""Means of checkpoints and of runs, beside the mean of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.packages import needs
+from tests.tensors import assert_equal
+from tests.train.jobs import run_job, tiny_job
+from titan_launch.checkpoint.index import read_weights
+from titan_launch.cli import main
+from titan_launch.core.errors import UserError
+
+pytestmark = needs("safetensors")
+
+LORA = {"targets": ["layers.*.attention.w*"], "rank": 4, "dropout": 0.0}
+
+
+def write_runs(folder: Path) -> None:
+    """Train four runs: two that differ in their seed, one with other arguments, and one of adapters."""
+    jobs = [
+        job_of(folder, "one", training={"seed": 1}),
+        job_of(folder, "two", training={"seed": 2}),
+        job_of(folder, "scaled", model={"args": {"rope_theta": 1234.0}}),
+        job_of(folder, "adapters", lora=LORA, optimizer={"lr": 0.1}),
+    ]
+    run_ranks(run_all, 1, jobs)
+
+
+def job_of(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
+    checkpoint = {"enable": True, "interval": 1, "keep_latest": 3, "async_mode": "disabled"}
+    training = {"steps": 3, **sections.pop("training", {})}
+    job = tiny_job(folder, checkpoint=checkpoint, training=training, **sections)
+    return {**job, "job": {**job["job"], "name": name}}
+
+
+def run_all(jobs: list[dict[str, Any]]) -> None:
+    for job in jobs:
+        run_job(job)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("averages")
+    write_runs(folder)
+    return folder
+
+
+@pytest.fixture
+def exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[dict[str, Tensor], str]]:
+    """Return a function that runs `export --format plain`, and returns the tensors and what was printed."""
+
+    def export(*arguments: str) -> tuple[dict[str, Tensor], str]:
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        main(["export", *arguments, "--out", str(out), "--format", "plain"])
+        return load_file(out / "model.safetensors"), capsys.readouterr().out
+
+    return export
+
+
+def state(run: Path, step: int) -> dict[str, Tensor]:
+    return dict(read_weights(run / f"checkpoints/step-{step}"))
+
+
+def mean(states: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
+    """Return the weighted mean of states in float64."""
+    total = sum(weights)
+    return {
+        name: sum(weight / total * each[name].double() for weight, each in zip(weights, states, strict=True))  # type: ignore[misc]
+        for name in states[0]
+    }
+
+
+def assert_close(own: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert own.keys() == expected.keys()
+    for name, tensor in own.items():
+        torch.testing.assert_close(tensor.double(), expected[name].double(), rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_mean_of_checkpoints_and_of_runs_is_that_of_their_tensors(
+    runs: Path, exported: Callable[..., tuple[dict[str, Tensor], str]]
+) -> None:
+    one, two = runs / "one", runs / "two"
+    states = [state(one, step) for step in (1, 2, 3)]
+    uniform, printed = exported(str(one), "--average", "1,2,3")
+    assert_close(uniform, mean(states, [1, 1, 1]))
+    assert "of the mean of step-1, step-2, step-3 to " in printed
+    weighted, printed = exported(str(one), "--average=1,3=2.5")
+    assert_close(weighted, mean([states[0], states[2]], [1, 2.5]))
+    assert "the mean of step-1, 2.5 x step-3" in printed
+    soup, printed = exported(str(one), f"--soup={two}=0.5", "--soup", str(one), "--step=2")
+    assert_close(soup, mean([states[1], state(two, 3), states[2]], [1, 0.5, 1]))
+    assert f"0.5 x {two} (step-3)" in printed
+    same, _ = exported(str(one), f"--soup={one}=0.3", f"--soup={one}=1.7")
+    assert_equal(same, states[2])  # equal values stay exactly equal
+    both, _ = exported(str(one), "--average=2,3", f"--soup={two}=2")
+    assert_close(both, mean([states[1], states[2], state(two, 3)], [1, 1, 2]))
+
+
+def test_the_mean_of_adapters_is_that_of_the_merged_models(
+    runs: Path, exported: Callable[..., tuple[dict[str, Tensor], str]]
+) -> None:
+    run = str(runs / "adapters")
+    parts = [exported(run, f"--step={step}")[0] for step in (1, 3)]
+    assert_close(exported(run, "--average=1,3")[0], mean(parts, [1, 1]))
+
+
+def test_the_mean_of_statistics_of_batchnorm_is_noted(
+    tmp_path: Path, exported: Callable[..., tuple[dict[str, Tensor], str]]
+) -> None:
+    images = {"kind": "synthetic_images", "num_samples": 8, "num_classes": 4, "image_size": 8}
+    job = job_of(tmp_path, "images", model={}, data={}, training={"local_batch_size": 2, "global_batch_size": 2})
+    del job["training"]["seq_len"]
+    job |= {"model": {"name": "resnet", "flavor": "debug", "args": {"num_classes": 4}}, "data": images}
+    run_ranks(run_job, 1, job)
+    tensors, printed = exported(str(tmp_path / "images"), "--average", "1,3")
+    states = [state(tmp_path / "images", step) for step in (1, 3)]
+    counters = [name for name in tensors if name.endswith("num_batches_tracked")]
+    floats = {name: tensor for name, tensor in tensors.items() if name not in counters}
+    assert_close(floats, {name: tensor for name, tensor in mean(states, [1, 1]).items() if name not in counters})
+    assert "note: the running statistics of " in printed and " BatchNorm layers are means" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--soup={runs}/scaled"],
+            r"scaled \(step-3\) has other arguments: rope_theta = 1234.0; only models",
+        ),
+        (["--soup={runs}/none"], "one: --soup .*none: "),
+        (["--average=1,9"], "it has no checkpoint of step 9; steps: 1, 2, 3"),
+        (["--average=1"], "name at least two steps, each once"),
+        (["--average=1,1=2"], "name at least two steps, each once"),
+        (["--average=1,2=0"], "the weight after = must be a number above 0"),
+        (["--average=1,2=x"], "the weight after = must be a number above 0"),
+        (["--average=1,2", "--step=1"], "--average names the steps; remove --step"),
+        (["--average=1,2", "--adapter"], "a mean of adapters is not the mean of their models; remove --adapter"),
+    ],
+)
+def test_bad_means(runs: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match=message):
+        main(["export", str(runs / "one"), "--out", str(out), *(each.format(runs=runs) for each in arguments)])
+    assert not out.exists()
