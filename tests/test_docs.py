@@ -68,6 +68,8 @@ NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 WHOLE_WAY, FINE_TUNING, YOUR_MODEL = "from_text_to_text.md", "fine_tuning.md", "your_model.md"
 PROOF, SEARCH = "how_to/prove.md", "how_to/search_layouts.md"
 """The pages whose commands are run in order, by tests of their own."""
+FIRST_RUN = "install_and_first_run.md"
+"""The page whose job is `job.toml` in the commands that no test runs in order."""
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
@@ -482,6 +484,10 @@ def test_every_command_of_the_docs_is_valid(command: str, capsys: pytest.Capture
             check_install(f".[{','.join(option for option in options if option != '--extra')}]")
         case ["uv", "run", "titan-launch", *arguments]:
             check(arguments, capsys)
+        case ["python3", "-m", "venv", ".venv"]:
+            pass
+        case [".venv/bin/pip", "install", requirement, "--index-url", _]:
+            assert requirement in (REPO / "constraints.txt").read_text().splitlines()
         case ["source", ".venv/bin/activate"]:
             assert 'install_packages "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
         case ["pip", "install", "-e", target]:
@@ -519,6 +525,10 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["check", *arguments]
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         add_empty_packages(Path(folder), patch)
+        if "job.toml" in arguments:
+            (job,) = (block for name, block in blocks("toml") if FIRST_RUN in name)
+            Path(folder, "job.toml").write_text(job)
+            patch.chdir(folder)
         assert main([*arguments, NO_EARLIER_RUN]) == 0, capsys.readouterr().err
 
 

@@ -18,14 +18,14 @@ from titan_launch.core.terminal import escape_warnings
 COMMANDS = {
     "train": "train as one rank of the process group that torchrun describes, or alone (the default command)",
     "init": "write a commented job file from a recipe: pre-training, fine-tuning, LoRA, DPO, images",
-    "migrate": "convert a job file of TorchTitan, and name each key that could not be carried",
+    "migrate": "convert a job file of TorchTitan, and list the keys that could not be converted",
     "check": "check the job file and, if it exists, its run folder, without torch or a GPU",
-    "plan": "predict dtypes of modules, memory, communication and step time, without a GPU",
+    "plan": "predict memory, communication, step time and the dtypes of modules, without a GPU",
     "measure-device": "measure the speeds of this machine, from which plan predicts step times",
-    "prove": "compare the layout of the job with one process, at a small size on CPU ranks",
-    "prepare": "tokenize text into files that runs map into memory, and train tokenizers",
-    "data": "show what the data of the job is, and its first samples, without a GPU",
-    "import": "convert a Hugging Face folder to the names of this package, and write a job that starts from it",
+    "prove": "compare training in the job's layout with training in one process, at a small size on the CPU",
+    "prepare": "tokenize text into memory-mapped files, and train tokenizers",
+    "data": "describe the data of the job, and show its first samples, without a GPU",
+    "import": "copy a Hugging Face folder with the tensor names of this package, and write a job that starts from it",
     "export": "write the weights of a run in the format of Hugging Face, or as one file",
     "generate": "continue a text with a trained model, and print it as it is generated",
     "chat": "answer messages with a trained model, turn by turn, by its chat template",
@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Return the exit status: 0, 1 if a run fails, 2 for bad input."""
+    """Run a command. Return its exit status, such as 0, 1 if a run fails, or 2 for bad input."""
     args = list(sys.argv[1:] if argv is None else argv)
     escape_warnings()
     try:
@@ -76,7 +76,7 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
         known = f"the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
         raise UserError(f'error: unknown command "{name}"; {known} (see titan-launch --help)')
     command = command_module(name)
-    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # not of all commands: each takes 1 ms
+    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # one parser, because each takes 1 ms
     command.add_arguments(parser)
     arguments = parser.parse(rest)
     arguments.run = command.run
@@ -85,7 +85,7 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
 
 def command_module(name: str) -> ModuleType:
     """Return the module of a command, with `add_arguments(parser)` and `run(arguments)`. The module of `measure-device`
-    is `measure_device`, and that of a Python keyword ends in an underscore: `import_`."""
+    is `measure_device`. The module of `import` is `import_`, because `import` is a Python keyword."""
     return import_module(f"titan_launch.commands.{name.replace('-', '_')}{'_' * iskeyword(name)}")
 
 

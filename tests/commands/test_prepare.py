@@ -141,8 +141,8 @@ def test_tables_of_parquet_name_their_column(capsys: pytest.CaptureFixture[str])
 def test_the_command_prepares_what_it_has_chosen(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     status, _, reported = run_command(["prepare", "chats.jsonl", "--out=o"], tmp_path)
-    assert status == 2 and 'must be set, because the tokenizer "bytes" has no chat template' in reported
-    assert "tokenizer.path (prepare: --tokenizer), the folder of a chat model" in reported
+    assert status == 2 and 'because the tokenizer "bytes" has no chat template' in reported
+    assert "set tokenizer.path (prepare: --tokenizer) to a folder that has one" in reported
     for path, kind in (("chats.jsonl", "chat"), ("pairs.jsonl", "preferences")):
         command = ["prepare", path, f"--out={kind}", "--data.template=chatml"]
         status, printed, reported = run_command(command, tmp_path)
@@ -166,7 +166,8 @@ MIXED = (
     [
         (
             "mixed",
-            f'{MIXED}sort by a glob ("mixed/**/*.txt"), or set kind = "jsonl", "chat" or "preferences"; to use both',
+            f'{MIXED}sort by a glob ("mixed/**/*.txt"), or set kind = "jsonl", "chat", '
+            '"preferences" or "classification"; to use both',
         ),
         (
             "only/inner",

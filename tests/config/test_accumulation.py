@@ -17,8 +17,8 @@ def test_the_page_has_a_row_for_each_mode() -> None:
     rows = {}
     for name, *cells in re.findall(r"^\| `(\w+)`[^|]* \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.M):
         rows[name] = tuple(cells)
-    times = {True: "N U", False: "U"}
-    held = {True: "sharded: 4 P / S bytes", False: "unsharded, on every rank: 4 P bytes"}
+    times = {True: "N x U", False: "U"}
+    held = {True: "sharded: 4 x P / S bytes", False: "unsharded, on every rank: 4 x P bytes"}
     assert rows == {
         name: (times[mode.reduce_scatters_each], times[mode.all_reduces_each], held[mode.reduce_scatters_each])
         for name, mode in ACCUMULATION_MODES.items()

@@ -168,7 +168,7 @@ def test_objects_are_dropped_with_their_handles(calls: LimitedObject) -> None:
 
 
 def test_a_handle_cannot_be_pickled(calls: LimitedObject) -> None:
-    with pytest.raises(TypeError, match="make the object again"):
+    with pytest.raises(TypeError, match="create it again in the other process"):
         pickle.dumps(calls)
 
 

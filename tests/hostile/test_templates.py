@@ -255,7 +255,7 @@ def test_settings_of_other_types_are_no_templates(tmp_path: Path) -> None:
 
     for settings in odd_settings():
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-        assert f"must be set, because {tmp_path} has no chat template" in problem()
+        assert f"because {tmp_path} has no chat template" in problem()
     for text in ("[]", "{", '{"a": NaN}', "[" * 10**5):
         (tmp_path / "tokenizer_config.json").write_text(text)
         assert "cannot use" in problem()

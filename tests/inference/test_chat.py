@@ -290,9 +290,9 @@ def test_bad_requests_are_one_line_and_status_2(
     for arguments, message in (
         (
             ["chat", own],
-            f'error: {own}: --template: must be set, because the tokenizer "bytes" has no chat template: "chatml"',
+            f'error: {own}: --template: must be "chatml" or a Jinja file, because the tokenizer "bytes" has no chat ',
         ),
-        (["chat", base], f'{base}: --template: must be set, because {base} has no chat template: "chatml", or a Jinja'),
+        (["chat", base], f'{base}: --template: must be "chatml" or a Jinja file, because {base} has no chat template'),
         (["chat", base, "--template=no.jinja"], "--template: cannot read no.jinja: No such file or directory; set"),
         (["chat", base, "--template=bad.jinja"], "--template: is not a Jinja template: line 2: "),
         (["chat", own, "--template=picky.jinja"], "the conversation is refused by the chat template (no a)"),

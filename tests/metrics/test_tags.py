@@ -62,7 +62,7 @@ def test_a_metric_of_a_source_or_layer_has_a_tag(metric: str, tag: str | None) -
 def test_the_table_documents_every_tag() -> None:
     lines = markdown_table().splitlines()
     assert len(lines) == len(TAGS) + 2
-    assert lines[2].startswith("| `train/loss` | Mean loss over all ranks: ")
+    assert lines[2].startswith("| `train/loss` | Mean loss over all ranks, ")
     assert all(line.count("|") == 4 for line in lines)
 
 

@@ -160,13 +160,15 @@ class Parity:
     """True if import and export return every tensor bit for bit."""
 
 
-def random_model(case: str, folder: Path, **changes: Any) -> nn.Module:
-    """Save a random model of `transformers`, without parameters that have a special value, and return it."""
+def random_model(case: str, folder: Path, kind: Any = None, **changes: Any) -> nn.Module:
+    """Save a random model of `transformers`, without parameters that have a special value, and return it. `kind`: the
+    class that makes it, by default `AutoModelForCausalLM`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, keys = CASES[case]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**keys, **changes})).eval()
+    config = AutoConfig.for_model(model_type, **{**keys, **changes})
+    model = (kind or AutoModelForCausalLM).from_config(config).eval()
     biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))  # of the choice of experts
     with torch.no_grad():
         for tensor in (*model.parameters(), *biases):
@@ -175,11 +177,13 @@ def random_model(case: str, folder: Path, **changes: Any) -> nn.Module:
     return model
 
 
-def read_model(folder: Path) -> tuple[nn.Module, Weights]:
-    """Return the model of this package with the weights in a folder, as a run reads them."""
+def read_model(folder: Path, args: Mapping[str, Any] | None = None, **keys: Any) -> tuple[nn.Module, Weights]:
+    """Return the model of this package with the weights in a folder, as a run reads them. `args`: arguments of the
+    model, by default those of the folder. `keys`: further keys of `[model]`."""
     found = read_folder_config(folder)
-    config = ModelConfig(name=found.name, flavor=found.flavor, args=dict(found.args), weights=str(folder))
-    module = SPECS[found.name].build(resolve_args(found.name, found.flavor, found.args), SEQ_LEN)
+    args = dict(found.args if args is None else args)
+    config = ModelConfig(name=found.name, flavor=found.flavor, args=args, weights=str(folder), **keys)
+    module = SPECS[found.name].build(resolve_args(found.name, found.flavor, args), SEQ_LEN)
     weights = find_weights(config, take_inventory(module, ()))
     load_weights(module, weights)
     return module, weights

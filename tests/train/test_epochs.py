@@ -272,7 +272,7 @@ def test_commands_take_epochs_and_warn_of_many(tmp_path: Path) -> None:
     assert "300 steps of 4 samples (2 ranks): 1,200 samples of 16 tokens, 30 epochs" in printed
     assert "warning" not in printed
     assert "epochs:                    30\n" in run_command(["plan", *command], tmp_path)[1]
-    warning = "training.steps = 300 is 30 epochs of the 40 training samples; set fewer, or training.epochs for as many"
+    warning = "training.steps = 300 is 30 epochs of the 40 training samples; set fewer steps, or training.epochs for as"
     many = [*command, "--training.steps=300"]
     assert warning in run_command(["check", *many], tmp_path)[2]
     assert f"warning                 {warning}" in run_command(["data", *many, "--samples=0"], tmp_path)[1]
@@ -282,4 +282,4 @@ def test_commands_take_epochs_and_warn_of_many(tmp_path: Path) -> None:
     (tmp_path / "mixed.toml").write_text(JOB.format(length="steps = 300").partition("[data]")[0] + mixture)
     mixed = ["data", "--config=mixed.toml", "--training.seq_len=16", "--training.steps=300", "--samples=0", "--json"]
     (found,) = json.loads(run_command(mixed, tmp_path)[1])["warnings"]
-    assert "epochs of the 10 training samples of the source few; set fewer, or a smaller weight" in found
+    assert "epochs of the 10 training samples of the source few; set fewer steps, or a smaller weight" in found

@@ -97,7 +97,7 @@ def test_auto_trains_where_one_sample_more_does_not_and_the_first_advice_helps(t
         r"out of memory on rank 0 in step 1: an allocation of 0.\d+ GiB failed in (forward|backward)", output
     )
     assert re.search(r"planned peak: 1.\d+ GiB \(loss in microbatch \d\): backward .* GiB, activations .* GiB", output)
-    advice = re.findall(r"^  (\S+) = (\S+)  # saves .*; costs .*$", output, re.MULTILINE)
+    advice = re.findall(r"^  (\S+) = (\S+)  # saves .*; cost: .*$", output, re.MULTILINE)
     assert advice[0] == ("loss.chunks", "16") and ("training.global_batch_size", "6") in advice
     status, output = launch(tmp_path, "--training.local_batch_size=3", f"--{'='.join(advice[0])}")
     assert status == 0, output

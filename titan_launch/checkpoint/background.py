@@ -67,7 +67,7 @@ class Background(ABC):
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]: ...
 
     def close(self) -> None:  # noqa: B027
-        """End the writer. A save in flight is lost."""
+        """End the writer. A save in flight may be lost."""
 
 
 def build_background(mode: AsyncMode, device: torch.device) -> Background:

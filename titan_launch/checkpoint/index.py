@@ -1,7 +1,7 @@
 """The index of a checkpoint's tensors as JSON, and functions that read tensors as plain bytes.
 
-The launcher never unpickles a checkpoint. A checkpoint also has the pickles of torch.distributed.checkpoint (DCP): its
-index `.metadata`, and the headers of its records. The launcher writes them only for tools that load such checkpoints.
+The launcher never unpickles a checkpoint. A checkpoint also contains pickles of torch.distributed.checkpoint (DCP): the
+index `.metadata`, and the header of each tensor's record. The launcher writes these pickles only for other tools.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ Count = Annotated[int, Field(ge=0, lt=2**62)]
 """A number of elements or bytes."""
 
 _HAS_ENDED = "early_stopping.has_ended"
-"""Name of a tensor that is 1 in the checkpoint with which early stopping ended the run (`train.early_stopping`)."""
+"""Name of a tensor that is 1 in the checkpoint with which early stopping ended the run (module
+`train.early_stopping`)."""
 
 _LOCAL_HEADER_BYTES = 30
 _NAME_LENGTHS_AT = 26  # offset of two 2-byte lengths in a zip file's local header: name, extra field
@@ -64,7 +65,7 @@ class Chunk:
     """A part of a tensor, and the position of its record in a file."""
 
     offsets: tuple[Count, ...]
-    """Offset of the part in the whole tensor by dim, in elements."""
+    """Offset of the part in each dim of the whole tensor, in elements."""
 
     sizes: tuple[Count, ...]
     file: str
@@ -99,11 +100,11 @@ class _IndexFile:
 _INDEX = TypeAdapter(_IndexFile)
 
 _MOST_BYTES = 1 << 30
-"""Limit of the bytes of the index, and of DCP's index. The index of 3,000 tensors from 1,024 ranks has 400 MiB."""
+"""Maximum size of the index, and of DCP's index, in bytes. The index of 3,000 tensors from 1,024 ranks has 400 MiB."""
 
 _BYTES_PER_VALUE = 6
-"""An index with fewer bytes than this for each of its values is refused, because each value takes up to 500 bytes of
-memory."""
+"""Minimum number of bytes per JSON value of an index. An index with fewer is refused, because each value takes up to
+500 bytes of memory."""
 
 
 def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
@@ -131,7 +132,8 @@ def index_text(index: Index, dcp_index: bytes) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index of a checkpoint. Raises DamagedCheckpointError if a file is missing or invalid."""
+    """Return the index of a checkpoint. Raises DamagedCheckpointError if a file is missing or invalid, or if the two
+    index files are not from the same save."""
     try:
         content = read_regular(folder / INDEX_FILE, _MOST_BYTES)
         dcp_index = read_regular(folder / DCP_INDEX_FILE, _MOST_BYTES)
@@ -160,7 +162,8 @@ def _number_of_values(content: bytes) -> int:
 
 
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
-    """Return True if PyTorch has the dtype, the parts add up to the whole tensor, and all records lie within files.
+    """Return True if PyTorch has the dtype, the parts lie within the tensor and have as many elements as the tensor,
+    and all records lie within files.
 
     `file_sizes`: bytes of the files in the checkpoint's folder.
     """
@@ -187,14 +190,14 @@ def check_step(folder: Path, step: int) -> None:
 
 def ended_early(folder: Path) -> bool:
     """Return True if early stopping (`validation.patience`) ended the run with this checkpoint. Raises
-    DamagedCheckpointError."""
+    DamagedCheckpointError for an invalid index or record."""
     index = read_index(folder)
     return _HAS_ENDED in index and _saved_number(folder, index, _HAS_ENDED) != 0
 
 
 def _saved_number(folder: Path, index: Index, name: str) -> int:
     tensor = index.get(name)
-    if tensor is None or (tensor.dtype, tensor.shape) != ("int64", ()):  # `read_index` has checked that it has one part
+    if tensor is None or (tensor.dtype, tensor.shape) != ("int64", ()):  # a valid scalar has one part
         raise DamagedCheckpointError(f"{INDEX_FILE} has no valid entry for the tensor {name}")
     return int(read_chunk(folder, tensor.chunks[0], torch.int64))
 
@@ -240,10 +243,10 @@ class IndexReader(FileSystemReader):
 
 
 class ShardPlanner(DefaultLoadPlanner):
-    """DCP's planner of a load. Some of the plain tensors to fill are parts of saved tensors."""
+    """DCP's load planner, extended: a plain tensor to fill may be a part of a saved tensor."""
 
     def __init__(self, places: Mapping[str, Shard]):
-        """`places`: for each tensor that is a part, its position in the saved tensor, by full name."""
+        """`places`: the tensors to fill that are parts of saved tensors, by full name."""
         super().__init__()
         self._places = places
 
@@ -276,8 +279,8 @@ def model_tensors(folder: Path, ema: bool = False) -> Index:
     """Return the index entries of the model's parameters and buffers in a checkpoint, by name in the model.
 
     With `ema`, return the entry of the moving average for each parameter that has one. In the index, a parameter has
-    the key `model.NAME`, and its moving average `ema.NAME`. Raises DamagedCheckpointError, and UserError if the
-    checkpoint has no moving average.
+    the key `model.NAME`, and its moving average `ema.NAME`. Raises DamagedCheckpointError for an invalid index. With
+    `ema`, raises UserError if the checkpoint has no moving average.
     """
     index = read_index(folder)
     if ema and not any(key.startswith("ema.") for key in index):
@@ -287,7 +290,8 @@ def model_tensors(folder: Path, ema: bool = False) -> Index:
 
 
 def read_tensor(folder: Path, tensor: IndexedTensor) -> Tensor:
-    """Read a tensor, and join its parts, one from each rank that wrote the tensor. Raises DamagedCheckpointError."""
+    """Read all parts of a tensor, and return the whole tensor. Raises DamagedCheckpointError for an unreadable or
+    invalid record."""
     dtype = getattr(torch, tensor.dtype)
     if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
         return read_chunk(folder, tensor.chunks[0], dtype)
@@ -321,7 +325,7 @@ def read_weights(folder: Path, ema: bool = False) -> Iterator[tuple[str, Tensor]
     """Yield (name in the model, tensor) for every parameter and buffer of a valid checkpoint. The tensors are unsharded
     and on the host.
 
-    See `model_tensors` for `ema` and for the errors.
+    `ema`: see `model_tensors`. Raises the errors of `model_tensors` and `read_tensor`.
     """
     for name, tensor in model_tensors(folder, ema).items():
         yield name, read_tensor(folder, tensor)

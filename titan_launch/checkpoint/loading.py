@@ -75,11 +75,11 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def result_step(folder: Path, newest: int) -> int:
-    """Return the step of the checkpoint that is the result of a run. Raises DamagedCheckpointError if the index of the
-    newest checkpoint is invalid.
+    """Return the step of the checkpoint that is the result of a run.
 
     The result is the newest checkpoint or, if early stopping ended the run, the one with the lowest validation loss.
-    `folder`: folder of the run's checkpoints. `newest`: step of the newest checkpoint.
+    `folder`: folder of the run's checkpoints. `newest`: step of the newest checkpoint. Raises DamagedCheckpointError if
+    the index of the newest checkpoint is invalid.
     """
     from titan_launch.checkpoint.index import ended_early  # imports DCP
 
@@ -88,11 +88,11 @@ def result_step(folder: Path, newest: int) -> int:
 
 
 def find_checkpoint(path: Path, key: KeyPath) -> Path:
-    """Return the checkpoint that a path in the job file names: the path itself, or the newest valid checkpoint of a
-    run folder. Collective.
+    """Return the checkpoint that a path in the job file names. Collective.
 
-    Raises ConfigError for `key` on all ranks if the path has no valid checkpoint, and UserError if all checkpoints of
-    a run folder are damaged.
+    If the path is a run folder or a folder of checkpoints, return the newest valid checkpoint in it. Otherwise return
+    the path itself. Raises ConfigError for `key` on all ranks if the path is no folder or no valid checkpoint, and
+    UserError if all checkpoints of a run folder are damaged.
     """
     for folder in (path / "checkpoints", path):
         if on_rank_0(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
@@ -110,10 +110,10 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
 
 
 def find_result(path: Path, key: KeyPath) -> Path:
-    """Return the checkpoint that a path in the job file names. Collective. Raises the errors of `find_checkpoint`.
+    """Return the checkpoint that a path in the job file names. Collective.
 
-    If the path is the folder of a run that early stopping ended, this is the checkpoint with the lowest validation
-    loss. Otherwise it is the checkpoint that `find_checkpoint` returns.
+    If the path is the folder of a run that early stopping ended, return the checkpoint with the lowest validation loss.
+    Otherwise return the checkpoint that `find_checkpoint` returns. Raises the errors of `find_checkpoint`.
     """
     found = find_checkpoint(path, key)
     if found == path:  # the path names a checkpoint
@@ -166,7 +166,9 @@ EVERYTHING = Selection()
 def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     """Load the selected parts of a valid checkpoint, which any number of ranks may have written. Collective.
 
-    Raises UserError on all ranks if the checkpoint is of another model, or if its files are damaged.
+    Raises UserError on all ranks if the checkpoint is of another model or optimizer, or if its files are damaged.
+    Raises ConfigError if a glob of `selection` matches nothing, or if the folder with the omitted parameters is not
+    available.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -239,8 +241,8 @@ def _without_places(target: Mapping[str, Any], prefix: str = "") -> tuple[dict[s
 
 
 def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], selection: Selection) -> Collection[str]:
-    """Return the names in `missing` of the tensors that the checkpoint omits on purpose, because the folder that its
-    manifest names has their values. Raises ConfigError if this run does not have the same folder.
+    """Return the names in `missing` that the checkpoint omits on purpose. The values of these tensors are in the folder
+    that the checkpoint's manifest names. Raises ConfigError if this run does not have the same folder.
 
     `missing`: names of all tensors that the checkpoint lacks.
     """
@@ -260,8 +262,8 @@ def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selec
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint has separate BatchNorm statistics for each rank, and was saved by as many ranks as
-    this run has and by the same model. Collective."""
+    """Return True if the checkpoint has separate BatchNorm statistics for each rank of this run: from the same number
+    of ranks, and with the same names. Collective."""
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False
@@ -287,7 +289,7 @@ def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selectio
 
 
 def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose keys begin with `prefix` and a dot. The returned keys do not have this beginning."""
+    """Return the entries whose keys begin with `prefix` and a dot, under the rest of each key."""
     return {key[len(prefix) + 1 :]: value for key, value in saved.items() if key.startswith(f"{prefix}.")}
 
 

@@ -150,7 +150,8 @@ class CheckpointManager:
     def return_to_last(self) -> Path | None:
         """Load the whole state of this run's newest valid checkpoint. Collective. Waits for the save in flight.
 
-        Return the checkpoint's folder, or None if there is no checkpoint. Newer damaged checkpoints are renamed.
+        Return the checkpoint's folder, or None if there is no checkpoint. Newer damaged checkpoints are renamed. Raises
+        UserError if all checkpoints are damaged.
         """
         self._finish_pending()
         checkpoint = newest_valid(self._folder, set_damaged_aside=True)

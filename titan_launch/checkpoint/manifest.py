@@ -46,7 +46,7 @@ class Base:
     """Absolute path of the folder when the checkpoint was saved."""
 
     fingerprint: Fingerprint
-    """Fingerprint of the folder's files. The seed of the fingerprint does not depend on the seed of the run."""
+    """Fingerprint of the folder's files. Its seed is 0, whatever the seed of the run."""
 
     omitted: int
     """Number of parameters that the checkpoint omits, because they are never trained and the folder has their

@@ -26,14 +26,16 @@ TEMPORARY = ".tmp"
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints to keep besides the newest: `keep_latest`, `keep_every` and `keep_best` of `[checkpoint]`."""
+    """The settings `keep_latest`, `keep_every` and `keep_best` of `[checkpoint]`, which decide the checkpoints to
+    keep."""
 
     latest: int
     every: int
     best: int
 
     def expendable(self, losses: Mapping[int, float | None]) -> list[int]:
-        """Return the steps whose checkpoints are to be deleted, never the newest step. If `latest` is 0, return none.
+        """Return the steps whose checkpoints are to be deleted. The newest checkpoint is always kept. If `latest` is 0,
+        all checkpoints are kept.
 
         `losses`: validation loss of every checkpoint, by step.
         """
@@ -57,8 +59,8 @@ class WriteRequest:
 
     retention: Retention
     creates_folder: bool = True
-    """True in the first save of this process: the save creates the folder if it does not exist. False in later saves: a
-    missing folder means that the run folder was deleted, moved or replaced, so the save fails."""
+    """True until a save of this process has succeeded: the save creates the folder if it does not exist. False in later
+    saves: a missing folder means that the run folder was deleted, moved or replaced, so the save fails."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def point(folder: Path, link: str, step: int | None) -> Path | None:
     """Point a link to a step's folder. Remove the link if `step` is None. The replacement is atomic.
 
     A copy that follows links (`cp -rL`) leaves a folder in place of the link. Such a folder is renamed first, and its
-    new path is returned.
+    new path is returned. Otherwise None is returned.
     """
     path = folder / link
     aside = None
@@ -148,7 +150,7 @@ def delete(checkpoint: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove the temporary folders that killed saves and deletions have left. None of them counts as a checkpoint."""
+    """Remove the temporary folders and links that interrupted saves and deletions have left."""
     for entry in folder.glob(f"*{TEMPORARY}"):
         remove(entry)
 

@@ -1,7 +1,7 @@
 """A rank's part of the training state in the form that is written: shards of tensors, and their copies on the host.
 
-This module does not import torch.distributed.checkpoint (DCP), which takes 0.1 s and would delay a run's first step.
-Functions that write or read a checkpoint import DCP when they are called.
+This module does not import torch.distributed.checkpoint (DCP): the import takes 0.1 s, and would delay a run's first
+step. Functions that write or read a checkpoint import DCP when they are called.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def page_locked(memory: Tensor, device: torch.device) -> Iterator[None]:
 
 
 def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) -> bool:
-    """Call the CUDA runtime in a new thread. Return True on success. Otherwise log `failure` and return False.
+    """Call the CUDA runtime in a new thread. Return True on success. After a CUDA error, log `failure` and return
+    False. Any other error is raised.
 
-    CUDA keeps the last error of each thread. After an error in the training thread, PyTorch would raise that error at
-    the next kernel launch.
+    CUDA keeps the last error of each thread. After a CUDA error in the training thread, PyTorch would raise that error
+    at the next kernel launch.
     """
 
     def checked() -> None:
@@ -70,7 +71,8 @@ _ALIGNMENT = 64  # bytes; more than any dtype needs
 _SHARED_MEMORY = Path("/dev/shm")  # the folder exists on Linux; other systems have no such limit
 
 State = dict[str, Any]
-"""Nested dicts. Each leaf is a `Shard`, or a tensor that is equal on all ranks."""
+"""Nested dicts. Each leaf is a `Shard`, or a tensor that is equal on all ranks that have its key. After `lay_out`, a
+`Slot` is in place of every tensor."""
 
 
 def shards_of(state: Mapping[str, Any]) -> State:
@@ -186,7 +188,7 @@ def lay_out(state: State) -> tuple[State, int]:
 
 @dataclass(frozen=True)
 class Slot:
-    """Position, dtype and shape of a tensor in an arena."""
+    """Position in bytes (`start`), dtype and shape of a tensor in an arena."""
 
     start: int
     dtype: torch.dtype

@@ -47,7 +47,7 @@ class Progress:
     """Number of finished steps, including skipped steps."""
 
     samples_seen: int = 0
-    """Number of samples that these steps consumed, over all ranks."""
+    """Number of samples that the finished steps consumed, over all ranks."""
 
     skipped_steps: int = 0
     """Number of steps without an update, because the loss or the gradient was non-finite or an outlier."""
@@ -69,7 +69,7 @@ class Progress:
         return {name: torch.tensor(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Values) -> None:
-        """Load the saved numbers. Raises ValueError for a negative or too large number."""
+        """Load the saved numbers. Raises ValueError for a number below 0, or of 2**53 or more."""
         numbers = {name: int(value) for name, value in state.items()}
         wrong = [f"{name} = {number}" for name, number in numbers.items() if not 0 <= number < 2**53]
         if wrong:
@@ -124,7 +124,7 @@ class ModelAndOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the tensors that were read into the result of `targets`. The optimizer keeps its settings and groups. A
-        parameter without optimizer state in the checkpoint loses its current state."""
+        parameter whose optimizer state is not in `state` loses its current optimizer state."""
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
         own, current = get_state_dict(self._model, self._optimizer)
@@ -154,8 +154,8 @@ def rank_key() -> str:
 class LocalStatistics(Part, Protocol):
     """Each rank's own running statistics of BatchNorm (`parallel.batchnorm.RunningStatistics`).
 
-    A checkpoint always has the pooled statistics. If only the time or a signal is the reason for a checkpoint, the
-    statistics are pooled only for this checkpoint, and each rank then continues with its own statistics. Such a
+    A checkpoint always has the pooled statistics, which are equal on all ranks. If only `checkpoint.interval_minutes`
+    or a signal is the reason for a checkpoint, each rank continues with its own statistics after the save. Such a
     checkpoint also has the own statistics of each rank, under a key for each rank. A run on the same number of ranks
     resumes with its ranks' own statistics, as if there had been no checkpoint.
     """
@@ -224,7 +224,8 @@ class TrainingState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nested dicts of DTensors and tensors, without the parameters that `base` omits. Nothing is copied."""
+        """Return nested dicts of DTensors, `Shard`s and tensors, without the parameters that `base` omits. Nothing is
+        copied."""
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         weights = self.weights.state_dict()
         omitted = () if self.base is None else self.base.omitted

@@ -32,7 +32,7 @@ _COPY_AHEAD = 10_000_000
 """Maximum bytes that DCP copies from a GPU ahead of writing. This is DCP's default."""
 
 _SPARE = 1.02
-"""Required disk space as a multiple of the bytes of the tensors. The excess is for headers and metadata."""
+"""Required disk space as a multiple of the bytes of the tensors. The extra 2 % are for headers and metadata."""
 
 _SHARED = "put job.dump_folder on a shared file system"
 
@@ -40,9 +40,9 @@ _SHARED = "put job.dump_folder on a shared file system"
 def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
     """Write the folder of a step, and return the result. Collective over `group`, a group for CPU tensors.
 
-    Raises the same error on all ranks: an OSError (no space, no permission, or a file that reads back differently) or
-    another Exception. After an error, the temporary folder is removed, and no other folder is changed. If a rank dies,
-    the temporary folder stays until the next save.
+    Raises the same error on all ranks: an OSError (no space, no permission, or a file that reads back differently) or a
+    RuntimeError. After an error, the temporary folder is removed, and all valid checkpoints stay. If a rank dies, the
+    temporary folder stays until the next save.
     """
     start = time.perf_counter()
     temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"
@@ -139,8 +139,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner of a save. It also accepts the class `Shard` of this package, and then saves the tensor in it.
-
+    """DCP's save planner. It also accepts the class `Shard` of this package, and then saves the tensor in the shard.
     Tensors are made contiguous, because a checkpoint is read as plain bytes."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -176,7 +175,7 @@ class _RecordingFileSystem(FileSystem):
 
 
 class _RecordedStream:
-    """A file that is written sequentially. It counts the size and the checksum of what has been written."""
+    """A file that is written sequentially. It tracks the size and the checksum of the written bytes."""
 
     def __init__(self, stream: Any):
         self._stream = stream

@@ -84,7 +84,8 @@ class WriterProcess:
 
 
 def load_writer() -> Callable[[WriteRequest, State, dist.ProcessGroup | None], Written]:
-    """Import and return `write_checkpoint`. DCP is imported only here, so that it does not delay the start of a run."""
+    """Import and return `write_checkpoint`. This imports DCP, and is done only here, so that the import does not delay
+    the start of a run."""
     from titan_launch.checkpoint.writer import write_checkpoint
 
     return write_checkpoint

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from titan_launch.inference.generation import TokenSequence
 
 _NEW_TOKENS = 1024
-"""Default of `--max-new-tokens`, unless the longest sequence of the model leaves fewer."""
+"""Default of `--max-new-tokens`, unless the longest sequence of the model leaves room for fewer."""
 
 _RESET, _QUIT = "/reset", "/quit"
 """Lines that are commands, not messages."""
@@ -52,7 +52,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Answer each line. Answers go to the standard output, and everything else to the standard error."""
+    """Answer each line. Answers go to the standard output, and speeds, notes and errors to the standard error."""
     check_sampling(arguments)
     model = load_model(arguments)
 

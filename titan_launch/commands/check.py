@@ -33,8 +33,9 @@ def run(arguments: Namespace) -> int:
 def _warning_of_epochs(config: JobConfig, world_size: int | None) -> str | None:
     """Return a warning if the steps of the job are too many epochs of its data, else None.
 
-    The result is also None if the global batch size or the number of samples is not known at once. `world_size`: number
-    of ranks, from which the global batch size follows if the job does not set it; None if unknown.
+    The result is also None if the global batch size is unknown, or if only reading the data would show the number of
+    samples. `world_size`: number of ranks, from which the global batch size follows if the job does not set it; None if
+    unknown.
     """
     from titan_launch.data.epochs import known_samples, too_many_epochs
 

@@ -25,9 +25,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--out", metavar="FILE", help="also write a page")
     group = parser.add_argument_group("for scripts", "exit status 1 if a run exceeds a limit")
-    text = "most by which the median speed of a run may be below that of the first run, such as 3%%"
+    text = "fail if the median speed of a run is more than this below that of the first run, such as 3%%"
     group.add_argument("--fail-if-slower", type=percentage, metavar="PERCENT", help=text)
-    text = "largest difference of the losses at the last step that all runs reported, such as 1e-3"
+    text = "fail if losses at the last step that all runs reported differ by more than X from the first run"
     group.add_argument("--fail-if-loss-differs", type=number_from(0), metavar="X", help=text)
 
 
@@ -39,7 +39,7 @@ def percentage(text: str) -> float:
 
 
 def run(arguments: Namespace) -> int:
-    """Print the comparison. Return 1 if a run exceeds a limit."""
+    """Print the comparison, and write the page of `--out`. Return 1 if a run exceeds a limit, else 0."""
     if len(arguments.run_folders) < 2:
         raise UserError("error: compare needs at least two runs (see titan-launch compare --help)")
     comparison = Comparison([load_run(Path(folder)) for folder in arguments.run_folders])

@@ -1,4 +1,4 @@
-"""The command `data`: a description of a job's data and its first samples, without a process group and a GPU."""
+"""The command `data`: a description of a job's data and its first samples, without a process group or a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LABELS = {
 def add_arguments(parser: Parser) -> None:
     """Add the options of `data`."""
     parser.add_job("titan-launch data --config configs/llama_debug.toml --samples 2")
-    text = "ranks, for training.global_batch_size if the job does not set it (default: the smallest number)"
+    text = "number of ranks, from which an unset training.global_batch_size follows (default: the smallest)"
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
     text = "samples to show, in the order of the run (default: 1)"
     parser.add_argument("--samples", type=at_least(0), default=1, metavar="N", help=text)
@@ -48,7 +48,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> NoReturn:
-    """Print the data of the job, and end the process."""
+    """Print a description of the data of the job and its first samples, and end the process."""
     loaded = load(arguments, arguments.world_size)
     config = loaded.config
     world_size = arguments.world_size or smallest_world_size(config.parallelism)

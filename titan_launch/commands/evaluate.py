@@ -21,20 +21,21 @@ def add_arguments(parser: Parser) -> None:
     add_model(parser)
     group = parser.add_argument_group("evaluation")
     group.add_argument("--tasks", required=True, metavar="NAMES", help="tasks or groups, divided by commas (required)")
-    group.add_argument("--limit", type=at_least(1), metavar="N", help="documents of each task (default: all)")
-    text = "examples in each prompt (default: those of the task)"
+    group.add_argument("--limit", type=at_least(1), metavar="N", help="documents to use of each task (default: all)")
+    text = "examples in each prompt (default: as many as the task sets)"
     group.add_argument("--num-fewshot", type=at_least(0), metavar="N", help=text)
-    text = "sequences of a forward (default: 8)"
+    text = "sequences per forward (default: 8)"
     group.add_argument("--batch-size", type=at_least(1), default=8, metavar="N", help=text)
     group.add_argument("--include-path", metavar="FOLDER", help="folder with tasks of your own, as YAML files")
     group.add_argument("--out", metavar="FILE", help="also write all results as JSON")
-    add_chat(parser, "each document is a message of a user, by the chat template of the model")
-    text = "with --chat: the examples are a part of the message, in place of turns of their own"
+    add_chat(parser, "write each document as a message of a user, with the chat template of the model")
+    text = "with --chat: write the examples into the message, not as turns of their own"
     parser.add_argument("--single-turn", action="store_true", help=text)
 
 
 def run(arguments: Namespace) -> int:
-    """Print the results as tables. Raises UserError if the library is missing."""
+    """Evaluate the model, and print the results as tables. Raises UserError for wrong options, and if
+    lm-evaluation-harness is not installed."""
     tasks = [name for name in arguments.tasks.split(",") if name]
     if not tasks:
         raise UserError("error: --tasks names no task; write --tasks hellaswag,arc_easy")

@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _weighted(text: str) -> tuple[str, float]:
-    """Return a name and its weight, which is 1 in a text without one."""
+    """Return (name, weight) of `NAME=W`. Without `=`, the weight is 1. Raises ArgumentTypeError for a wrong weight."""
     name, equals, weight = text.rpartition("=")
     if not equals:
         return text, 1.0
@@ -50,7 +50,8 @@ def _weighted(text: str) -> tuple[str, float]:
 
 
 def _steps(text: str) -> dict[int, float]:
-    """Return the weights of steps that are separated by commas."""
+    """Return the weight of each step of a list such as `800,1000=2`. Raises ArgumentTypeError unless the list has at
+    least two steps, each once."""
     items = [_weighted(item.strip()) for item in text.split(",")]
     steps = {at_least(0)(name): weight for name, weight in items}
     if len(steps) < 2 or len(steps) < len(items):

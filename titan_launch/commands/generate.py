@@ -1,4 +1,4 @@
-"""The command `generate`: text from a trained model, as it is generated."""
+"""The command `generate`: text from a trained model, printed while it is generated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from titan_launch.inference.language_model import LanguageModel
 
 _NEW_TOKENS = 128
-"""Default of `--max-new-tokens`, unless the longest sequence of the model leaves fewer."""
+"""Default of `--max-new-tokens`, unless the longest sequence of the model leaves room for fewer."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -96,7 +96,7 @@ def _prompts(arguments: Namespace) -> list[str] | None:
 
 
 def _generator(model: LanguageModel, arguments: Namespace) -> Callable[[str], None]:
-    """Return a function that prints the text after a prompt, and then the speed."""
+    """Return a function that continues a prompt: it prints the text while it is generated, and then the speed."""
     from titan_launch.inference.generation import TextStream, generate_tokens
 
     sampling, generator = sampling_of(arguments, model)

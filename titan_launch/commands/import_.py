@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Verify the folder, and write its tensors, its other files, and a job that starts from them."""
+    """Verify the folder. Write its tensors, its other files, and a job that starts from the written tensors."""
     from titan_launch.inference.saved_model import open_saved_model
     from titan_launch.models.huggingface.files import WeightsError
 

@@ -39,7 +39,7 @@ def add_arguments(parser: Parser) -> None:
     text = "job file to write, which must not exist (default: NAME.toml)"
     parser.add_argument("--out", metavar="FILE", help=text)
     parser.add_argument("--list", action="store_true", help="list the recipes, and the configs of the package")
-    parser.add_argument("--model", metavar="FOLDER", help="Hugging Face folder: weights, tokenizer, longest sequence")
+    parser.add_argument("--model", metavar="FOLDER", help="Hugging Face folder with weights and tokenizer")
     parser.add_argument("--data", metavar="PATH", help="file, folder or glob; its content decides data.kind")
     text = "GPU to choose sizes for, such as h100-80gb (default: the GPU of this machine)"
     parser.add_argument("--device", metavar="NAME", help=text)
@@ -88,7 +88,8 @@ def _first_sentence(path: Path) -> str:
 def _copy(name: str, file: str) -> str:
     """Return the text of the config `name` of the package, changed for the job file `file` in another folder.
 
-    In the text, `extends` names configs of the package instead of files, and the commands in comments name `file`.
+    In the text, `extends` names configs of the package instead of files, and the commands in comments name `file`. The
+    line of the schema, and comments that name files of `scripts/`, are dropped.
     """
     path = carried_configs()[name]
     by_path = {carried.resolve(): other for other, carried in carried_configs().items()}
@@ -146,7 +147,8 @@ def _sizes(config: JobConfig, machine: Machine) -> Sizes:
 
 
 def _machine(arguments: Namespace) -> Machine | None:
-    """Return the GPUs to choose sizes for. Return None if `--device` names no GPU and this machine has no GPU."""
+    """Return the GPUs to choose sizes for. Return None if `--device` is not set and this machine has no GPU. Raises
+    UserError for an unknown `--device`."""
     if arguments.device is not None:
         planned = JobConfig(planner=PlannerConfig(device=arguments.device))
         if problem := next(planned_device_exists(planned), None):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from titan_launch.inference.language_model import LanguageModel
 
 MOST_PROMPT = 1 << 22
-"""Limit of the number of characters of a prompt, also from a file or a pipe: about a million tokens of text. If each
-character is a token, the prompt takes 0.7 GB of memory."""
+"""Maximum number of characters of a prompt from a file or from the standard input: about a million tokens of text. If
+each character is a token, the prompt takes 0.7 GB of memory."""
 
 
 def add_model(parser: Parser) -> None:
@@ -77,15 +77,16 @@ def _date(text: str) -> str:
 
 
 def check_chat(arguments: Namespace, *further: str) -> None:
-    """Raise UserError if an option is given that needs `--chat`, and `--chat` is not given. `further`: names of such
-    options that only this command has."""
+    """Raise UserError for an option that needs `--chat`, if `--chat` is not given. `further`: names of such options of
+    this command alone."""
     given = [name for name in ("system", "template", "template_arg", "date", *further) if getattr(arguments, name)]
     if given and not arguments.chat:
         raise UserError(f"error: --{given[0].replace('_', '-')} has no effect without --chat; add --chat")
 
 
 def load_model(arguments: Namespace) -> LanguageModel:
-    """Return the model that the command line names. Raises UserError."""
+    """Load the model that the command line names, and describe it on the standard error. Raises UserError if it cannot
+    be loaded."""
     with without_garbage_collection():
         import torch
 
@@ -127,7 +128,7 @@ def add_sampling(parser: Parser, most: str, stop: str) -> None:
 
 
 def check_sampling(arguments: Namespace) -> None:
-    """Raise UserError for options of generation that have no effect."""
+    """Raise UserError for `--top-k`, `--top-p` and `--seed` at temperature 0, where they have no effect."""
     if arguments.temperature == 0:
         for option in ("top_k", "top_p", "seed"):
             if getattr(arguments, option) is not None:
@@ -136,8 +137,8 @@ def check_sampling(arguments: Namespace) -> None:
 
 
 def sampling_of(arguments: Namespace, model: LanguageModel) -> tuple[Sampling, torch.Generator]:
-    """Return the sampling of tokens that the options describe, and the random generator for it. Print a note if the
-    model has no key-value cache."""
+    """Return the sampling of tokens that the options describe, and a random generator for it. If the model has no
+    key-value cache, print a note to the standard error."""
     import torch
 
     from titan_launch.inference.generation import Sampling, has_cache
@@ -151,7 +152,8 @@ def sampling_of(arguments: Namespace, model: LanguageModel) -> tuple[Sampling, t
 
 
 def bounded(prompt: str, where: str) -> str:
-    """Return a prompt. Raises UserError if it is too long."""
+    """Return a prompt unchanged. Raises UserError if it has more than MOST_PROMPT characters. `where`: source of the
+    prompt, for the message."""
     if len(prompt) > MOST_PROMPT:
         raise UserError(f"error: {where}: the prompt has more than {MOST_PROMPT:,} characters; write a shorter one")
     return prompt
@@ -159,12 +161,12 @@ def bounded(prompt: str, where: str) -> str:
 
 def typed_lines() -> Iterator[str]:
     """Yield the lines of the standard input. On a terminal, print `> ` before each line, and let the user edit the
-    line."""
+    line. Raises UserError for a line that is too long or not UTF-8 text."""
     is_terminal = sys.stdin.isatty()
     has_editor = is_terminal and sys.stdout.isatty()
     if has_editor:
         with suppress(ImportError):
-            import readline  # noqa: F401 - `input` then has a history, and takes pasted lines as one
+            import readline  # noqa: F401 - `input` then has a history, and returns several pasted lines as one text
     while True:
         if is_terminal and not has_editor:
             say("> ", sys.stderr, end="", flush=True)
@@ -181,7 +183,7 @@ def typed_lines() -> Iterator[str]:
 
 
 def say_error(error: UserError) -> None:
-    """Print an error that does not end the command."""
+    """Print an error that does not end the command to the standard error."""
     text = f"error: {error}" if isinstance(error, ConfigError) else str(error)
     say(as_message(text), sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""The command `measure-device`: the speeds of this machine, for predictions of step times."""
+"""The command `measure-device`: measurements of the speeds of this machine, for predictions of step times."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _describe(problems: Iterable[Problem]) -> str:
 
 
 def _rates(curves: Iterable[tuple[str, Points]]) -> dict[str, float]:
-    """Return the FLOP/s of the widest heads and longest sequences by dtype."""
+    """Return by dtype the FLOP/s of the longest sequences, for the widest heads."""
     return {dtype: points[-1][1] for dtype, points in curves}
 
 

@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("old", metavar="OLD.toml", help="job file of TorchTitan v0.2")
     text = "job file to write, which must not exist (default: OLD.migrated.toml)"
     parser.add_argument("--out", metavar="NEW.toml", help=text)
-    text = "ranks of the job, for keys whose number of samples depends on it (default: unknown)"
+    text = "ranks of the job, from which numbers of samples are computed (default: unknown)"
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
 
 

@@ -56,11 +56,12 @@ class Parser(ArgumentParser):
             self.key_options[option] = f"--{key}"
 
     def parse(self, args: Sequence[str]) -> Namespace:
-        """Return a namespace with the value of each option, the overrides of the job as `overrides`, and `key_options`:
-        the key that each short option sets.
+        """Return a namespace with the value of each option, the overrides of the job as `overrides`, and `key_options`,
+        the attribute of this object. Raises UserError for bad arguments.
 
-        argparse gets only the options, as `--name=value`, because argparse cannot tell which value belongs to an
-        override. Options with underscores instead of hyphens are also accepted, as in torchrun.
+        argparse gets only the arguments of the command, with options as `--name=value`, because argparse cannot tell
+        which value belongs to an override. Options with underscores instead of hyphens are also accepted, as in
+        torchrun.
         """
         options: list[str] = []
         overrides: list[str] = []
@@ -90,7 +91,7 @@ class Parser(ArgumentParser):
         return self.parse_args(options, Namespace(overrides=overrides, key_options=self.key_options))
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError in place of argparse's usage text and exit."""
+        """Raise UserError. (Without this method, argparse would print its usage text and end the process.)"""
         if message.startswith("unrecognized arguments") and "--out" in self._option_string_actions:
             message += "; the option --out names the output"
         raise UserError(f"error: {message.removeprefix('argument ')} (see {self.prog} --help)")
@@ -130,7 +131,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def number_from(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
-    """Return an argparse type for numbers from `minimum` to `maximum`."""
+    """Return an argparse type for finite numbers from `minimum` to `maximum`."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -148,7 +149,7 @@ def add_source(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", help=text)
     text = "checkpoint of this step (default: the newest; if validation.patience has ended the run, the best)"
     parser.add_argument("--step", type=at_least(0), metavar="N", help=text)
-    text = "the moving average of the weights (`[ema]`) in place of each parameter that has one"
+    text = "use the moving average (`[ema]`) in place of each parameter that has one"
     parser.add_argument("--ema", action="store_true", help=text)
     text = "folder of the parameters that the checkpoint omits (default: model.weights of the run)"
     parser.add_argument("--base", type=Path, metavar="FOLDER", help=text)
@@ -173,7 +174,8 @@ def load(
     and that the global batch can be divided among the ranks. After this call, Python refuses imports from the folders
     of runs, checkpoints and weights that the job names (see `refuse_imports_from`).
 
-    `is_elastic`: the number of ranks may change from one start to the next.
+    `is_elastic`: the number of ranks may change from one start to the next, so the job must set
+    `training.global_batch_size`. `more_rules`: further rules to check. Raises UserError with all problems.
     """
 
     def elastic_rule(config: JobConfig) -> Iterator[Problem]:
@@ -205,8 +207,9 @@ def load(
 def check_weights(loaded: LoadedJob) -> None:
     """Raise UserError if `model.weights` does not hold the tensors of the model. Values are not read.
 
-    Nothing is checked if the run will resume, because a resumed run does not need the folder. For a user's own model,
-    only the files are checked. The same holds for any model if it has not been recorded and torch is not installed.
+    Nothing is checked if the run will resume, because a resumed run loads a checkpoint. For a user's own model, only
+    the files are checked. The same holds for a model of the package if it has not been recorded and torch is not
+    installed.
     """
     config = loaded.config
     if config.model.weights is None:
@@ -234,7 +237,7 @@ class NoTorchError(UserError):
 @contextmanager
 def torch_needed(config: JobConfig) -> Iterator[None]:
     """Raise NoTorchError if the imports in the block find no torch. If the block imports torch for the first time,
-    later garbage collections skip the objects that exist at its end."""
+    later garbage collections skip all objects that exist at the end of the block."""
     try:
         with nullcontext() if "torch" in sys.modules else without_garbage_collection():
             yield
@@ -254,8 +257,8 @@ def _recorder(config: JobConfig) -> Callable[[], Recorder]:
 
 
 def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels, is_silent: bool = False) -> Recordings:
-    """Return the recordings of a job. When a recording is needed that is not in the cache, it is made with torch, and a
-    line on standard error says so, unless `is_silent`."""
+    """Return the recordings of a job. A recording that is needed but not in the cache is made with torch when it is
+    needed. A line on standard error says so, unless `is_silent`."""
     from titan_launch.plan.memory.recordings import Recordings
 
     def tell(text: str) -> None:
@@ -269,9 +272,10 @@ def load_to_train(
     arguments: Namespace, world_size: int | None, is_elastic: bool = False, more_rules: Sequence[Rule] = ()
 ) -> LoadedJob:
     """Return the checked job. If its run folder is on this host, also check that the run may start in that folder.
+    Raises UserError with all problems.
 
     The check of the run folder compares global batch sizes. It is skipped if the global batch size is unknown: the job
-    does not set it, and there is no world size from which it follows.
+    does not set it, and there is no world size from which it follows. See `load` for the arguments.
     """
     loaded = load(arguments, world_size, is_elastic, more_rules)
     config = loaded.config

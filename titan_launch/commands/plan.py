@@ -1,8 +1,8 @@
 """The command `plan`, and dry runs: predictions of a job on any number of ranks, without a GPU.
 
-The first plan of a model records microbatches with torch. Later plans of the model find the recordings in the user's
-cache, also if they have other shards, modes, optimizers or paths. A later plan takes a fraction of a second, and does
-not import torch.
+The first plan of a model records microbatches with torch, and stores the recordings in the user's cache. Later plans of
+the model use them, also with other shards, modes, optimizers or paths. A later plan takes a fraction of a second, and
+does not import torch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ KEY_OPTIONS = (
     ("--intra-bandwidth", "planner.intra_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of its host")),
     ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),
     ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {_DEFAULTS.gpus_per_node})"),
-    ("--expert-load", "planner.expert_load", "X", "rows of the busiest rank of experts over the mean (default: 1)"),
+    ("--expert-load", "planner.expert_load", "X", "rows of the busiest rank's experts over the mean (default: 1)"),
     ("--speeds", "planner.speeds", "FILE", "speeds that measure-device measured (default: the data sheet of --device)"),
     ("--mfu", "planner.mfu", "X", "fraction of the peak FLOP/s that a step reaches, instead of speeds of operations"),
 )
@@ -95,7 +95,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--trial", type=at_least(0), metavar="R", help=text)
     text = "also measure active and reserved memory: three steps of the fullest rank on a phantom GPU (see --device)"
     parser.add_argument("--measure", action="store_true", help=text)
-    text = "also name changes that save memory, as for a job that does not fit"
+    text = "also name changes that save memory, even if the job fits"
     parser.add_argument("--advise", action="store_true", help=text)
     parser.add_argument("--search", action="store_true", help="find the layouts and modes with the shortest step")
     text = "with --search: keep this key as the job sets it, or at this value (may be repeated)"
@@ -143,7 +143,7 @@ def run(arguments: Namespace) -> NoReturn:
 
 
 def _refuse_options_of_one_layout(arguments: Namespace) -> None:
-    """Raise UserError if an option is given that only a plan of one layout has, and a search does not."""
+    """Raise UserError for an option that a plan of one layout has, and a search does not."""
     flags = ("max_batch", "verbose", "measure", "advise", "plot", "trial")
     values = {name: getattr(arguments, name) for name in flags}
     given = [
@@ -196,15 +196,16 @@ class _Planned:
     """True if the plan has chosen the microbatch."""
 
     recommendation: Resolution | None
-    """The best choice; for `auto`, the same as `resolution`. None if no choice fits, if no memory limit is known, or if
-    not all choices are compared."""
+    """With `auto`, the same as `resolution`. Otherwise the best choice; None if no choice fits, if no memory limit is
+    known, or if not all choices are compared."""
 
     advice: tuple[Advice, ...] = ()
-    """The cheapest changes that save memory. Empty unless the job and all other choices are not planned to fit, or
-    `PlanOptions.advises` is set."""
+    """The cheapest changes that save memory. They are sought only if all choices were compared and none fits, or if
+    `PlanOptions.advises` is set. Empty if they were not sought or not found."""
 
     sufficient_ranks: int | None = None
-    """Number of ranks on which a job that does not fit is planned to fit. None if it is not needed or not known."""
+    """Number of ranks on which a job that does not fit is planned to fit. None if the number was not sought or not
+    found."""
 
     trial: dict[str, Any] | None = None
     """Memory of a trial on a GPU, or on a phantom GPU. None without a trial, or on a CPU."""
@@ -224,7 +225,8 @@ class _Planned:
 def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, options: PlanOptions) -> None:
     """Print the plan of a job on `world_size` ranks, as text or as JSON, and write a picture if `options` asks for it.
 
-    Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
+    Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits. Raises UserError for a trial
+    or measurement that is impossible, and RunError if the memory of its device does not suffice.
     """
     if options.trial is not None and options.trial >= world_size:
         raise UserError(f"--trial {options.trial}: there are {world_size} ranks, counted from 0 (--world-size)")
@@ -250,12 +252,12 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
 
 
 _LONG = 10.0
-"""Seconds after which a plan names `--rows own`."""
+"""Duration of a plan in seconds from which a message recommends `--rows own`."""
 
 
 def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
-    """Train three steps with the modes of a plan. Return the memory that they took. Raises RunError if the memory of
-    this device does not suffice."""
+    """Train three steps with the modes of a plan. Return the memory that they took, or None on a CPU. Raises RunError
+    if the memory of this device does not suffice."""
     import torch
 
     from titan_launch.trace.trial import run_trial
@@ -356,8 +358,11 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
 
 
 def _advised(planned: _Planned) -> _Planned:
-    """Return the plan with advice: changes after which the job is planned to reserve at most four fifths of its present
-    memory, and to fit. The user of a job that was planned to fit, but did not fit, asks for such advice."""
+    """Return the plan with advice: changes that save memory.
+
+    A change suffices if the job is then planned to fit, and to reserve at most four fifths of its present memory. The
+    second condition is for a job that was planned to fit, but ran out of memory.
+    """
     config, layout, hardware, row = planned.resolution.config, planned.layout, planned.hardware, planned.resolution.row
     limit = 0.8 * row.reserved_bytes
     if hardware.usable_bytes is not None:
@@ -470,7 +475,7 @@ def _verdict(planned: _Planned) -> str:
         advice = "; ".join(remedies(planned.comparison, planned.comparison.rows))
         return f"{verdict}\n{advice[0].upper()}{advice[1:]}."
     held = sum(row.footprint.by_category.get(category, 0) for category in HELD)
-    alone = f"Parameters and optimizer alone take {format_memory(held)} of a rank."
+    alone = f"Parameters and optimizer alone take {format_memory(held)} per rank."
     if planned.sufficient_ranks is not None:
         alone = f"{alone} {planned.sufficient_ranks} ranks suffice."
     return f"{verdict}\n{alone}"

@@ -68,7 +68,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> NoReturn:
-    """Prepare the text of a job or of paths, or only verify a folder."""
+    """Prepare the text of a job or of paths, or only verify a folder. End the process."""
     only_verifies = arguments.verify and not (arguments.paths or arguments.config or arguments.overrides)
     loaded = load_job(arguments.config, [] if only_verifies else _overrides(arguments), rules=CORPUS_RULES)
 
@@ -82,7 +82,8 @@ def run(arguments: Namespace) -> NoReturn:
 
 
 def _overrides(arguments: Namespace) -> list[str]:
-    """Return the overrides of the job that the arguments describe. Raises UserError for arguments that contradict."""
+    """Return the overrides of the job that the arguments describe. Raises UserError for missing or contradictory
+    arguments."""
     given = list(arguments.overrides)
     if bool(arguments.paths) == bool(arguments.config) and not given:
         raise UserError("error: name the text, or a job with --config (see titan-launch prepare --help)")
@@ -101,10 +102,12 @@ def _overrides(arguments: Namespace) -> list[str]:
 
 
 def _chosen(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return overrides for the kind of the text at `paths` and, where needed, for the key that names the text in the
-    files. Print them with the reasons. If the user has set `data.kind`, return none.
+    """Return the overrides that describe the text at `paths`: `data.kind`, and further keys where the defaults do not
+    suit the text. Print them with the reasons.
 
-    `overrides`: those of the user. Raises UserError for paths without text, and for paths with different kinds of text.
+    If the user has set `data.kind`, return none. If the user has set a key that only one kind has, return only this
+    kind. `overrides`: those of the user. Raises UserError for paths without text, and for paths with different kinds of
+    text.
     """
     keys = [override.key for override in parse_overrides(overrides)]
     given = {key[1] for key in keys if key[0] == "data" and len(key) > 1}
@@ -142,7 +145,7 @@ def _described(row: Row) -> str:
 
 
 def _look(path: str) -> DataFolder:
-    """Return the facts about the text at a path. Raises UserError if there is none."""
+    """Return the facts about the text at a path. Raises UserError if the path has no text."""
     try:
         found = look_at_data(path)
     except UnknownDataError as error:
@@ -242,7 +245,8 @@ def _why_empty(header: Header) -> str:
 
 
 def _verify(out: Path) -> None:
-    """Verify the token files of a folder, or those of its folders `train` and `validation`."""
+    """Verify the token files of a folder, or those of its folders `train` and `validation`. Raises UserError for
+    damaged or missing token files."""
     from titan_launch.data.token_files import HEADER, TokenFilesError, verify_token_files
 
     folders = [out] if (out / HEADER).exists() else [out / name for name in _SPLITS if (out / name / HEADER).exists()]

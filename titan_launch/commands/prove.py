@@ -1,4 +1,4 @@
-"""The command `prove`: a certificate that a job's layout trains what one process trains."""
+"""The command `prove`: a comparison of a job's layout with one process, and a certificate of the result."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_job("titan-launch prove --config configs/parallel/tensor.toml")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--out", metavar="FILE", type=Path, help="also write the certificate as JSON")
-    parser.add_argument("--again", action="store_true", help="run all of it, also if a certificate is in the cache")
+    parser.add_argument("--again", action="store_true", help="compare again, even if the cache has a certificate")
 
 
 def run(arguments: Namespace) -> NoReturn:
-    """Print the certificate of the job, and end the process."""
+    """Print the certificate of the job, and end the process: with status 1 unless the layout is proven."""
     loaded = load(arguments, None)
     if arguments.out is not None:
         refuse_weights_folder(arguments.out)
@@ -45,7 +45,7 @@ def run(arguments: Namespace) -> NoReturn:
 
 
 def _made(config: JobConfig) -> Certificate:
-    """Return a new certificate, which is stored in the cache."""
+    """Make a new certificate, store it in the cache, and return it."""
     from titan_launch.prove.main import prove
 
     certificate = prove(config, lambda text: say(one_line(text), file=sys.stderr, flush=True))

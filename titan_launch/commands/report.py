@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `report`."""
     parser.usage = "titan-launch report RUN [--out FILE]"
     parser.epilog = "example:\n  titan-launch report outputs/llama_bn"
-    parser.add_argument("run_folder", metavar="RUN", help="run folder, also of a run that trains now")
+    parser.add_argument("run_folder", metavar="RUN", help="run folder; the run may still be training")
     parser.add_argument("--out", metavar="FILE", help=f"page to write (default: {PAGE_FILE} in the run folder)")
 
 

@@ -1,4 +1,4 @@
-"""The command `train`, and its dry runs: one step as one rank of any number, without a GPU and without values."""
+"""The command `train`, and its dry runs: one step as one rank of N, without a GPU and without values."""
 
 from __future__ import annotations
 

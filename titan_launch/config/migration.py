@@ -1,8 +1,8 @@
-"""Conversion of TorchTitan v0.2 job files. The remedies for keys that cannot be converted are those of
+"""Conversion of TorchTitan v0.2 job files. Most remedies for keys that cannot be converted are those of
 `TORCHTITAN_KEYS`.
 
-The converted job trains like the old one. So a key that the old file does not set gets TorchTitan's default, if the
-default here is different.
+The converted job trains like the old one where that is possible. So a key that the old file does not set gets
+TorchTitan's default, if the default here is different.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ _DEBUG_QWEN3: dict[str, Any] = {
 
 
 def _llama4(**sizes: Any) -> tuple[str, str | None, dict[str, Any]]:
-    """Return (name, flavor, arguments) of a Llama 4 in this job file. The class of `transformers` implements
-    TorchTitan's model."""
+    """Return (name, flavor, arguments) of a Llama 4 in this job file: the class `Llama4ForCausalLM` of `transformers`,
+    with the sizes of TorchTitan's model."""
     layers = sizes["num_hidden_layers"]
     full_attention = {"no_rope_layers": [1] * layers, "layer_types": ["full_attention"] * layers}
     common = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "num_experts_per_tok": 1}
@@ -323,7 +323,7 @@ def _model(job: Migration) -> None:
     for key, value in args.items():
         job.put(f"model.args.{key}", value)
     if packed:
-        reason = 'documents of a sample attend to each other; data that is no stream has "data.packing" = "documents"'
+        reason = 'documents of a sample attend to each other, unless "data.packing" = "documents" (not for a stream)'
         job.drop("model.flavor", reason)
     elif own == HUGGINGFACE:
         reason = (
@@ -397,7 +397,7 @@ def _batch(job: Migration) -> None:
         else:
             key = "parallelism.pipeline_parallel_degree"
             job.put(key, job.value(key))
-            microbatches = f"training.local_batch_size ({local}) becomes microbatches of the pipeline"
+            microbatches = f"training.local_batch_size ({local}) is divided into microbatches of the pipeline"
             remedy = f"set training.global_batch_size to {local} times the data-parallel ranks"
             job.drop(key, f"{microbatches}; {remedy}, or use the option --world-size of `migrate`")
 
@@ -485,7 +485,7 @@ def _parallelism(job: Migration) -> None:
         else:
             job.drop("parallelism.pipeline_parallel_schedule", f"not supported; there are {', '.join(known.values())}")
     else:
-        job.drop("parallelism.pipeline_parallel_schedule", "without effect without a pipeline", changes_run=False)
+        job.drop("parallelism.pipeline_parallel_schedule", "has no effect without a pipeline", changes_run=False)
     if job.is_given("parallelism.context_parallel_load_balancer"):
         balancer = job.value("parallelism.context_parallel_load_balancer")
         job.put("parallelism.context_parallel_load_balance", balancer == "headtail")
@@ -587,7 +587,7 @@ def _validation(job: Migration) -> None:
     if not job.value("validation.enable"):
         for key, _ in _leaves({"validation": job.old.get("validation", {})}):
             if key != "validation.enable":
-                job.drop(key, "without effect, since validation.enable is false", changes_run=False)
+                job.drop(key, "has no effect, because validation.enable is false", changes_run=False)
         return
     job.put("validation.freq", job.value("validation.freq"))
     local, steps = job.value("validation.local_batch_size"), job.value("validation.steps")

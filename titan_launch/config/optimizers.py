@@ -80,7 +80,7 @@ class ShardSize(NamedTuple):
 
     def decoding(self, config: OptimizerConfig) -> int:
         """Return the bytes that are allocated, besides the copy itself, to copy a state tensor in 8 bits to float32.
-        These are int32 indices or, later, the scale of each element."""
+        These are int32 indices or, later, the scale of each element. 0 for a state tensor of another dtype."""
         return 4 * self._padded if self.state_dtype(config) == "int8" else 0
 
     def encoding(self, config: OptimizerConfig) -> int:
@@ -164,8 +164,8 @@ class Algorithm:
     `optimizer.weight_decay` applies only to algorithms with the same kind of weight decay as `optimizer.name`."""
 
     for_others: str | None = None
-    """Only for an algorithm that updates just the matrices within the model, including the stacked matrices of experts
-    (Muon): the name of the algorithm for all other parameters. None: this algorithm updates all parameters."""
+    """Name of the algorithm for the parameters that this algorithm does not update. (Muon updates only the matrices
+    within the model, including the stacked matrices of experts.) None: this algorithm updates all parameters."""
 
     lr_factor: Callable[[OptimizerConfig], float] = lambda config: 1.0
     """Returns this algorithm's factor of the learning rate."""
@@ -330,8 +330,8 @@ def matrices_at_once(shape: Sequence[int]) -> int:
 
 
 def matrix_batches(shapes: Sequence[Sequence[int]], ranks: int) -> list[list[list[int]]]:
-    """Divide the matrices that `ranks` ranks share into batches. A batch has at most one stack per rank: a list of the
-    indices of matrices with the same shape, which one rank processes together.
+    """Divide the matrices that `ranks` ranks share into batches. A batch is a list of stacks, at most one per rank. A
+    stack is a list of the indices of matrices with the same shape, which one rank processes together.
 
     `shapes`: rows and columns of each matrix. The matrices of a shape are divided equally among the ranks. The largest
     stacks come first, because all ranks wait for the largest stack of a batch.

@@ -33,7 +33,8 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
 
     The order is the same on every machine: the order of the entries, and by name within an entry. A name is relative to
     the folder of its entry. So the same samples are held out for validation after a corpus was moved. Raises
-    FileNotFoundError(entry) for the first entry that matches no file, and LinkError.
+    FileNotFoundError(entry) for the first entry that matches no file, and LinkError for a link that leads out of a
+    folder.
     """
     files: dict[Path, str] = {}
     for entry in (path,) if isinstance(path, str) else path:
@@ -73,7 +74,7 @@ def describe_ends(ends: Counter[str]) -> str:
 
 def glob_of_sort(path: str, end: str) -> str:
     """Return a glob for the files with the suffix `end`, as a TOML string. `path`: the folder of the files, or a glob
-    that also matches other files."""
+    that also matches other files. In the second case, only the last part of the glob is returned."""
     return toml_string(os.path.join(path, "**", f"*{end}") if os.path.isdir(path) else f"*{end}")
 
 

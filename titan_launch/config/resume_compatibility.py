@@ -48,6 +48,9 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "validation_percent": "experiment",
         "packing": "experiment",
         "field": "experiment",
+        "text": "experiment",
+        "label": "experiment",
+        "labels": "experiment",
         "template": "experiment",
         "template_args": "experiment",
         "date": "experiment",
@@ -137,8 +140,8 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "sgd": "experiment",
         "implementation": "operation",
     },
-    "lr_scheduler": "experiment",
     "mup": "experiment",
+    "lr_scheduler": "experiment",
     "ema": "operation",
     "checkpoint": "operation",
     "validation": "operation",
@@ -152,7 +155,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
 """The role of every section, or of each key of a section. `training.steps` and `training.epochs` are `operation`,
 because a larger value only extends the run, and moves a decay at the end of the schedule. `data.path` and
 `model.weights` are `operation`, because the files may be moved: a resumed run compares the content of the files
-instead. `model.path` is `operation`, because `model.args` contains the content of the file that it names."""
+instead. `model.path` is `operation`, because `model.args` contains the content of the `config.json` at this path."""
 
 
 class Difference(NamedTuple):

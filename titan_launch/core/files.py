@@ -47,8 +47,8 @@ class RecordFile:
         self._file = path.open(mode, buffering=0)
 
     def append(self, record: bytes) -> None:
-        """Write a record without buffering: if the process is killed afterwards, the record is not lost. Raises
-        OSError."""
+        """Write a record without buffering: if the process is killed afterwards, the record is not lost. Raises OSError
+        if the write fails."""
         end = os.fstat(self._file.fileno()).st_size
         rest = memoryview(record)
         try:

@@ -41,5 +41,6 @@ def _segment(pattern: str) -> re.Pattern[str]:
 
 
 def alike(paths: Iterable[str]) -> dict[str, int]:
-    """Return the number of paths for each pattern. A pattern is a path with `*` instead of numbers."""
+    """Return the number of paths for each pattern. A pattern is a path with `*` in place of each number, such as
+    `layers.*.norm`."""
     return Counter(re.sub(r"\b\d+\b", "*", path) for path in paths)

@@ -25,8 +25,9 @@ _IMPORT_MACHINERY = ("<frozen importlib", str(Path(importlib.__file__).resolve()
 def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[..., Any]:
     """Return the callable that `package.module:attribute` names. The attribute may have dots (`my_models:Net.small`).
 
-    The working directory is importable, as with `python -m`. Raises ConfigError on `key`. If the user's module raises
-    an error while it is imported, the ConfigError contains the user's part of the traceback.
+    The working directory is importable, as with `python -m`. Raises ConfigError on `key` if there is no such callable.
+    If the user's module raises an error while it is imported, the ConfigError contains the user's part of the
+    traceback.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
@@ -109,7 +110,7 @@ _MODULE_SUFFIXES = ("", *importlib.machinery.all_suffixes())
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback of an error without the frames of this package and of PyTorch."""
+    """Return the traceback of an error without the frames of this package, of PyTorch and of `importlib`."""
     trace = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = trace
     while link is not None:

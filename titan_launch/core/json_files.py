@@ -1,5 +1,5 @@
-"""Strict JSON parsers with limits of size, also for files that somebody else wrote. They raise only JsonError for a
-text."""
+"""Strict JSON parsers with size limits, also for files that somebody else wrote. For an invalid text, the parsers raise
+only JsonError."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ MOST_BYTES = 16 * MIB
 """Default limit of the bytes of a file."""
 
 MOST_VALUES = 2_000_000
-"""Default limit of the number of values in a text. Each value takes about 100 bytes of memory."""
+"""Default limit of the number of values in a text. Each value takes about 100 bytes of memory. Each comma and each
+opening bracket counts as a value, also in strings."""
 
 MOST_DEPTH = 64
 """Limit of the depth of nested arrays and objects, because code that processes a value may be recursive."""
 
 MOST_DIGITS = 300
-"""Limit of the digits of a number. Any shorter whole number is within the range of float64."""
+"""Limit of the digits of a whole number. Any whole number within this limit is in the range of float64."""
 
 
 _LONGEST_PLACE = 200
@@ -40,7 +41,7 @@ class JsonError(ValueError):
     """A text that is not JSON, or that is outside of the limits. The message can follow `not valid JSON: `."""
 
     def __init__(self, reason: str, line: int = 0):
-        """`line`: line of the error, or 0."""
+        """`line`: line of the error in the text; 0 if the error has no line."""
         super().__init__(reason)
         self.line = line
 
@@ -51,11 +52,13 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_
 
 
 def parse_json(content: bytes | str, most_values: int = MOST_VALUES, most_keys: int | None = None) -> Any:
-    """Return the value in a JSON text. `most_keys`: limit of the number of keys, which take twice the memory of values.
-    Colons in strings count as keys.
+    """Return the value in a JSON text.
 
-    Raises JsonError for a text that is not JSON, for two equal keys in an object, for numbers that float64 cannot have,
-    for half of a surrogate pair, and for a text outside of the limits.
+    `most_keys`: limit of the number of keys; None: no limit. A key takes twice the memory of a value. Colons in strings
+    count as keys.
+
+    Raises JsonError for a text that is not JSON, for two equal keys in an object, for NaN and infinities, for numbers
+    outside of the range of float64, for half of a surrogate pair, and for a text outside of the limits.
     """
     text = _decoded(content)
     del content  # a file may have 64 MiB

@@ -30,10 +30,11 @@ from titan_launch.core.signals import ignore_stop_signals, signal_name, stop_wit
 from titan_launch.core.terminal import one_line
 
 SECONDS = 2.0
-"""Seconds of CPU time that a call may take in addition to SECONDS_PER_BYTE for each byte of its input."""
+"""Largest number of seconds of CPU time that a call may take in addition to the time for its input (see
+_REGAINED_SECONDS)."""
 
 SECONDS_PER_BYTE = 10 / MIB
-"""Seconds of CPU time that a call may take for each byte of its input. Slow tokenizers take a tenth of this time."""
+"""Default of `Limits.seconds_per_byte`. Slow tokenizers take a tenth of this time."""
 
 MEMORY = 512 * MIB
 """Bytes that a call may allocate in addition to `Limits.memory_per_byte` for each byte of its input."""
@@ -44,8 +45,9 @@ object may take in addition to the time for their input. It begins with SECONDS,
 SECONDS again, a file could make each of a million calls take 2 s."""
 
 _REQUEST, _ANSWER = struct.Struct("<QdQQ"), struct.Struct("<Qd")
-"""Headers. Of a request: its length, and the limits of CPU seconds, of allocated bytes and of the bytes of the answer.
-Of an answer: its length, and the CPU seconds that the call took."""
+"""Headers of requests and answers. The header of a request contains its length, and the limits of CPU seconds, of
+allocated bytes and of the bytes of the answer. The header of an answer contains its length, and the CPU seconds that
+the call took."""
 
 _LONGEST_MESSAGE = 300
 """Number of characters after which the message of an object's error is cut."""
@@ -65,7 +67,7 @@ class Limits(NamedTuple):
     """Limits of a call that grow with its input."""
 
     memory_per_byte: int
-    """Bytes that the call may allocate for each byte of input."""
+    """Bytes that the call may allocate for each byte of input, in addition to MEMORY."""
 
     answer: int = MIB
     """Largest number of bytes of the answer to an empty input."""
@@ -90,8 +92,8 @@ class LimitedObject:
     """
 
     def __init__(self, limits: Limits, factory: Callable[..., Any], *arguments: Any):
-        """`limits`: limits of all calls. `factory`: a function or class that creates the object from `arguments`. It is
-        at the top level of a module that imports little, because the helper imports this module."""
+        """`limits`: limits of each call. `factory`: a function or class that creates the object from `arguments`. The
+        factory must be at the top level of a module that imports little, because the helper imports this module."""
         self.limits = limits
         self.number = next(_NUMBERS)
         self.recipe = factory, arguments
@@ -106,7 +108,7 @@ class LimitedObject:
         return _helper.call(self, method, arguments, seconds)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("make the object again in the other process")
+        raise TypeError("a LimitedObject cannot be pickled; create it again in the other process")
 
 
 class _Helper:
@@ -132,12 +134,12 @@ class _Helper:
             return value
 
     def close(self) -> None:
-        """End the process."""
+        """End the helper process."""
         with self._lock:
             self._end()
 
     def abandon(self) -> None:
-        """Close the pipes of the process without ending it. Call this in a forked process."""
+        """Close the pipes to the helper process without ending the helper. Call this in a forked process."""
         if self._process is not None:
             self._process.returncode = 0  # the helper is not a child of the forked process, which cannot wait for it
             _close_pipes(self._process)
@@ -190,8 +192,8 @@ class _Helper:
         return self._process
 
     def _end(self, is_ending: bool = False) -> int:
-        """End the process, if there is one. Return its exit status. `is_ending`: True if the process ends by itself,
-        so that its exit status tells the reason."""
+        """End the helper process. Return its exit status; 0 if there is no helper. `is_ending`: True if the helper ends
+        by itself, so that its exit status tells the reason."""
         process, self._process = self._process, None
         self._made = set()
         if process is None:
@@ -212,7 +214,7 @@ _helper = _Helper()
 
 
 def _forget(number: int) -> None:
-    """Make the helper drop an object at its next request."""
+    """Make the helper drop an object when it receives the next request."""
     _helper.forgotten.append(number)
 
 
@@ -253,7 +255,7 @@ def _write(descriptor: int, content: bytes) -> None:
 
 
 def _read(descriptor: int, length: int) -> bytes:
-    """Return `length` bytes. Raises EOFError."""
+    """Read `length` bytes. Raises EOFError if the pipe is closed before."""
     pieces = []
     while length:
         piece = os.read(descriptor, min(length, MIB))

@@ -21,7 +21,7 @@ class WatchedStep:
     """True if a report follows the step. A signal may cause further reports."""
 
     microbatches: Sequence[Sequence[Tensor | None]]
-    """This rank's microbatches, as `data.sources.Batch`."""
+    """This rank's microbatches, each a `data.sources.Batch`."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Observer:
         """Stop watching a step, after its update."""
 
     def abandon_step(self, error: BaseException) -> None:
-        """Stop watching a step that an error has ended, in place of `after_step`. `before_step` may not have run."""
+        """Stop watching a step that an error has ended. Called in place of `after_step`, also if the error came before
+        `before_step`."""
 
     def take_metrics(self) -> Mapping[str, float | Tensor]:
         """Return this rank's metrics for a report, by tag, and reset them. Called after the last step that the report

@@ -37,8 +37,8 @@ PACKAGES = {
 
 
 def is_installed(module: str) -> bool:
-    """Return True if a module can be imported. A folder in the working directory that has the module's name does not
-    count: `wandb` writes its runs to a folder `wandb`."""
+    """Return True if a module can be imported. A folder without `__init__.py` that has the module's name does not
+    count: `wandb` writes its runs to a folder `wandb` in the working directory."""
     with suppress(ModuleNotFoundError, ValueError):  # `backports` may be missing, or a module may have no spec
         found = find_spec(module)
         return found is not None and found.origin is not None
@@ -46,8 +46,8 @@ def is_installed(module: str) -> bool:
 
 
 def not_installed(module: str) -> str:
-    """Return a clause for a message about a missing module of `PACKAGES`: it says why the module is needed and how to
-    install it."""
+    """Return a clause for a message about a missing module of `PACKAGES`. The clause names the package and the command
+    that installs it."""
     package = PACKAGES[module]
     return f"needs the package {package.name}, which is not installed: {install(module)}"
 

@@ -57,9 +57,10 @@ def loggers_silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[Non
 
 
 def torchao_import_silenced() -> AbstractContextManager[None]:
-    """Drop the warnings that torchao logs when it is imported: they are about kernels that training does not use.
+    """Until the end of the block, drop the warnings that torchao logs when it is imported. They are about kernels that
+    training does not use.
 
-    `transformers` imports torchao, if it is installed, together with a model's class.
+    If torchao is installed, `transformers` imports it together with a model's class.
     """
     return loggers_silenced("torchao", "torch.utils._pytree", below=logging.ERROR)
 

@@ -66,10 +66,10 @@ def signals_handled(
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Start processes in which STOP_SIGNALS and RESTART_SIGNAL are blocked (`pthread_sigmask`).
+    """Block STOP_SIGNALS and RESTART_SIGNAL in this thread until the end of the block (`pthread_sigmask`).
 
-    The processes that are started inside the `with` statement inherit the mask. Each process unblocks the signals when
-    it enters `signals_handled`. Without the mask, a signal could kill a process before the process has handlers.
+    Processes that are started inside the block inherit the mask. Each of them unblocks the signals when it enters
+    `signals_handled`. Without the mask, a signal could kill a process before the process has handlers.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, RESTART_SIGNAL))
     try:
@@ -90,8 +90,8 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 def stop_with_agent() -> None:
-    """Make the kernel send SIGTERM to this process when its agent ends. If the agent has already ended, end the process
-    now.
+    """Make the kernel send SIGTERM to this process when its parent, usually the agent, ends. If the agent has already
+    ended, end this process now.
 
     Call this function before slow imports. Without an agent, this function does nothing.
     """
@@ -160,7 +160,7 @@ def stop_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 def signal_name(number: int) -> str:
-    """Return `SIGTERM` for 15."""
+    """Return the name of a signal, such as `SIGTERM` for 15."""
     return signal.Signals(number).name
 
 

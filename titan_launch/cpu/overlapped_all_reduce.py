@@ -60,8 +60,8 @@ class _PendingAllReduces:
 class _OverlappingGroup(ReplicaGroup):
     """Stand-in for the process group of a unit's replicas, with the methods that FSDP2 calls.
 
-    It has the hash of the true group and compares equal to it, because PyTorch looks up the group's description by the
-    group.
+    It has the hash of the replaced group and compares equal to it, because PyTorch looks up facts about a group in
+    dicts whose keys are groups.
     """
 
     def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], pending: _PendingAllReduces):

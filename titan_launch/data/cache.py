@@ -45,9 +45,10 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     `identity`: a value that JSON can represent. Several processes may call this function at once: one builds, and the
     others wait. The folder gets its final name when it is complete and on disk. If an earlier call was interrupted,
     `build` gets the folder with the files that the interrupted call wrote. A folder is built again if its files no
-    longer have the content that `build` wrote. If the folder has to be built, a log line names `task` and the folder.
+    longer have the content that `build` wrote. If `task` is not empty and the folder does not exist, a log line names
+    `task` and the folder.
 
-    Raises UserError if the cache cannot be written, and the errors of `build`.
+    Raises UserError if the cache cannot be written, also for an OSError of `build`, and the other errors of `build`.
     """
     digest = hashlib.blake2b(json.dumps([_VERSION, identity]).encode(), digest_size=12).hexdigest()
     folder = cache_folder() / kind / digest
@@ -108,7 +109,7 @@ def _seal(folder: Path) -> None:
 
 
 def _read_list(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return digest and state of each file of an entry. Raises OSError and ValueError."""
+    """Return digest and state of each file of an entry. Raises OSError, ValueError and TypeError."""
     content = read_json(folder / _FILES)
     if not isinstance(content, dict) or any(Path(name).name != name for name in content):
         raise ValueError

@@ -65,7 +65,7 @@ class Mark(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """The text of some messages."""
+    """The rendered text of some messages, and positions in it."""
 
     text: str
     blocks: list[Span]
@@ -93,8 +93,10 @@ class Renderer:
     ) -> tuple[str, list[Span]]:
         """Return the text of a chat, and its parts that are targets. Raises RefusedChat.
 
+        `train_on`: the targets are all turns of the assistant, the last of these turns, or the whole text.
+
         If the template has `generation` blocks, their texts are the turns of the assistant. Otherwise `_Turns` finds
-        the turns. A chat is refused if a part would contain text of another message.
+        the turns. A chat is refused if a turn would contain text of another message.
         """
         self._check_strings([messages, tools])
         messages = [_with_thoughts(message) for message in messages]
@@ -203,7 +205,7 @@ class Renderer:
 
     @cached_property
     def closing(self) -> tuple[str, ...]:
-        """The texts that can end a turn: the special tokens, and the template's variables with names in `_token`."""
+        """The texts that can end a turn: the special tokens, and the variables whose names end in `_token`."""
         named = (value for name, value in self.variables.items() if name.endswith("_token"))
         return tuple(token for token in (*self.special_tokens, *named) if token and isinstance(token, str))
 
@@ -256,9 +258,12 @@ class _Turns:
         return turn
 
     def blocks(self, turns: Sequence[int], train_on: str) -> list[Span]:
-        """Return the `generation` blocks of the turns `turns`. Raises RefusedChat for a block with text of a message
-        that is not of the assistant. If there are no marks, because marks would change the text, blocks are not
-        checked."""
+        """Return the `generation` blocks of the turns `turns`.
+
+        Raises RefusedChat for a block with text of a message that is not of the assistant. This check is omitted if
+        marks would change the text. Also raises RefusedChat if the weights of messages exclude an answer and the
+        template does not write one block for each answer.
+        """
         blocks = self.template.rendered(self.messages, self.tools).blocks
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         if train_on == "last" and answers:

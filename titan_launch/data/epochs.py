@@ -1,4 +1,5 @@
-"""The number of steps of some epochs, and the number of samples of an epoch where it is quickly known. No torch."""
+"""Functions that convert epochs to steps, and count the samples of an epoch if this is quick. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -32,14 +33,15 @@ def too_many_epochs(steps: int, epochs: float, num_samples: int, source: str = "
     the source in a mixture; "" if the data is not a mixture."""
     if epochs <= MOST_EPOCHS:
         return None
-    whose, remedy = (f" of the source {source}", "fewer, or a smaller weight") if source else ("", "fewer")
+    whose, remedy = (f" of the source {source}", "fewer steps, or a smaller weight") if source else ("", "fewer steps")
     read = f"training.steps = {steps} is {epochs:.4g} epochs of the {num_samples:,} training samples{whose}"
     return f"{read}; set {remedy}, or training.epochs for as many epochs as you want"
 
 
 def known_samples(data: DataSource, seq_len: int) -> int | None:
     """Return the number of samples of an epoch if it is quickly known: for token files of `prepare`, arrays of images,
-    and synthetic data. Return None for all other data, and for data that cannot be read."""
+    and synthetic data. Return None for all other data, for data that cannot be read, and for more than _MOST_PACKED
+    documents that a run would pack."""
     with suppress(Exception):  # a run explains why the data cannot be read
         match data:
             case SyntheticData():

@@ -66,7 +66,7 @@ _VERSION = 2
 """Version of the cached results."""
 
 _SAMPLE_BYTES = 1 << 20
-"""Bytes of each of the 64 samples of the files' content that are read to detect changed files."""
+"""Size of a sample in bytes. To detect changed files, 64 samples of their content are read."""
 
 _SCAN = "scan.json"
 
@@ -91,10 +91,12 @@ class _File:
 
 
 def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) -> tuple[Header, TokenStream]:
-    """Map the files that `config.path` names into memory: a file, the path of `.bin` and `.idx` without its suffix, or
-    a glob. Return the header that token files with this content would have, and the stream of tokens.
+    """Map the token files of another program into memory. Return the header that token files with this content would
+    have, and the stream of tokens.
 
-    `key`: path of the section. Raises ConfigError on a key below it, and TokenFilesError for files that cannot be read.
+    `config.path` names a file, the files `.bin` and `.idx` without their suffixes, or a glob. `key`: path of the
+    section. Raises ConfigError on a key below `key`, and TokenFilesError for files that cannot be read, or whose ids
+    are outside of the vocabulary.
     """
     files = [_recognized(path, config, key) for path in _paths(config, key)]
     folder, identity = _scanned(files, tokenizer.end_of_document)
@@ -114,8 +116,8 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
 
 
 def check_unknown_ids(folder: Path, header: Header) -> None:
-    """Raise TokenFilesError if a token id is outside of the vocabulary, in a shard for which the header does not say
-    the largest id. A host reads these shards once."""
+    """Check the shards whose largest token id is not in the header. Raise TokenFilesError if a token id in them is
+    outside of the vocabulary. Each host reads these shards once."""
     unknown = [shard for shard in header.shards if shard.largest is None and shard.num_tokens]
     if not unknown:
         return

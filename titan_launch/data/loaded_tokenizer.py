@@ -21,8 +21,8 @@ class Facts(NamedTuple):
     vocab_size: int
     special_tokens: list[str]
     changed: dict[str, Any]
-    """The keys of `_RANDOM` that the file sets, with their values. The tokenizer sets them to None, so that a text
-    always has the same tokens."""
+    """The keys of `_RANDOM` that the file sets, with their values. `LoadedTokenizer` sets these keys to None, so that a
+    text always has the same tokens."""
 
 
 class LoadedTokenizer:

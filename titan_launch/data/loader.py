@@ -40,8 +40,8 @@ class Loader:
     def __init__(self, data: Any, workers: Workers, **options: Any):
         """`data`, `options`: data set and further arguments of PyTorch's loader."""
         self._loader = _build_data_loader(data, workers, options)
-        # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so
-        # this call must end them before.
+        # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so this
+        # call must end the workers first.
         atexit.register(self.close)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -78,7 +78,7 @@ class Workers(NamedTuple):
     """Number of processes; 0: the main process reads the batches."""
 
     pin_memory: bool = False
-    """True: batches are in page-locked memory, from which copies to a GPU need not wait."""
+    """True: batches are in page-locked memory, so the host does not wait for their copies to a GPU."""
 
 
 NO_WORKERS = Workers()
@@ -91,7 +91,8 @@ def build_train_loader(
 
     `start`: number of samples that the run has consumed. Step k (from 0) takes the `global_batch_size` positions that
     begin at `start + k * global_batch_size`. Its first microbatch takes the first of these positions, in rank order.
-    The next microbatch takes the next positions. So the samples of a step do not depend on ranks and microbatches.
+    The next microbatch takes the next positions. So the samples of a step do not depend on the number of ranks or
+    microbatches.
     """
     reader, batches = _TrainReader(source, order), _TrainBatches(layout, dp_rank, start)
     return _indexed_loader(reader, batches, workers)
@@ -114,16 +115,16 @@ def build_validation_loader(
 ) -> Loader:
     """Return a loader of the samples in `parts`, each on exactly one of the `dp_size` ranks, in order.
 
-    `parts`: ranges of sample indices; default: all samples. A batch has samples of one part: `num_validation_batches`
-    batches for each part. Every rank yields the same number of batches of the same shape. Padding samples, whose
-    targets are all `IGNORED_TARGET`, fill the last batches of a part. Every iteration starts with the first sample.
+    `parts`: ranges of sample indices; default: all samples. All samples of a batch are of one part. Every rank yields
+    `num_validation_batches` batches for each part, all of the same shape. Padding samples, whose targets are all
+    `IGNORED_TARGET`, fill the last batches of a part. Every iteration starts with the first sample.
     """
     batches = _ValidationBatches(parts or [range(len(source))], local_batch_size, dp_rank, dp_size)
     return _indexed_loader(_ValidationReader(source), batches, workers)
 
 
 def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> int:
-    """Return the number of batches that each rank has of the samples in a part."""
+    """Return the number of batches of each rank for the samples in a part."""
     return -(-len(part) // (local_batch_size * dp_size))
 
 
@@ -145,14 +146,15 @@ class FetchedAhead:
         return self
 
     def __next__(self) -> Batch:
-        # The first batch starts the workers. They must be children of the main thread, which their signals reach.
+        # The first batch starts the workers. The main thread must do this: only there does PyTorch install its handler
+        # of SIGCHLD, which reports a worker that died.
         batch = self._ahead.popleft().result() if self._ahead else next(self._batches)
         while len(self._ahead) < self._num_ahead:
             self._ahead.append(self._thread.submit(next, self._batches))
         return batch
 
     def close(self) -> None:
-        """Stop fetching. Wait at most 5 s for the batch that is being fetched, because its worker may wait for a
+        """Stop fetching. Wait for the batch that is being fetched, but at most 5 s, because its worker may wait for a
         disk."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         wait(self._ahead, timeout=_LONGEST_WAIT)
@@ -266,8 +268,8 @@ class _ValidationReader:
 
 @dataclass(frozen=True)
 class _ErrorsAsBatches:
-    """A reader that returns a UserError in place of a batch. If it raised the error, PyTorch would add the traceback of
-    the worker to the text."""
+    """A reader that returns a UserError in place of a batch. If the reader raised the error, PyTorch would add the
+    traceback of the worker to the text."""
 
     reader: BatchReader
 

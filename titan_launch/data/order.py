@@ -121,7 +121,8 @@ class MixtureOrder:
 
 
 def block_size(weights: Sequence[Fraction]) -> int:
-    """Return the number of positions in a block: enough for a sample of every source with a positive weight."""
+    """Return the number of positions in a block: at least 64, and enough for one sample of every source with a positive
+    weight."""
     return max(_BLOCK, -(-sum(weights) // min(weight for weight in weights if weight)))
 
 
@@ -173,9 +174,9 @@ def _whole(weights: Sequence[Fraction]) -> tuple[int, ...]:
 class Permutation:
     """A keyed permutation of [0, size), computed per index without a table of all indices.
 
-    It is a Feistel network over [0, n), where n is the next power of 4. A result outside [0, size) is permuted again
-    until it lies inside ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Because n
-    is less than 4 * size, an index is permuted less than 4 times on average.
+    It is a Feistel network over [0, n), where n is the smallest power of 4 that is at least 4 and at least `size`. A
+    result outside [0, size) is permuted again until it lies inside ("cycle walking"; Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002). Because n is at most 4 * size, an index is permuted at most 4 times on average.
     """
 
     def __init__(self, key: str, size: int):

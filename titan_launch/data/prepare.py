@@ -52,7 +52,7 @@ _BATCH_BYTES = 1 << 20
 """Size of text that is tokenized at a time. The package tokenizers needs about 500 bytes for each token."""
 
 _SAMPLE_BYTES = 1 << 20
-"""Bytes of each of the 64 samples of the text that are read to find out if cached digests are valid. Text of up to 64
+"""Size of a sample in bytes. To find out if cached digests are valid, 64 samples of the text are read. Text of up to 64
 MiB is read whole."""
 
 _LARGE_CORPUS = 1 << 26
@@ -87,15 +87,15 @@ def prepare(
     report: Callable[[Part, bool], None] = lambda part, is_new: None,
     digests: Sequence[str] | None = None,
 ) -> Header:
-    """Write the documents of a corpus that belong to its split as token files. Return the header.
+    """Write token files with the documents of a corpus that belong to its split. Return the header.
 
     `num_workers` processes tokenize the parts. Their number does not change the files. If an earlier call for the same
     corpus was interrupted, its finished shards are kept. If an earlier call has completed the folder, nothing is
     written. `report(part, is_new)` is called for each finished part; `is_new` is False if an earlier call has finished
     the part. `digests`: the result of `file_digests`, if it is known.
 
-    Raises ConfigError for documents that stop the run, UserError if the folder has other content, and OSError if it
-    cannot be written.
+    Raises ConfigError for documents that stop the run, UserError if the folder has other content or another process is
+    writing it, RunError if a worker process is killed, and OSError if the folder cannot be written.
     """
     digests = file_digests(corpus) if digests is None else digests
     source = _source(corpus, digests)
@@ -252,7 +252,7 @@ def _header_of(corpus: Corpus, folder: Path, source: str) -> Header | None:
         digests = f"(digest {header.tokenizer}, now {corpus.tokenizer.digest})"
         raise UserError(f"{folder} has tokens of another tokenizer {digests}; delete it, or name another folder")
     if header.source != source:
-        raise UserError(f"{folder} has tokens of other text, or of other keys; delete it, or name another folder")
+        raise UserError(f"{folder} has tokens of other text or of other job keys; delete it, or name another folder")
     return header
 
 
@@ -280,8 +280,8 @@ def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
 
 
 def _finish_parts(corpus: Corpus, folder: Path, parts: dict[str, Part], num_workers: int) -> Iterator[Part]:
-    """Write the shard of each part, and yield each part when its shard is finished, in any order. `parts`: by name of
-    the shard."""
+    """Write the shard of each part, and yield each part when its shard is finished, in any order. `parts`: the parts by
+    the names of their shards."""
     num_workers = min(num_workers, len(parts))
     if num_workers <= 1:
         for name, part in parts.items():

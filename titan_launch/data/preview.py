@@ -12,7 +12,7 @@ from titan_launch.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive tokens of a document that all count as targets, or all do not."""
+    """Consecutive tokens of a document. Either all of them count as targets, or none."""
 
     text: str
     counts: bool

@@ -60,7 +60,7 @@ class TokenFilesError(Exception):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document as tokens."""
+    """A document, or a pair of documents, as tokens."""
 
     tokens: Tokens
     targets: npt.NDArray[np.bool_] | None = None
@@ -251,10 +251,11 @@ class TokenStream:
     """For each shard, the number of its tokens up to the end of each document."""
 
     targets: Sequence[npt.NDArray[np.uint8]] | None
-    """For each shard, 1 for each token that counts as a target; None if all tokens do."""
+    """For each shard, an array with 1 for each token that counts as a target, and 0 for the other tokens. None if all
+    tokens count."""
 
     files: Sequence[Sequence[Any]]
-    """Name and state of each file, for the fingerprint."""
+    """Name, size and CRC-32 of each file, for the fingerprint. The CRC-32 is "" if it is unknown."""
 
     tokenizer: str
     """Digest of the tokenizer."""

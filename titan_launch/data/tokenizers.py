@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of distinct tokens, which are 0 to `vocab_size` - 1."""
+        """Number of token ids, which are 0 to `vocab_size` - 1. Some of the ids may have no token."""
 
     @property
     def end_of_document(self) -> int:
@@ -208,7 +208,8 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
     """Train a byte-level BPE tokenizer and write it to a new folder, which `transformers` also loads. Return the number
-    of its tokens: `vocab_size`, or less for little text. The same texts always give the same files."""
+    of its tokens: `vocab_size`, or less for little text. The same texts always give the same files. Raises ConfigError
+    if the package `tokenizers` is not installed."""
     tokenizers = _library(("tokenizer", "kind"), "huggingface")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

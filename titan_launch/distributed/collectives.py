@@ -93,7 +93,7 @@ def _run(action: Callable[[], Any]) -> _Outcome:
 
 @cache
 def replace_gloo_all_gather() -> torch.library.Library | None:
-    """Replace PyTorch's functional all-gather of CPU tensors, which corrupts memory on gloo, until the process ends.
+    """Until the process ends, replace PyTorch's functional all-gather of CPU tensors, which corrupts memory on gloo.
 
     A gloo process group has two worker threads. After each collective, a worker stores the collective's name in a
     `std::string` of the group without a lock (`pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`). If

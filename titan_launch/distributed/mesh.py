@@ -113,8 +113,8 @@ class Mesh:
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have other tokens but the same parameters as this rank. None is the default group, with all
-        ranks."""
+        """The process group of this rank and of the ranks that have other tokens but the same parameters. None is the
+        default group, with all ranks. The first access is collective over all ranks."""
         if self.layout.tensor == self.layout.pipeline == 1:
             return None
         return _own_group(self._data_ranks(), dist.distributed_c10d.default_pg_timeout, "data")

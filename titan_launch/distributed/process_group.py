@@ -60,7 +60,8 @@ def process_group(
     If the block raises an error, the group is not destroyed. Destruction of an NCCL group would wait for collectives
     that other ranks never join, so this process would not exit, and torchrun would not notice the failure.
 
-    Raises ConfigError if this rank needs a GPU and the host has too few.
+    Raises ConfigError if this rank needs a GPU and the host has too few, RunError if the ranks do not reach each other
+    in time, and Stopped if a signal arrives while ranks are missing.
     """
     device = choose_device(device_choice, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -85,7 +86,7 @@ def process_group(
 
 @contextmanager
 def _store_errors_explained(rank: int, world_size: int) -> Iterator[None]:
-    """Replace the errors of a store that cannot be reached by a RunError with the address of the store."""
+    """If the store cannot be reached, raise a RunError with the store's address in place of PyTorch's error."""
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -141,8 +142,8 @@ def set_timeouts(seconds: int) -> None:
     """Set the timeout of later collectives in all process groups of this rank except `UNWATCHED_GROUPS`. Every rank
     must call this function.
 
-    This includes the groups of a DeviceMesh, which PyTorch creates with a default timeout (gloo: 30 minutes, NCCL: 10
-    minutes).
+    The timeout also applies to the groups of a DeviceMesh, which PyTorch creates with a default timeout (gloo: 30
+    minutes, NCCL: 10 minutes).
     """
     for group in process_groups():
         if group.group_desc not in UNWATCHED_GROUPS:

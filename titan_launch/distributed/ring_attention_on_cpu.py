@@ -1,5 +1,5 @@
-"""PyTorch's ring attention on the CPU, for proofs and tests. Training runs do not support it. This module adds CPU
-handlers to DTensor's dispatcher, only for attention without dropout and without an attention mask."""
+"""PyTorch's ring attention on the CPU, for `titan_launch.prove` and tests. Training runs do not support it. This module
+adds CPU handlers to DTensor's dispatcher, only for attention without dropout and without an attention mask."""
 
 from __future__ import annotations
 

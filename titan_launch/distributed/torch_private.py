@@ -329,7 +329,7 @@ def update_trained_parameters(model: nn.Module) -> None:
     """Tell FSDP2 that `requires_grad` of parameters has changed since the first forward.
 
     FSDP2 passes `requires_grad` on to unsharded parameters itself. But FSDP2 reads the dtypes of a unit's gradients
-    only once, before the first forward, from the parameters that are trained then. In a unit that is frozen then, it
+    only once, before the first forward, from the parameters that are trained then. In a unit that is frozen then, FSDP2
     finds no dtypes.
     """
     for group in parameter_groups(model):
@@ -337,7 +337,8 @@ def update_trained_parameters(model: nn.Module) -> None:
 
 
 def was_gathered(module: nn.Module) -> bool:
-    """Return True if FSDP2 has all-gathered the unit of a wrapped module before, or if the release is untested."""
+    """Return True if FSDP2 has all-gathered the unit of a wrapped module before. Also return True if the unit has no
+    parameters, or if the release is untested."""
     group = parameter_group(module)
     return group is None or any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
 
@@ -509,8 +510,8 @@ def clear_mesh_caches() -> None:
 
 
 def record_memory_history() -> None:
-    """Record all allocations on GPUs from now on, with stack traces. PyTorch documents this function and the next one,
-    although their names are private."""
+    """Record all allocations on GPUs from now on, with stack traces. PyTorch documents the functions that this function
+    and the next one call, although their names are private."""
     torch.cuda.memory._record_memory_history(max_entries=200_000)
 
 
@@ -520,7 +521,8 @@ def write_memory_snapshot(file: str) -> None:
 
 
 def process_groups() -> Iterable[dist.ProcessGroup]:
-    """Return all process groups of this rank, including those of a DeviceMesh."""
+    """Return all process groups of this rank, including those of a DeviceMesh. If an untested release lacks PyTorch's
+    private list of groups, return only the default group."""
     try:
         return list(distributed_c10d._world.pg_map)
     except AttributeError:  # an untested release

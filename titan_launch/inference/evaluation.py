@@ -101,8 +101,11 @@ class EvaluatedModel(TemplateLM):
         return self.apply_chat_template(others)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text. With a chat template, the names of special tokens in the text become these
-        tokens."""
+        """Return the tokens of a text, including the one that begins a document, if there is one.
+
+        With a chat template, the text contains its first token, and names of special tokens become these tokens. With
+        `add_special_tokens=False`, the text is plain text, and no token is added before it.
+        """
         model = self.model
         if add_special_tokens is False:
             return model.tokenizer.encode(string)
@@ -184,7 +187,8 @@ def evaluate(
     `include_path`: a folder with the user's own tasks, as YAML files. `chat`: only for a model with a chat template;
     None: documents are not chats.
 
-    Raises UserError for unknown tasks, and for documents that the chat template refuses.
+    Raises UserError for unknown tasks, for tasks that generate more tokens than the model takes, and for documents that
+    the chat template refuses.
     """
     form = {} if chat is None else {"system_instruction": chat.system, "fewshot_as_multiturn": chat.is_multiturn}
     manager = _find_tasks(tasks, include_path)

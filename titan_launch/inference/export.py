@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import ChatData, single_sources
+from titan_launch.config.sections.data import ChatData, ClassificationData, single_sources
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
 from titan_launch.core.errors import ConfigError, listed
@@ -170,7 +170,9 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
     shapes, pieces = file_places(model, {name: entry.shape for name, entry in entries.items()}, rows)
     args = cast(DecoderArgs, resolve_args(model.name, model.flavor, model.args))
     args = args.model_copy(update={"vocab_size": rows})
-    config = config_of(model.name, args, _dtype_name(source), source.job.training.seq_len, original)
+    sections = single_sources(source.job.data).values()
+    labels = next((data.labels for data in sections if isinstance(data, ClassificationData)), None)
+    config = config_of(model.name, args, _dtype_name(source), source.job.training.seq_len, original, labels)
     dtype_of = {tensor: entries[name].dtype for name, piece in pieces.items() for tensor in piece.tensors}
     files = [Entry(name, shape, dtype_of[name]) for name, shape in tensor_shapes(pieces, shapes).items()]
     num_bytes = write_tensors(

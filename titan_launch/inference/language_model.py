@@ -38,7 +38,7 @@ from titan_launch.plan.types import full_name
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A language model on a device, with its weights, and all that generation and evaluation need of it."""
+    """A language model on a device, with its weights, and the other values that generation and evaluation need."""
 
     module: nn.Module
     """The model in evaluation mode, without gradients."""
@@ -109,6 +109,10 @@ def load_language_model(
     _check_model(job, model)
     refuse_imports_from([source], Path(job.job.dump_folder))
     tokenizer = build_tokenizer(tokenizer_of_model(saved))
+    if (labels := getattr(known_args(job.model), "num_labels", None)) is not None:
+        raise WeightsError(
+            f"its model has {labels} outputs (num_labels) in place of a vocabulary, so it writes no text"
+        )
     vocabulary = vocabulary_taken(job.model)
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         tokens = f"the tokenizer has {tokenizer.vocab_size} tokens"

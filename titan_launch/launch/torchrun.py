@@ -38,8 +38,8 @@ _AFTER_SECOND_SIGNAL_S = 5
 
 
 def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int], run_folder: Path) -> int:
-    """Run the training processes (workers) and wait for them. Return the exit status of the worker that failed first,
-    or 0.
+    """Run the training processes (workers) and wait for them. Return 0, the exit status of the worker that failed
+    first, or the status of a failure of torchrun itself, such as a port in use. Raises UserError for invalid options.
 
     `final_statuses`: exit statuses of workers after which a restart would fail in the same way. `run_folder`: folder to
     which the workers write their flight records.

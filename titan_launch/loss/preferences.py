@@ -61,22 +61,68 @@ def orpo(log_probs: Tensor, settings: ORPOConfig) -> PairTerms:
     return PairTerms(losses, *(settings.weight * log_probs).unbind(-1))
 
 
+def reward(scores: Tensor, settings: None) -> PairTerms:
+    """The loss of a reward model (Ouyang et al., arXiv:2203.02155, equation 1; Bradley and Terry, 1952)."""
+    chosen, rejected = scores.unbind(-1)
+    return PairTerms(-F.logsigmoid(chosen - rejected), chosen, rejected)
+
+
 class PairLoss(NamedTuple):
     """A loss of pairs."""
 
     terms: Callable[[Tensor, Any], PairTerms]
-    """A function of log-probabilities and of the settings of the loss. Log-probabilities are fp32 (..., 2): of the
-    chosen and of the rejected answer. With a reference model, its log-probabilities are subtracted."""
+    """A function of the results of `of_answer`, for the chosen and for the rejected answer, and of the settings of the
+    loss. With a reference model, its results are subtracted."""
 
-    is_mean: bool
-    """True: the log-probability of an answer is the mean over its tokens. False: the sum."""
+    of_answer: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """A function of logits, targets and documents. It returns one number for each answer: fp32 (batch, pairs, 2)."""
+
+
+def total_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
+    """Return the sum of the log-probabilities of each document's valid targets: fp32 (batch, pairs, 2).
+
+    `logits`: (batch, tokens, classes). `targets`, `documents`: (batch, tokens). `pairs` is the largest number of pairs
+    that a sample may have. The results of documents that a sample lacks are 0.
+    """
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
+    )
+    return _by_document(-losses.view_as(targets), documents)
+
+
+def mean_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
+    """Return the mean of the log-probabilities of each document's valid targets. See `total_log_prob`."""
+    return total_log_prob(logits, targets, documents) / _by_document(_are_valid(targets), documents).clamp(min=1)
+
+
+def score(scores: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
+    """Return the score at the only valid target of each document. `scores`: (batch, tokens, 1). See
+    `total_log_prob`."""
+    return _by_document(scores.float().squeeze(-1) * _are_valid(targets), documents)
+
+
+def are_pairs(targets: Tensor, documents: Tensor) -> Tensor:
+    """Return a tensor that is True for each pair whose two documents both have a valid target: bool (batch, pairs)."""
+    return (_by_document(_are_valid(targets), documents) > 0).all(-1)
+
+
+def _are_valid(targets: Tensor) -> Tensor:
+    return (targets != IGNORED_TARGET).float()
+
+
+def _by_document(values: Tensor, documents: Tensor) -> Tensor:
+    """Return the sums of values (batch, tokens) by document: (batch, pairs, 2)."""
+    batch, tokens = values.shape
+    sums = values.new_zeros(batch, 2 * (tokens // 2 + 1))  # numbers of documents go up to the number of tokens
+    return sums.scatter_add(1, documents.long(), values).unflatten(1, (-1, 2))
 
 
 PAIR_LOSSES: Mapping[str, PairLoss] = {
-    "dpo": PairLoss(dpo, is_mean=False),
-    "ipo": PairLoss(ipo, is_mean=True),
-    "simpo": PairLoss(simpo, is_mean=True),
-    "orpo": PairLoss(orpo, is_mean=True),
+    "dpo": PairLoss(dpo, total_log_prob),
+    "ipo": PairLoss(ipo, mean_log_prob),
+    "simpo": PairLoss(simpo, mean_log_prob),
+    "orpo": PairLoss(orpo, mean_log_prob),
+    "reward": PairLoss(reward, score),
 }
 """The losses of pairs by `loss.name`. `config.sections.loss.LOSSES` has their second models."""
 
@@ -103,7 +149,7 @@ class PreferenceLoss(Loss):
         self.frozen = None if reference is None else reference.module
         self._row, self._reference = PAIR_LOSSES[config.name], reference
         self._settings = config.settings
-        self._log_probs = compiled(answer_log_probs)
+        self._of_answer = compiled(self._row.of_answer)
         self._prepared: tuple[Tensor, Tensor | None] | None = None
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
@@ -112,13 +158,13 @@ class PreferenceLoss(Loss):
         return torch.stack([are_pairs(targets, documents).sum(), count_valid(targets)])
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        """Compute the log-probabilities of the answers in the reference model, if the loss has one."""
+        """Compute the results of the answers in the reference model, if the loss has one."""
         assert documents is not None, "config.rules demands data of pairs"
         reference = None
         if self._reference is not None:
             with torch.no_grad():
                 logits = self._reference(inputs, targets, documents)
-                reference = self._log_probs(logits, targets, documents, self._row.is_mean)
+                reference = self._of_answer(logits, targets, documents)
         self._prepared = documents, reference
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -129,40 +175,10 @@ class PreferenceLoss(Loss):
         self._check(outputs.shape, targets)
         assert self._prepared is not None, "prepare comes first"
         (documents, reference), self._prepared = self._prepared, None
-        log_probs = self._log_probs(outputs, targets, documents, self._row.is_mean)
-        terms = self._row.terms(log_probs if reference is None else log_probs - reference, self._settings)
+        own = self._of_answer(outputs, targets, documents)
+        terms = self._row.terms(own if reference is None else own - reference, self._settings)
         margin = (terms.chosen - terms.rejected).detach()
         metrics = terms.chosen.detach(), terms.rejected.detach(), (margin > 0).float(), margin
         is_pair = are_pairs(targets, documents)
         sums = torch.stack([value.where(is_pair, 0).sum() for value in (terms.losses, *metrics)])
         return sums if torch.is_grad_enabled() else sums[[0, 3]]
-
-
-def answer_log_probs(logits: Tensor, targets: Tensor, documents: Tensor, is_mean: bool) -> Tensor:
-    """Return the log-probability of the valid targets of each document, as their sum or as their mean: fp32 (batch,
-    pairs, 2).
-
-    `logits`: (batch, tokens, classes). `targets`, `documents`: (batch, tokens). `pairs` is the largest number of pairs
-    that a sample may have. The log-probabilities of documents that a sample lacks are 0.
-    """
-    losses = F.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
-    )
-    sums = _by_document(-losses.view_as(targets), documents)
-    return sums / _by_document(_are_valid(targets), documents).clamp(min=1) if is_mean else sums
-
-
-def are_pairs(targets: Tensor, documents: Tensor) -> Tensor:
-    """Return a tensor that is True for each pair whose two documents both have a valid target: bool (batch, pairs)."""
-    return (_by_document(_are_valid(targets), documents) > 0).all(-1)
-
-
-def _are_valid(targets: Tensor) -> Tensor:
-    return (targets != IGNORED_TARGET).float()
-
-
-def _by_document(values: Tensor, documents: Tensor) -> Tensor:
-    """Return the sums of values (batch, tokens) by document: (batch, pairs, 2)."""
-    batch, tokens = values.shape
-    sums = values.new_zeros(batch, 2 * (tokens // 2 + 1))  # numbers of documents go up to the number of tokens
-    return sums.scatter_add(1, documents.long(), values).unflatten(1, (-1, 2))

@@ -81,7 +81,7 @@ class Scope:
 
 
 def scope_of(device: torch.device) -> Scope:
-    """Return the scope for a device. Its measurements take about 20 seconds, and those of collectives more."""
+    """Return the scope for a device. Its measurements take about 20 seconds, without those of collectives."""
     numbers = tuple(4096 * 8**power for power in range(5))  # 4 KiB to 16 MiB
     if device.type == "cpu":
         return Scope((16, 64, 256, 1024), (2, 4), (32, 64, 128), (32, 128, 512), (8, 32, 32), numbers, numbers, 0.12)
@@ -358,8 +358,8 @@ def _stage_seconds(watch: _Stopwatch) -> float:
     """Return the seconds that a microbatch takes in a stage of a pipeline over all ranks: PyTorch's schedule, a send in
     forward, and a send in backward.
 
-    The module of a stage is a small layer, whose time is subtracted. The result is the difference between two numbers
-    of microbatches, so that the bubble does not count.
+    The module of a stage is a small layer, whose time is subtracted. The result is computed from the difference between
+    the times of two numbers of microbatches, so that the bubble does not count.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
 

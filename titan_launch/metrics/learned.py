@@ -100,7 +100,7 @@ class Learned(Observer):
         return sums.index_add_(0, self._owners, (norms.square() * self._shares)[self._members])
 
     def add_output(self, index: int, output: Tensor) -> None:
-        """Add an output of the modules with number `index`."""
+        """Add an output of a module to the sums with the number `index`: those of one module, or of a group."""
         x = output.detach().float()
         size, largest = x.abs(), torch.finfo(torch.bfloat16)
         self._outputs[index, 0] += x.numel()

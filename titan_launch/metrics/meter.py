@@ -50,9 +50,9 @@ class Meter(Observer):
 
         `unit`: the kind of sample that throughput counts. A token and an image have one target each.
 
-        `flops_per_step_per_device`: FLOPs including ignored positions. If None, no TFLOP/s are reported. `peak_flops`:
-        peak of one device in FLOP/s. If None, no MFU is reported. `timeline`: the timeline in which the step counts its
-        parts.
+        `flops_per_step_per_device`: FLOPs including those of ignored positions. If None, no TFLOP/s are reported.
+        `peak_flops`: peak of one device in FLOP/s. If None, no MFU is reported. `timeline`: the timeline in which the
+        step counts its parts.
         """
         self._device = timeline.device
         self._clock = timeline.clock
@@ -125,6 +125,8 @@ class Meter(Observer):
 
         `train/loss` is the mean of the steps that were not skipped. If all steps of the window were skipped, it is the
         loss of the last step. `measured`: further metrics of this rank by tag; all ranks pass the same tags.
+
+        Raises RuntimeError if no step was counted since the last report.
         """
         if self._last is None:
             raise RuntimeError("report() was called without a step since the last report; call after_step first")

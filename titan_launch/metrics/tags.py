@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
-"""Parts that add up, together with `other`, to the time of a step."""
+"""Parts of a step. Their times and the time of `other` add up to the time of the step."""
 
 PAUSES = ("validation", "checkpoint")
 """Parts that do not count as step time."""
@@ -40,8 +40,8 @@ class Tag:
     """Another tag. If that tag is reported, the console does not show this metric."""
 
     value: Callable[[Any], float | None] | None = None
-    """Function of the run (`titan_launch.train.run.Run`) that returns this rank's value at every report, or None for
-    an unknown value. Without a function, the code that measures the value passes it to the meter."""
+    """Function of the run (`titan_launch.train.run.Run`). At every report it returns this rank's value, or None for an
+    unknown value. None: the code that measures the value passes it to the meter."""
 
 
 PAGES = ("Learning", "Speed", "Memory", "Precision", "Data", "Experts", "Health")
@@ -51,36 +51,37 @@ TAGS = [
     Tag(
         "train/loss",
         "sum",
-        "Mean loss over all ranks: the cross-entropy of all targets that are not ignored, with label smoothing and "
-        "without the z-loss, or the loss that `loss.name` names; mean of the steps since the last report that were not "
-        "skipped.",
+        "Mean loss over all ranks, and over the steps since the last report that were not skipped. If all of these "
+        "steps were skipped: the loss of the reported step. The loss is the cross-entropy of all targets that are not "
+        "ignored, with label smoothing and without the z-loss, or the loss that `loss.name` names.",
         chart=("Learning", "loss"),
         console="loss {:8.4f}",
     ),
     Tag(
         "train/perplexity",
         "same",
-        "Exponential of `train/loss`; only for tokens without label smoothing.",
+        "Exponential of `train/loss`. Only models of tokens have it, and only without label smoothing.",
         chart=("Learning", "perplexity"),
     ),
     Tag(
         "train/z_loss",
         "sum",
-        "With `loss.z_loss`: this weight times the mean of (ln Z)² over the same targets, where Z is the sum of "
-        "exp(logit). The gradient is that of `train/loss` + `train/z_loss`.",
+        "With `loss.z_loss`: this weight times the mean of (ln Z)² over the targets of the reported step that are not "
+        "ignored. Z is the sum of exp(logit). The gradient is that of `train/loss` + `train/z_loss`.",
         chart=("Learning", "z-loss"),
     ),
     Tag(
         "distillation/kl_divergence",
         "sum",
-        'With `loss.name = "distillation"`: mean KL divergence from the probabilities of the teacher at '
-        "`loss.distillation.temperature`, without its weight.",
+        'With `loss.name = "distillation"`: mean KL divergence of the step, from the probabilities of the teacher, at '
+        "`loss.distillation.temperature`. It is not multiplied by its weight in the loss.",
         chart=("Learning", "parts of the distillation loss"),
     ),
     Tag(
         "distillation/cross_entropy",
         "sum",
-        'With `loss.name = "distillation"`: mean cross-entropy of the step, without its weight.',
+        'With `loss.name = "distillation"`: mean cross-entropy of the step. It is not multiplied by its weight in the '
+        "loss.",
         chart=("Learning", "parts of the distillation loss"),
     ),
     Tag(
@@ -114,13 +115,13 @@ TAGS = [
     Tag(
         "train/loss_max",
         "max",
-        "Largest mean loss of a single rank; infinite if a rank's loss is NaN.",
+        "In the reported step: largest mean loss of a single rank. It is infinite if a rank's loss is not finite.",
         chart=("Learning", "loss"),
     ),
     Tag(
         "train/grad_norm",
         "same",
-        "Norm of the whole gradient before clipping.",
+        "Norm of the whole gradient of the reported step, before clipping.",
         chart=("Learning", "gradient norm"),
         console="grad norm {:8.3f}",
     ),
@@ -171,15 +172,15 @@ TAGS = [
     Tag(
         "activations/underflow/<module>",
         "same",
-        "With `metrics.modules`: share of the same outputs that are not 0 and smaller than the smallest normal "
-        "bfloat16 number, 1.2e-38.",
+        "With `metrics.modules`: share of the outputs of `activations/rms` that are not 0 and have a magnitude below "
+        "the smallest normal bfloat16 number, 1.2e-38.",
         chart=("Precision", "share of outputs that underflow (0 to 1)"),
     ),
     Tag(
         "activations/overflow/<module>",
         "same",
-        "With `metrics.modules`: share of the same outputs that are larger than the largest bfloat16 number, 3.4e38, "
-        "or not a number.",
+        "With `metrics.modules`: share of the outputs of `activations/rms` that are NaN, or whose magnitude is above "
+        "the largest bfloat16 number, 3.4e38.",
         chart=("Precision", "share of outputs that overflow (0 to 1)"),
     ),
     Tag(
@@ -192,7 +193,7 @@ TAGS = [
         "train/epoch",
         "same",
         "Position in the data, in epochs, including samples that a rollback skipped. With a mixture, an epoch has as "
-        "many samples as all sources.",
+        "many samples as all sources together.",
         value=lambda run: run.progress.data_position / run.batches.order.num_samples,
     ),
     Tag(
@@ -285,14 +286,14 @@ TAGS = [
     Tag(
         "time/forward_s",
         "same",
-        "Seconds per step of forwards and losses, without communication.",
+        "Seconds per step in forwards and losses, without communication.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/backward_s",
         "same",
-        "Seconds per step of backwards, with the second forwards of activation checkpointing and without "
-        "communication.",
+        "Seconds per step in backwards. The second forwards of activation checkpointing count, and communication does "
+        "not.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
@@ -305,13 +306,13 @@ TAGS = [
     Tag(
         "time/optimizer_s",
         "same",
-        "Seconds per step of clipping and of the update.",
+        "Seconds per step in clipping and in the update.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/other_s",
         "same",
-        "Seconds per step of everything else: counts of targets, agreement of the ranks, metrics and reports.",
+        "Seconds per step in everything else, such as counting targets, synchronizing ranks, metrics and reports.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
@@ -386,8 +387,8 @@ TAGS = [
     Tag(
         "memory/predicted_active_gib",
         "same",
-        "The planner's prediction of `memory/max_active_gib`. It needs a recording of the job, by an earlier `plan` or "
-        "run; on GPUs, a process beside the run makes it.",
+        "The planner's prediction of `memory/max_active_gib`. It needs a recording of the job from an earlier `plan` "
+        "or run. If there is none, a run on GPUs starts a process that makes the recording.",
         chart=("Memory", "peak memory (GiB)"),
     ),
     Tag(
@@ -448,14 +449,14 @@ TAGS = [
     Tag(
         WITHOUT_IMPROVEMENT,
         "same",
-        "With `validation.patience`: number of validations in a row without an improvement. The run ends when it is "
-        "`validation.patience`.",
+        "With `validation.patience`: number of validations in a row without an improvement. The run ends when this "
+        "number reaches `validation.patience`.",
         chart=("Learning", "validations without improvement"),
     ),
     Tag(
         "validation/perplexity",
         "same",
-        "Exponential of `validation/loss`; only for tokens.",
+        "Exponential of `validation/loss`. Only models of tokens have it.",
         chart=("Learning", "perplexity"),
     ),
     Tag(
@@ -519,7 +520,7 @@ TAGS = [
         "experts/entropy/<layer>",
         "max",
         "Entropy of the distribution of the load over the layer's experts, divided by the logarithm of their number. "
-        "1 is an equal load; 0 is the load of a single expert.",
+        "1: all experts have the same load. 0: a single expert has the whole load.",
         chart=("Experts", "entropy of the load (0 to 1)"),
     ),
     Tag(
@@ -532,15 +533,16 @@ TAGS = [
     Tag(
         "experts/balance_loss",
         "sum",
-        "Balance loss with its weight, as it enters the gradient: sum over layers, mean over the samples of all steps "
-        "since the last report. It is not part of `train/loss`.",
+        "Balance loss with its weight, as it enters the gradient: sum over layers, mean over the samples of the steps "
+        "since the last report that were not skipped. It is not part of `train/loss`.",
         chart=("Experts", "auxiliary losses"),
     ),
     Tag(
         "experts/z_loss",
         "sum",
         "Router z-loss with its weight, as it enters the gradient: squared logsumexp of the router's logits, sum over "
-        "layers, mean over the samples of all steps since the last report. It is not part of `train/loss`.",
+        "layers, mean over the samples of the steps since the last report that were not skipped. It is not part of "
+        "`train/loss`.",
         chart=("Experts", "auxiliary losses"),
     ),
     Tag(

@@ -57,7 +57,7 @@ class Timeline(Parts):
         """The path of the FSDP2 unit that was used last."""
 
         self._marks: list[tuple[Any, str]] = []
-        """The moments at which parts began, with their names: events, or times of the host's clock."""
+        """(moment, name) for each part that has begun. A moment is a CUDA event, or a time of the host's clock."""
 
         self._unused: list[Any] = []
         self._mark()

@@ -30,7 +30,7 @@ from titan_launch.plan.communication import Collectives, Traffic
 
 
 class TrafficCount:
-    """Counter of traffic. It starts at 0, and again at 0 after each `take`."""
+    """Counter of traffic. It starts at 0, and `take` resets it to 0."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -46,7 +46,7 @@ class TrafficCount:
 
 
 class WatchedExchange(Protocol):
-    """Interface of the exchange between replicas, over which an optimizer is sharded
+    """Interface of the exchange between the replicas over which an optimizer is sharded
     (`optim.replica_shards.ReplicaShards`)."""
 
     def watched(self, on_collective: CollectiveCallback) -> AbstractContextManager[None]:
@@ -90,8 +90,8 @@ def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None
     """Count the time of FSDP2's communication as the part `communication` of `timeline` until the end of the block.
 
     On a CPU, this is the time in which the units of a wrapped model communicate, or wait for a collective. On CUDA, it
-    is the time in which the computing stream waits for a collective, or copies to and from its buffers. A unit that is
-    sharded over a single rank does not communicate.
+    is the time in which the computing stream waits for a collective, or copies to and from its buffers. A unit with a
+    single rank in its mesh does not communicate.
 
     Every call of a unit also sets `timeline.last_unit` to the unit's path.
     """

@@ -41,13 +41,13 @@ ARCHITECTURES = {
 
 
 ALL_IN_ARGS = "none"
-"""Name of a flavor without values, which every model of this package has. `[model.args]` then sets all arguments that
-have no default."""
+"""Name of a flavor without values. Every model of this package has this flavor. `[model.args]` then sets all arguments
+that have no default."""
 
 
 def named_flavor(name: str, flavor: str | None) -> str:
-    """Return the flavor to show with a model's name; "" for the flavor `none`, and for a model without flavors. (The
-    `config.json` of a run has a flavor for every model.)"""
+    """Return the flavor to show with a model's name. The result is "" for no flavor, for the flavor `none`, and for a
+    model without flavors. (The `config.json` of a run has a flavor for every model.)"""
     return "" if flavor in (None, ALL_IN_ARGS) or name not in ARCHITECTURES else str(flavor)
 
 
@@ -75,8 +75,8 @@ def _overridden(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 
 def known_args(model: ModelConfig) -> ModelArgs | None:
-    """Return the arguments of a model of this package; None for a user's own model, and for wrong arguments. Other
-    rules report wrong arguments."""
+    """Return the arguments of a model of this package. Return None for any other model, an unknown flavor or wrong
+    arguments; other checks report these errors."""
     try:
         return resolve_args(model.name, model.flavor, model.args)
     except (KeyError, ValidationError):
@@ -97,7 +97,8 @@ def vocabulary_taken(model: ModelConfig) -> int | None:
 
 
 def images_taken(model: ModelConfig) -> ImageFormat | None:
-    """Return the format of the images that a model takes; None for a model of tokens, and for a user's own model.
+    """Return the format of the images that a model takes. Return None for a model of tokens, for a user's own model,
+    and for a class of `transformers` without a known number of channels.
 
     Raises the same errors as `resolve_args`.
     """

@@ -39,7 +39,7 @@ class TwinNeeds:
     """Number of pipeline stages of the twin; 1 without pipeline parallelism."""
 
     keeps_depth: bool
-    """True if globs of the job name layers by number. The twin then has as many layers."""
+    """True if globs of the job name layers by number. The twin then has as many layers as the job's model."""
 
     seq_len: int
     """Tokens per sequence of the job."""
@@ -47,8 +47,9 @@ class TwinNeeds:
     twin_seq_len: int
 
     def rows(self, own: int, small: int) -> int:
-        """Return the twin's number of rows for a number `own` of the job: at most `small`. If the job's shards divide
-        `own` unevenly, two shards divide the result unevenly too."""
+        """Return the twin's number of rows, which is at most `small`. `own`: number of rows in the job. If `own` is
+        above `small` and the job shards these rows unevenly, the result is a number that the twin shards unevenly
+        too."""
         uneven = small - (2 if self.is_tensor_parallel else 1)
         return own if own <= small else small if own % self.shards == 0 else uneven
 
@@ -65,6 +66,8 @@ class ModelArgs(Section):
 
     supports_tensor_parallel: ClassVar[bool] = False
     supports_context_parallel: ClassVar[bool] = False
+    supports_labels: ClassVar[bool] = False
+    """True if the argument `num_labels` makes the model a classifier or a reward model."""
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (names of the arguments, reason) for each contradiction between arguments. The first name is the
@@ -72,12 +75,12 @@ class ModelArgs(Section):
         yield from ()
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Yield arguments that other arguments leave without effect, as (argument, reason and remedy). An argument in a
-        table has a name such as `experts.num_groups`."""
+        """Yield (argument, reason and remedy) for each argument whose value is not the default, but has no effect
+        because of other arguments. An argument in a table has a name such as `experts.num_groups`."""
         yield from ()
 
     def effective(self) -> dict[str, Any]:
-        """Return the arguments with their effective values in place of unset ones, without those that have no effect.
+        """Return the arguments that have an effect. An unset argument gets the value that the model uses in its place.
         Two models with equal effective arguments compute the same."""
         table = self.model_dump(mode="json")
         for name in {name for name, _ in self.unused()}:
@@ -109,6 +112,14 @@ class ModelArgs(Section):
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         """Return the arguments, with their values, that the tensor-parallel degree must divide."""
         return {}
+
+    def width(self) -> int | None:
+        """Return the width of the model for muP; None if muP is not known for the model."""
+        return None
+
+    def beyond_mup(self) -> Iterator[str]:
+        """Yield the features of the model for which muP has no rule."""
+        yield from ()
 
     def num_experts(self) -> int | None:
         """Return the number of experts in a layer; None for a model without experts."""

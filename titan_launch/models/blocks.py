@@ -26,9 +26,10 @@ class Blocks(NamedTuple):
 def choose_blocks(module: nn.Module) -> Blocks:
     """Return the blocks of a model that declares none.
 
-    The blocks are the entries of its outermost `nn.ModuleList`s, except for norms. Without such entries, the blocks are
-    repeated modules that together hold more than half of the parameters: entries of `nn.Sequential`s, or else the
-    instances of one class. Without such modules, there are no blocks.
+    The blocks are the entries of its outermost `nn.ModuleList`s, except for entries without a matrix, such as norms.
+    Without such entries, the blocks are repeated modules that together hold more than half of the parameters outside of
+    embeddings: entries of `nn.Sequential`s, or else the instances of one class. Without such modules, there are no
+    blocks.
     """
     entries = tuple(_list_entries(module))
     if entries:
@@ -82,7 +83,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _repeated(module: nn.Module, paths: Iterator[str]) -> tuple[str, ...]:
-    """Return the paths whose modules have a class that occurs more than once among all of them."""
+    """Return those of `paths` whose module has the class of another module at `paths`."""
     classes = {path: type(module.get_submodule(path)) for path in paths}
     counts = Counter(classes.values())
     return tuple(path for path, cls in classes.items() if counts[cls] > 1)
@@ -104,8 +105,8 @@ def has_forward(module: nn.Module) -> bool:
 def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the paths of the modules that the globs match, in the order of `named_modules`.
 
-    A block needs a forward, so a ModuleList or ModuleDict cannot be one. Raise ConfigError on `model.blocks` for every
-    glob that matches nothing.
+    A block needs a forward, so a ModuleList or ModuleDict cannot be one. Raise ConfigError with a problem on
+    `model.blocks` for every glob that matches no such module.
     """
     paths, containers = _paths(module)
     unused = [
@@ -161,7 +162,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
     """Remove blocks from their containers, in place. The remaining blocks keep their names, such as `0` and `3`.
 
-    Raises ValueError for a block that is not in a container, because the model's forward refers to it by name.
+    Raises ValueError for a block that is not in a container, because some forward refers to such a block by name.
     """
     for path in removed:
         container = model.get_submodule(parent(path))

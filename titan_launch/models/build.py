@@ -73,7 +73,7 @@ def take_inventory(
 
 
 _STACKED = (Experts, StackedLoRA)
-"""Classes of modules whose parameters have one row for each expert."""
+"""Classes of modules whose parameters are stacked: the first axis counts the experts."""
 
 
 def _class_names(module: nn.Module) -> tuple[str, ...]:
@@ -175,8 +175,9 @@ def build_model(
     """Build the model that `model.name` selects: a model of this package, or a user's factory by its import string.
     With `lora`, add its adapters.
 
-    With `host`, a user's factory is called on the host, and the result includes the values of its tensors. Without
-    `host`, the model has no values and serves for planning.
+    `host`: the settings with which a user's factory is called to get the initial values of its tensors. If
+    `model.weights` has all parameters of a class of `transformers`, only the buffers get values. A factory with
+    `meta_device = True` ignores `host`. None: the model of any other factory has no values, and serves for planning.
 
     A user's module may define the method `flops_per_sample(seq_len)`. It may have the attributes `pipeline_order`,
     `tensor_parallel` and `context_parallel`, which `ModelSpec` explains. Raise ConfigError for errors of a user's
@@ -190,7 +191,8 @@ def build_model(
 
 
 def values_of_width(config: ModelConfig, base_width: int, scales: WidthScales) -> Initializer:
-    """Return the initial values of a decoder with muP: those of the model of the base width, scaled."""
+    """Return the initializer of a decoder with muP: the values of the same model with the width `base_width`,
+    multiplied by `scales`."""
     args = resolve_args(config.name, config.flavor, config.args)
     base = args.model_copy(update={"dim": base_width})
     return ScaledValues(SPECS[config.name].initializer(base), scales)
@@ -228,9 +230,10 @@ def _rows_that(exists: Callable[[str], bool], table: Mapping[str, T] | None) -> 
 def recorded_model(config_file: str | Path) -> nn.Module:
     """Build the model of a finished run in plain PyTorch, from the `config.json` in the run's folder.
 
-    The module is not sharded, and is on the default device. It has initial values: load a checkpoint into it. If the
-    run froze parameters that its checkpoints omit, the module has the values of the folder `model.weights`. Raises
-    ConfigError if this folder does not fit the model, and WeightsError if `config_file` is not JSON.
+    The module is not sharded, and is on the default device. Its values are not those of the run: load a checkpoint into
+    it. If the run's checkpoints omit frozen parameters, the module gets the values of the folder `model.weights`, if
+    the run had one. Raises ConfigError if this folder does not fit the model, and WeightsError if `config_file` cannot
+    be read.
     """
     recorded = read_json(Path(config_file))
     config = ModelConfig.model_validate(recorded["model"])

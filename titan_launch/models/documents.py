@@ -1,4 +1,5 @@
-"""Documents within samples: the positions of their tokens, and how a model's forward learns where they begin.
+"""Documents within samples: the positions of their tokens, and the arguments that tell a model's forward where they
+begin.
 
 A forward gets the documents of a batch in one of two ways:
 

@@ -45,7 +45,7 @@ class HostBuild:
     """Free memory of the host before the factory is called."""
 
     on_meta: bool = False
-    """Build the module on the meta device, without values."""
+    """True: the module is built on the meta device, without values."""
 
 
 def uses_meta_device(factory: Callable[..., Any]) -> bool:
@@ -70,8 +70,9 @@ def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module
 def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
     """Build a factory's module for planning: its parameters and buffers are on the meta device.
 
-    If the factory fails on the meta device, call it on the host. Raise ConfigError if both calls fail. Tensors in plain
-    attributes of the module become zeros on the host.
+    If the factory fails on the meta device, it is called on the host. Raise ConfigError if both calls fail, and
+    TooLargeError without a second call. Tensors on the meta device in plain attributes of the module become zeros on
+    the host.
     """
     module = None
     try:

@@ -1,8 +1,8 @@
 """Initial parameters and buffers, which are the same for every sharding and every number of ranks.
 
-Every rank computes the unsharded tensors of one module at a time, and keeps its shards of them. The random seed depends
-only on the job's seed and the module's path. Nothing is communicated. The values of a user's factory are an exception:
-one rank of each host has them, and sends every rank its shards.
+Every rank computes the unsharded tensors of one module at a time, and keeps only its own shards. The random seed
+depends only on the job's seed and the module's path. Nothing is communicated. The values of a user's factory are an
+exception: one rank of each host has them, and sends every rank its shards.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
     Adapters (`models.lora`) are always filled by their own `reset_parameters`, whatever `initializer` is.
 
     Values are computed on `device` even if the parameters are on the host, so offloading does not change them. A shared
-    tensor is filled once, by the first module in `named_modules` that owns it. Children are filled before parents.
-    Extra memory: the largest single module, unsharded and in fp32.
+    tensor is filled once, by the first module in `named_modules` that owns it. Children are filled before parents. The
+    extra memory is that of the largest single module, unsharded and in fp32.
     """
     if isinstance(initializer, HostValues):
         _copy_values(model, initializer)
@@ -78,8 +78,8 @@ def _copy_values(model: nn.Module, values: HostValues) -> None:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | None = None) -> int:
-    """Copy the weights into a model that is allocated, sharded or not, in place. Tensors that `weights` does not have
-    keep their values. Return the number of bytes that this rank has copied.
+    """Copy the weights into an allocated model, sharded or not, in place. Tensors that `weights` does not have keep
+    their values. Return the number of bytes, in the dtypes of the files, that this rank has copied.
 
     `names`: full names of the tensors to copy, by default all. Nothing is communicated: this rank reads its parts of
     the tensors.
@@ -143,8 +143,8 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of `module` with its original class, and with unsharded, uninitialised tensors.
 
-    The copy shares its other attributes with `module`. It has no children, because those of `module` are sharded. (A
-    copy of an `nn.MultiheadAttention` has.)
+    The copy shares its other attributes with `module`. It has no children, because those of `module` are sharded.
+    Exception: the copy of an `nn.MultiheadAttention` has the children of `module`.
     """
     cls = _original_class(module)
     twin = cls.__new__(cls)
@@ -156,7 +156,7 @@ def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     twin.__dict__["_buffers"] = {
         name: None if b is None else _uninitialised(b, device) for name, b in module._buffers.items()
     }
-    if not isinstance(module, nn.MultiheadAttention):  # its reset sets its child's bias to 0, even a shard of it
+    if not isinstance(module, nn.MultiheadAttention):  # its reset zeroes its child's bias, also if it is a shard
         twin.__dict__["_modules"] = {}
     return twin
 

@@ -39,7 +39,8 @@ class LoRA(nn.Module):
     """The adapter of a linear layer."""
 
     def __init__(self, shape: Sequence[int], config: LoRAConfig):
-        """`shape`: (out, in), the shape of the weight. The parameters are `a` (rank, in) and `b` (out, rank)."""
+        """`shape`: (out, in), the shape of the weight. The parameters are `a` (rank, in) and `b` (out, rank). A stacked
+        weight adds a first axis to all of them."""
         super().__init__()
         self.scale, self.dropout = config.scale, config.dropout
         *stack, num_out, num_in = shape
@@ -59,7 +60,7 @@ class LoRA(nn.Module):
         return product(low * self.scale, self.b, None)
 
     def delta(self) -> Tensor:
-        """Return the matrix that the adapter adds to the weight, in the shape of the weight and in fp32. The parameters
+        """Return what the adapter adds to the weight: a tensor with the shape of the weight, in fp32. The parameters
         must not be sharded."""
         return delta(self.a, self.b, self.scale)
 
@@ -82,7 +83,7 @@ class EmbeddingLoRA(LoRA):
         return product(F.embedding(x, self.a.T, self.padding_idx) * self.scale, self.b, None)
 
     def delta(self) -> Tensor:
-        """Return the matrix that the adapter adds to the weight."""
+        """Return what the adapter adds to the weight: a tensor with the shape of the weight, in fp32."""
         return delta(self.a, self.b, self.scale, is_embedding=True)
 
 
@@ -92,7 +93,7 @@ class StackedLoRA(LoRA):
 
 
 def delta(a: Tensor, b: Tensor, scale: float, is_embedding: bool = False) -> Tensor:
-    """Return the matrix that an adapter adds to the weight of its target, in the shape of the weight and in fp32."""
+    """Return what an adapter adds to the weight of its target: a tensor with the shape of the weight, in fp32."""
     product = b.float() @ a.float() * scale
     return product.mT if is_embedding else product
 
@@ -131,7 +132,7 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """During the block, let a model, wrapped or not, compute the same as without adapters.
+    """Let a model compute the same as without adapters until the end of the block. The model may be wrapped.
 
     The results of adapters are computed and multiplied by 0, so that the same FSDP2 units run as in every other
     forward.
@@ -168,9 +169,10 @@ def add_adapters(
     `blocks`: paths of the model's blocks. `device`: device of the adapters, by default meta. `plan.freezing` freezes
     all other parameters.
 
-    Raises ConfigError if an entry names no module that can have an adapter, if the class of a target replaces the
-    forward of `nn.Linear` or `nn.Embedding`, if a target shares its weight with a different module, if a rank is above
-    the smaller side of a weight, or if a rule of `lora.rules` applies to no target.
+    Raises ConfigError if an entry is ambiguous or names no module that can have an adapter, or if a rule of
+    `lora.rules` applies to no target. Also raises it for a target in three cases: its class replaces the forward of
+    `nn.Linear` or `nn.Embedding`, another module reads or shares its weight, or the rank is above the smaller dimension
+    of its weight.
     """
     if not config.targets:
         return
@@ -269,7 +271,8 @@ _ADAPTABLE = (nn.Linear, nn.Embedding, Experts)
 
 
 def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> list[str]:
-    """Return the paths that an entry of `lora.targets` names: as a glob, or else as the end of paths."""
+    """Return the paths that an entry of `lora.targets` names: as a glob, or else as the end of paths. The entry
+    `all-linear` names the linear layers and experts in the blocks, without routers."""
     if entry == ALL_LINEAR:
         routers = [module.router for module in modules.values() if isinstance(module, MixtureOfExperts)]
         inside = [path for path in modules if enclosing(path, blocks) and modules[path] not in routers]
@@ -278,8 +281,8 @@ def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) 
 
 
 def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the reason why an entry is ambiguous; None if it is not. An entry is ambiguous if it is the name of a
-    single weight of experts in `transformers`, because all weights of the experts get adapters together."""
+    """Return the reason why an entry is ambiguous; None if it is not. An entry is ambiguous if it names a single weight
+    of the experts, here or in `transformers`, because all weights of the experts get adapters together."""
     if any(matches(entry, path) for path in modules):
         return None
     stacked = [path for path, module in modules.items() if isinstance(module, Experts)]
@@ -347,7 +350,7 @@ def _rules_without_effect(targets: Mapping[str, nn.Module], config: LoRAConfig) 
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of a target to which adapters add."""
+    """Return the weights of a target that get adapters."""
     names = _EXPERT_WEIGHTS if isinstance(module, Experts) else ("weight",)
     return [module.get_parameter(name) for name in names]
 

@@ -38,7 +38,7 @@ _CLASSES: dict[str, type[nn.Module]] = {
     "shared_colwise": nn.Linear,
     "shared_rowwise": nn.Linear,
 }
-"""The class of module that a style requires; other styles allow any module."""
+"""The class of module that each style requires. Styles that are not in this table allow any module."""
 
 DIVIDED_AXIS = {
     "embedding": 0,
@@ -58,8 +58,8 @@ _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
 
 
 def explain_shapes(error: BaseException, model: ModelConfig, degree: int) -> ConfigError | None:
-    """Return a ConfigError that explains `error`, if a user's model has raised it and it is about shapes under tensor
-    parallelism; else None."""
+    """Return a ConfigError that explains an error about shapes that a user's model has raised under tensor parallelism;
+    None for any other error."""
     if not isinstance(error, (RuntimeError, ValueError)) or not _ABOUT_SHAPES.search(str(error)):
         return None
     if degree == 1 or model.is_of_package:

@@ -85,8 +85,9 @@ class AttentionHeads:
 class ModelSpec:
     """The construction of a model, its initial values, and how it can be divided.
 
-    `args` below are the arguments of the model, an object of `titan_launch.models.architectures`. A glob may match
-    nothing, because some modules exist only with certain arguments.
+    `args` below are the arguments of the model: an object of the class `Architecture.args` of the model
+    (`titan_launch.models.architectures`). A glob may match nothing, because some modules exist only with certain
+    arguments.
     """
 
     build: Callable[[Any, int], nn.Module]
@@ -120,5 +121,6 @@ class ModelSpec:
     (batch, heads, tokens, width) and with `is_causal=True`. None: context parallelism is not supported."""
 
     attention: Callable[[Any, int], AttentionHeads | None] | None = None
-    """Function of (args, seq_len) that describes the plain causal attention of sequences of `seq_len` tokens. None: the
-    model has no plain causal attention."""
+    """Function of (args, seq_len) that describes the plain causal attention of sequences of `seq_len` tokens. It
+    returns None if no layer has plain causal attention with these arguments. None in place of the function: the model
+    never has any."""

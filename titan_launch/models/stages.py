@@ -23,8 +23,8 @@ class PassThrough(nn.Module):
 
 
 def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[str]) -> tuple[nn.Module, ...]:
-    """Return one module for each stage of this rank. In `model`, pass-through modules replace the modules of other
-    ranks.
+    """Return one module for each stage of this rank. Also replace the modules of other ranks in `model` by pass-through
+    modules, in place.
 
     `stages`: the paths of the modules of each stage of this rank. `others`: the paths of the modules of other ranks.
     Together they contain the whole pipeline order. Modules outside of the pipeline order have no parameters, and are on

@@ -17,7 +17,7 @@ from titan_launch.optim.shards import ShardGroup, count_step, in_float32, master
 def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
     """Update all groups in float32. Results in bfloat16 are rounded once, when they are stored.
 
-    `applied`: scalar on the device, 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
+    `applied`: a scalar on the device: 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
     does not wait for the device.
     """
     for group in groups:
@@ -33,7 +33,8 @@ def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, applied:
 
 
 def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
-    """Update a group by PyTorch's implementation."""
+    """Update a group by PyTorch's function `adamw`. `found_inf`: a scalar on the device that is not 0 if the step is
+    skipped; None if no step is skipped."""
     shards = group.shards
     adamw(
         [shard.parameter for shard in shards],

@@ -1,6 +1,6 @@
 """Gradient norm and clipping. Each rank computes with its shards, and the ranks exchange one number.
 
-`torch.nn.utils.clip_grad_norm_` gives the same result, but dispatches several operations for every DTensor.
+`torch.nn.utils.clip_grad_norm_` gives the same result, but it dispatches several operations for every DTensor.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.nn.utils import get_total_norm
 from titan_launch.distributed.dtensor import local_tensor
 
 _SMALLEST = 1e-6
-"""Number that is added to the norm, so that a division by the sum never divides by 0. It is that of
-`torch.nn.utils.clip_grad_norm_`."""
+"""Number that is added to the norm before a division, so that the divisor is never 0. `torch.nn.utils.clip_grad_norm_`
+adds the same number."""
 
 
 @torch.no_grad()
@@ -29,11 +29,11 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, *others:
     """Clip gradients in place to a total norm of at most `max_norm`. If `max_norm` is 0, do not change them.
 
     Return the norm before clipping, over all shards, as a scalar tensor. It is equal on all ranks. With expert
-    parallelism, the DTensors are on two meshes of the same ranks. `others`: groups of ranks with other gradients, which
-    are part of the norm: pipeline stages, or replicas over which the optimizer is sharded.
+    parallelism, the DTensors are on two meshes of the same ranks. `others`: groups of ranks whose gradients are also
+    part of the norm: pipeline stages, or replicas over which the optimizer is sharded. None is ignored.
 
     Collective over the ranks that share the shards, and over `others`. The host does not wait for the device. If the
-    norm is not finite, the gradients become NaN, and the caller must skip the step.
+    norm is not finite, clipping sets the gradients to 0 or NaN, and the caller must skip the step.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -56,10 +56,11 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, *others:
 
 
 def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of sharded gradients over all ranks, in float32 or float64.
+    """Return the norm of gradients over all ranks: in float32 or float64 for DTensors, and in their own dtype for plain
+    tensors.
 
-    The dtype is at least float32, because pipeline stages with gradients of different dtypes must agree on the norm.
-    Squares are added in float64, because the squares of large norms overflow float32.
+    The dtype for DTensors is at least float32, because pipeline stages with gradients of different dtypes must agree on
+    the norm. Squares of DTensors' norms are added in float64, because the squares of large norms overflow float32.
     """
     if not isinstance(gradients[0], DTensor):
         return get_total_norm(gradients)

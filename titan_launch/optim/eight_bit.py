@@ -32,8 +32,8 @@ _SMALLEST_SCALE = 2.0**-40
 
 
 def initial_codes(parameter: Tensor, name: str) -> dict[str, Tensor]:
-    """Return the codes and the scales of a state tensor `name` of zeros, by their names in the state. Both are sharded
-    like the parameter, which must have at least two axes."""
+    """Return the codes and the scales of a state tensor `name` that is 0 everywhere, by their names in the state. Both
+    are sharded like the parameter, which must have at least two axes."""
     codes = torch.zeros_like(parameter, dtype=torch.int8, requires_grad=False)
     local = codes.to_local() if isinstance(codes, DTensor) else codes
     scales = torch.zeros(shape_of_scales(local.shape), device=local.device)
@@ -53,8 +53,8 @@ class Codes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of elements that `decode` and `encode` treat as one row: a block if blocks divide the rows of the
-        tensor evenly, else a row."""
+        """Number of elements that `decode` and `encode` treat as one row: those of a block if each row of the tensor is
+        a whole number of blocks, else those of a row."""
         columns = self.codes.shape[-1]
         return columns if columns % BLOCK else BLOCK
 

@@ -32,8 +32,8 @@ def update_weight(config: EMAConfig, step: int) -> float:
 
 class WeightEMA(Observer):
     """The average: for each trainable parameter a float32 DTensor, sharded like the parameter. A shared parameter has
-    one average. If the optimizer is sharded over replicas, so is the average: it is a plain tensor, of this replica's
-    chunk. Only `in_model` communicates then."""
+    one average. If the optimizer is sharded over replicas, so are the averages: each is a plain tensor for this
+    replica's chunk of a parameter. Then only `in_model` communicates; otherwise nothing does."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig):
         """Begin with the values of the parameters. If the optimizer has float32 masters, they are averaged in place of
@@ -71,8 +71,9 @@ class WeightEMA(Observer):
         """Give the parameters the values of the average until the end of the block.
 
         The parameters must be sharded, as they are between steps. `parameters_changed` is called after each of the two
-        changes of the parameters. The copies of the parameters need less memory than their gradients, which do not
-        exist between steps. Collective over the replicas if the optimizer is sharded over them.
+        changes of the parameters. The parameters are copied until the end of the block. These copies need no more
+        memory than the gradients, which do not exist between steps. Collective over the replicas if the optimizer is
+        sharded over them.
         """
         own = {parameter: local_tensor(parameter).detach().clone() for parameter in self._averages}
         with torch.no_grad():

@@ -23,7 +23,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def divided(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return views of the parts of a flat tensor, which have these shapes."""
+    """Return views of consecutive parts of a flat tensor. The views have the given shapes."""
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -48,12 +48,11 @@ class MatrixGather:
         return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis) * self.replicas
 
     def gather(self, shards: Tensor, shapes: Sequence[torch.Size]) -> Tensor | None:
-        """Gather the stack of a batch that is this rank's to compute, from the shards of all ranks. Return the full
-        stack.
+        """Return the full stack of the batch that this rank computes, gathered from the shards of all ranks.
 
-        `shards`: this rank's shards of all matrices of the batch, one after another: flat, in bfloat16. `shapes`: those
-        of the full stacks. The i-th of the ranks that share a matrix gets the i-th stack, on the mesh's device. A rank
-        without a stack gets None.
+        `shards`: this rank's shards of all matrices of the batch, one after another: flat, in bfloat16. `shapes`:
+        shapes of the full stacks. The i-th of the ranks that share a matrix gets the i-th stack, on the mesh's device.
+        A rank without a stack gets None.
         """
         if self.mesh is None or self._axis is None:
             return shards.view(shapes[0])

@@ -2,8 +2,7 @@
 its update.
 
 A rank computes the updates of several matrices of equal shape together. The stacked parameters of experts have three
-axes: the first counts the experts. The matrix of each expert is updated by the rank that holds it, without
-communication.
+axes: the first counts the experts. The rank that holds the matrix of an expert updates it, without communication.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ class Matrix(NamedTuple):
 
 
 def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
-    """Update all groups. Collective over the ranks that share the matrices, in the same order on all ranks.
+    """Update all groups. Collective over the ranks that share the matrices; `groups` must have the same order on all
+    ranks.
 
-    `applied`: scalar on the device, 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
+    `applied`: a scalar on the device: 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
     does not wait for the device.
     """
     for group in groups:
@@ -68,8 +68,8 @@ def _update_experts(experts: Sequence[Matrix], config: MuonConfig, applied: Tens
 
 
 def _update(division: MatrixGather, batch: Sequence[Sequence[Matrix]], config: MuonConfig, applied: Tensor) -> None:
-    """Update the matrices of a batch. `batch`: for each rank that shares the matrices, the matrices of one shape that
-    this rank computes."""
+    """Update the matrices of a batch. `batch` has one stack for each rank that shares the matrices: the matrices of one
+    shape whose updates that rank computes."""
     matrices = [matrix for stack in batch for matrix in stack]
     shapes = [torch.Size((len(stack), *stack[0].shard.full.shape)) for stack in batch]
     full = division.gather(_directions(matrices, config, applied), shapes)

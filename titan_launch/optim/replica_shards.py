@@ -43,19 +43,19 @@ class Chunk(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, shard: Tensor) -> Tensor:
-        """Return a view of the chunk of a shard: a parameter's, or its gradient's."""
+        """Return a view of the chunk. `shard`: the local shard of the parameter or of its gradient."""
         return shard.view(-1)[self.start : self.stop].view(self.shape)
 
 
 @cache
 def chunk_of(shape: torch.Size, replicas: int, index: int) -> Chunk:
-    """Return the chunk of replica `index`. `shape`: of the local shard, which all replicas have."""
+    """Return the chunk of replica `index`. `shape`: shape of the local shard, which is the same in all replicas."""
     size, numel = chunk_numel(shape, replicas), shape.numel()
     start, stop = min(index * size, numel), min((index + 1) * size, numel)
     row = numel // shape[0] if numel else 1
     if size % row == 0:
         return Chunk(start, stop, (start // row, *[0] * (len(shape) - 1)), ((stop - start) // row, *shape[1:]))
-    _, rows, columns = shape  # of a stack; the chunk is within one matrix
+    _, rows, columns = shape  # a stack of matrices; the chunk is within one matrix
     matrix, offset = divmod(start // columns, rows)
     return Chunk(start, stop, (matrix, offset, 0), (1, (stop - start) // columns, columns))
 
@@ -122,9 +122,9 @@ class ReplicaShards:
     """The chunks of this rank, and the exchange of gradients and parameters between the replicas.
 
     A step calls `begin_microbatch` before each forward (`parallel.accumulation.Accumulation`), `reduce_gradients` after
-    its last backward, and `gather_parameters` after the update. The last backward and both functions are collective
-    over the replicas. All replicas must compute gradients of the same parameters, in the same order, as FSDP2 demands
-    of all ranks.
+    its last backward, and `gather_parameters` after the update. These two methods are collective over the replicas.
+    With `leave_early`, so is the last backward. All replicas must compute gradients of the same parameters, in the same
+    order, as FSDP2 demands of all ranks.
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, mesh: Mesh, leave_early: bool):
@@ -177,8 +177,8 @@ class ReplicaShards:
         return Shard(chunk, tuple(a + b for a, b in zip(offsets, within, strict=True)), size)
 
     def begin_microbatch(self, is_last: bool) -> None:
-        """Let the gradients leave during the next backward if `is_last`: it is the last backward of its parameters in
-        the step."""
+        """Prepare for the next backward. `is_last`: True if this is the last backward of its parameters in the step.
+        Their gradients then leave during this backward."""
         self._is_last = is_last
 
     @torch.no_grad()
@@ -192,7 +192,7 @@ class ReplicaShards:
             return
         assert isinstance(parameter, nn.Parameter), "FSDP2 calls the hook with the sharded parameter"
         unit.seen.add(parameter)
-        # FSDP2 reduces the parameters of a unit in their order, so the last one mostly decides.
+        # FSDP2 reduces the gradients of a unit in the order of its parameters, so the last parameter is checked first.
         if all(p in unit.seen or not p.requires_grad for p, *_ in reversed(unit.places)):
             self.start(unit)
 
@@ -214,7 +214,8 @@ class ReplicaShards:
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradients that have left, and expect no last backward. This method is not collective."""
+        """Drop the gradients that have left, and let no gradients leave until `begin_microbatch` is called again. This
+        method is not collective."""
         self._is_last, self._started = False, None
         for unit in self._units:
             unit.seen.clear()
@@ -252,7 +253,7 @@ class ReplicaShards:
         unit.row = row if unit.row is None else unit.row.add_(row)
 
     def stored(self, received: Tensor, unit: _ExchangedUnit) -> Tensor:
-        """Return received gradients in the dtype and on the device of the parameters."""
+        """Return received gradients in the storage dtype, on the device of the sharded parameters."""
         stored = local_tensor(unit.places[0].parameter)
         return received.to(stored.device, stored.dtype)
 
@@ -270,7 +271,7 @@ class ReplicaShards:
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """Give all replicas the chunks that each of them has updated."""
+        """All-gather the updated chunks, so that every replica has the new values of all its shards."""
         for unit in self._units:
             self._gather(unit)
 

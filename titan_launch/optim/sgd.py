@@ -16,7 +16,7 @@ from titan_launch.optim.shards import ShardGroup, applied_or_skipped, count_step
 def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
     """Update all groups in float32. Results in bfloat16 are rounded once, when they are stored.
 
-    `applied`: scalar on the device, 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
+    `applied`: a scalar on the device: 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
     does not wait for the device.
     """
     for group in groups:
@@ -27,7 +27,10 @@ def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: T
 
 def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
     """Update a group by PyTorch's function `sgd`. (`torch.optim.SGD` is not used: if it skips the first step, its
-    momentum buffers stay uninitialized.)"""
+    momentum buffers stay uninitialized.)
+
+    `found_inf`: a scalar on the device that is not 0 if the step is skipped; None if no step is skipped.
+    """
     shards = group.shards
     count_step(shards, applied_or_skipped(found_inf, shards[0].parameter.device))
     sgd(

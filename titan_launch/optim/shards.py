@@ -35,14 +35,14 @@ class LocalShard:
     gradient: Tensor
     state: dict[str, Tensor]
     seed: int | None
-    """Seed of stochastic rounding; None rounds to the nearest."""
+    """Seed of stochastic rounding. None: results are rounded to the nearest."""
 
     replicas: ReplicaShards | None = None
-    """The replicas over which the optimizer is sharded."""
+    """The replicas over which the optimizer is sharded; None if it is not sharded over replicas."""
 
     @property
     def gather(self) -> MatrixGather:
-        """The ranks that have the other shards, and their exchange."""
+        """The sharding of the parameter, and the exchange of its shards between ranks."""
         gather, replicas = matrix_gather_of(self.full), self.replicas
         if replicas is None:
             return gather
@@ -79,7 +79,7 @@ class ShardGroup(NamedTuple):
     weight_decay: float
 
     def pytorch_settings(self, config: OptimizerConfig, found_inf: Tensor | None) -> dict[str, Any]:
-        """Return the arguments that PyTorch's functions for all algorithms share."""
+        """Return the arguments that PyTorch's functions `adamw` and `sgd` share."""
         return {
             "foreach": config.implementation == "foreach",
             "fused": config.implementation == "fused",
@@ -103,7 +103,8 @@ def shard_of(
 
 
 def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> None:
-    """Set the gradients of a skipped step to zero, in place. A step is skipped if `found_inf` is not 0.
+    """Set the gradients of a skipped step to zero, in place. A step is skipped if `found_inf` is not 0; with None, no
+    step is skipped.
 
     `found_inf` is on the device of the shards. The gradients are multiplied by 0 or 1 as integers, because NaN * 0 is
     NaN.
@@ -117,7 +118,8 @@ def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> No
 
 
 def applied_or_skipped(found_inf: Tensor | None, device: torch.device) -> Tensor:
-    """Return a scalar on `device`: 0 for a skipped step (`found_inf` is not 0), otherwise 1.
+    """Return a scalar on `device`: 0 if the step is skipped (`found_inf` is not 0), and 1 if it is not (`found_inf` is
+    0 or None).
 
     The scalar is a float64 tensor without axes. A product of a tensor with such a scalar keeps the tensor's dtype.
     """
@@ -127,7 +129,7 @@ def applied_or_skipped(found_inf: Tensor | None, device: torch.device) -> Tensor
 
 
 def count_step(shards: Sequence[LocalShard], applied: Tensor) -> None:
-    """Add `applied` to the step counts: 1, or 0 for a skipped step."""
+    """Add `applied` to the step counts. `applied`: 1, or 0 for a skipped step."""
     # This is a list of equal tensors, because PyTorch would copy the value of a single tensor to the host.
     torch._foreach_add_([shard.state["step"] for shard in shards], [applied.float()] * len(shards))
 
@@ -188,7 +190,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 _DROPPED_BITS = 16
-"""Number of bits that a float32 has more than a bfloat16: the last bits of the mantissa."""
+"""Number of bits by which a float32 is longer than a bfloat16: the last bits of the mantissa."""
 
 _GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32: its multiples are far apart
 
@@ -215,7 +217,8 @@ class Draw:
 
     @property
     def inner(self) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-        """The axes behind the first. `random_bits` draws for tensors with equal inner axes together."""
+        """(True if the tensor has axes, lengths of the axes behind the first, offsets along them). `random_bits` draws
+        for tensors with equal values together."""
         return bool(self.shape), tuple(self.shape[1:]), self.offsets[1:]
 
     @property

@@ -1,4 +1,4 @@
-"""Gradient accumulation: which collectives of FSDP2 each microbatch of a step runs."""
+"""Gradient accumulation: the choice of the collectives that FSDP2 runs in each microbatch of a step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from titan_launch.optim.replica_shards import ReplicaShards
 
 
 class AccumulationStrategy(Protocol):
-    """Sets the collectives of each microbatch. The training step calls it before each forward."""
+    """A rule for the collectives of each microbatch. The training step calls `begin_microbatch` before each forward."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
         """Set which collectives the next backward runs. `is_last`: True for the step's last microbatch."""
 
 
 class Accumulation:
-    """The section `[gradient_accumulation]`: a mode, and parameters that may stay unsharded until the step's last
-    backward, as in ZeRO-2. (FSDP2 units then do not reshard after forward; `ModelPlan` sets this for each unit.)"""
+    """The rule of the section `[gradient_accumulation]`: its mode, and whether parameters stay unsharded until the
+    step's last backward, as in ZeRO-2. (If they do, FSDP2 units do not reshard after forward; `ModelPlan` sets this for
+    each unit.)"""
 
     def __init__(self, config: GradientAccumulationConfig, replicas: ReplicaShards | None = None):
-        """`replicas`: the exchange of gradients between the replicas, if the optimizer is sharded over them. It begins
-        during the step's last backward."""
+        """`replicas`: the exchange of gradients between the replicas, if the optimizer is sharded over them; else None.
+        The exchange begins during the step's last backward."""
         self._mode, self._keeps_parameters = config.row, bool(config.keep_params_unsharded)
         self._replicas = replicas
 

@@ -23,8 +23,8 @@ class ActivationArena:
     """Memory for tensors that live until backward. A tensor's place is free again when the tensor is dropped.
 
     The first forward shows how much memory is needed. Until `fit` is called, tensors that find no place are in ordinary
-    memory, to and from which copies are slower. A free place may be used again at once, so the caller must order the
-    copies.
+    memory. Copies to and from ordinary memory are slower. A free place may be used again at once, so the caller must
+    order the copies.
     """
 
     def __init__(self, device: torch.device):
@@ -39,7 +39,7 @@ class ActivationArena:
         self.memory = torch.empty(0, dtype=torch.uint8)
         """One-dimensional tensor of bytes."""
         self.needed = 0
-        """Largest number of bytes that places took so far."""
+        """Number of bytes that the memory must have for all places so far."""
 
     def place(self, num_bytes: int) -> Tensor:
         """Return a new one-dimensional tensor of bytes: in the arena if it has a free place, else in ordinary
@@ -57,7 +57,8 @@ class ActivationArena:
         return place
 
     def fit(self) -> None:
-        """Replace the memory if more was needed, and no tensor is in use. The host then waits for the copies."""
+        """Replace the memory by a larger one if more was needed and no tensor is in use. The host then waits for the
+        copies."""
         self._take_back()
         if self.needed > len(self.memory) and self._gaps == [(0, _ENDLESS)]:
             if self._device.type == "cuda":

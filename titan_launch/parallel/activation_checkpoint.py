@@ -146,8 +146,8 @@ class _SelectiveMode(TorchDispatchMode):
     """Dispatch mode of a forward: the first one saves results of `SAVED_OPS`, and the second one reuses them.
 
     PyTorch's own modes are for graphs only. They require that both forwards run the same operations. But if a block
-    contains FSDP2 units, their hooks may all-gather in only one of the two forwards. And only torch 2.15 can offload
-    the results.
+    contains FSDP2 units, their hooks may all-gather in only one of the two forwards. And before torch 2.15, PyTorch's
+    own modes cannot offload the results.
     """
 
     supports_higher_order_operators = True
@@ -186,8 +186,8 @@ def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
     """Return a function that returns the result of an operation in the second forward.
 
     `inputs`: the inputs of a compiled graph; empty for other operations. The result of a graph contains the tensors
-    that it saves for backward. Those of them that are inputs are not saved here: the second forward has computed them
-    by then.
+    that it saves for backward. Tensors among them that are inputs of the graph are not saved here, because the second
+    forward has computed them by then.
     """
     if func is _aten.topk.default:
         # Save only the indices: the values follow from the indices, and models may change the values in place.
@@ -214,7 +214,7 @@ def _largest(indices: Tensor, x: Tensor, k: int, dim: int = -1, *options: Any, *
 
 
 def _saved(value: Any, is_complete: bool = True) -> Callable[[], Any]:
-    """Return a function that returns a result of an operation: a tensor, or a number.
+    """Return a function that returns `value`, a tensor or a number that an operation has returned.
 
     `is_complete`: False for the result of a collective that may still run. It cannot be offloaded yet.
     """

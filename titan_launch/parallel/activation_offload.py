@@ -3,11 +3,11 @@
 The unit of offloading is the storage, not the tensor: a storage is copied once even if several operations save views of
 it, and backward gets the same views (dtype, shape, strides). So offloading changes no bit of the results.
 
-On CUDA, one side stream copies in both directions, so a copy to the device always follows the copy to the host. While
-a block computes, the storages of the block before it are copied to the host. The memory of these is freed when the
-next block ends, after the compute stream has waited for the copies. In backward, the first access to a block's storages
-starts the copies for the block before it. All device memory is allocated and freed in the order of the compute stream,
-so the peak does not depend on timing, and `Tensor.record_stream` is not needed.
+On CUDA, one side stream copies in both directions, so a copy to the device always follows the copy to the host. The
+copies of a block's storages to the host start while the block computes. The device memory of these storages is freed
+when the next block ends, after the compute stream has waited for the copies. In backward, the first access to a block's
+storages starts the copies for the block before it. All device memory is allocated and freed in the order of the compute
+stream, so the peak does not depend on timing, and `Tensor.record_stream` is not needed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def offload_activations(model: nn.Module, blocks: Sequence[str], device_type: st
 
 
 class HostCopies:
-    """Copies within host memory, for tests and traces: they are complete when the call returns."""
+    """Copies within host memory, for tests and traces. A copy is complete when the call that starts it returns."""
 
     device_type = "cpu"
 
@@ -139,7 +139,8 @@ class _Group:
 
     def __init__(self, before: _Group | None):
         self.before = before
-        """The group of the block that ran before, until backward has begun to load it."""
+        """The group of the block that ran before; None for the first block, and after backward has begun to load that
+        group."""
         self.by_storage: dict[tuple[int, int], _Saved] = {}
         """Storages by address and version, during the forward. An operation in place begins a new version."""
         self.storages: list[weakref.ref[_Saved]] = []
@@ -248,7 +249,8 @@ class _Offloader:
                     saved.device = None
 
     def _load(self, group: _Group) -> None:
-        """Start the copies of a group to the device, except of storages that are there or are no longer needed."""
+        """Start the copies of a group to the device. Storages that are on the device or are no longer needed are not
+        copied."""
         absent = [saved for ref in group.storages if (saved := ref()) is not None and saved.device is None]
         if absent:
             self._wait_for_arriving()

@@ -36,14 +36,15 @@ def parallelize(
     """Prepare a model on the meta device for distributed training, in place; nothing is allocated.
 
     1. Cast to storage dtypes, while parameters are plain tensors without memory. FSDP2 keeps the dtypes that it finds.
-    2. Convert linear layers to float8. Names and dtypes of parameters stay. Not possible with tensor parallelism.
+    2. Convert linear layers to float8. Names and dtypes of parameters stay. float8 excludes tensor parallelism.
     3. Apply tensor parallelism by the model's `styles`, and expert parallelism. FSDP2 then shards the resulting
        DTensors further.
     4. Prepare BatchNorm layers, before FSDP2 replaces their class. `statistics_group`: the ranks over which statistics
        are synchronized; None for local statistics. Set the scale of the auxiliary losses of mixtures of experts.
     5. Apply activation checkpointing inside of FSDP2's hooks. The second forward then gets inputs that FSDP2 has cast.
-    6. Compile around activation checkpointing, so that one graph contains both forwards. With tensor parallelism a
-       graph cannot contain both, so compilation is inside. FSDP2's hooks cannot be in a graph, and stay outside.
+    6. Compile around activation checkpointing, so that one graph contains both forwards. With tensor parallelism, a
+       graph can contain both only for `selective_ac_option = "op"`. For other options, compilation is inside of
+       checkpointing. FSDP2's hooks cannot be in a graph, and stay outside.
     7. Offload activations around compiled forwards and checkpoints, so that offloading sees all tensors that these save
        for backward.
     8. Apply FSDP2 last, because it shards the parameters that exist at its call.

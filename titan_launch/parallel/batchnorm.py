@@ -20,9 +20,7 @@ _log = logging.getLogger(__name__)
 
 _FEW_VALUES = 32
 """Smallest number of values per channel without a warning. With fewer values, the relative standard error of their
-variance exceeds 1/4.
-
-For n normally distributed values the error is `sqrt(2 / (n - 1))`."""
+variance exceeds 1/4: for n normally distributed values it is `sqrt(2 / (n - 1))`."""
 
 
 def prepare_batch_norms(
@@ -55,7 +53,7 @@ def _is_frozen(norm: _BatchNorm) -> bool:
 
 
 def _fix_statistics(norm: _BatchNorm) -> None:
-    """Let a layer normalize with its running statistics also in training."""
+    """Let a layer normalize with its running statistics in training, too, and not update them."""
     norm.train = lambda mode=True: nn.Module.train(norm, False)  # type: ignore[method-assign]
     norm.eval()
 
@@ -103,14 +101,17 @@ def _describe_synchronized(num_norms: int, ranks: int) -> str:
 
 
 class _ValuesCheck:
-    """Check in the first training forward whether each layer computes its statistics from enough values per channel."""
+    """A check, in the first training forward, that each layer computes its statistics from enough values per
+    channel."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
         self._counts: dict[str, int] = {}
 
     def watch(self, model: nn.Module, norms: Mapping[str, _BatchNorm]) -> None:
-        """Register hooks that count in the first training forward, log a warning at its end, and remove themselves."""
+        """Register hooks that count values in the first training forward, and then remove themselves. The hooks raise
+        ConfigError for a layer with one value per channel. At the end of the forward, rank 0 logs a warning if layers
+        have few values."""
         for path, norm in norms.items():
             if not isinstance(norm, nn.SyncBatchNorm):  # its statistics come from the values of all ranks
                 self._watch(path, norm)

@@ -54,7 +54,8 @@ def compile_pieces(
 
 
 def compile_loss(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
-    """Return `function`, which computes the loss; compiled if `[compile]` enables compilation of the loss."""
+    """Return `function`, which computes the loss. The result is compiled if `[compile]` enables compilation of the
+    loss."""
     if not config.enable or "loss" not in config.components:
         return function
     return _compiled(function, config, "the loss")
@@ -66,7 +67,8 @@ def eager(config: CompileConfig) -> AbstractContextManager[Any]:
 
 
 def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
-    """Return a log line with the backend and the compiled modules."""
+    """Return a log line with the backend, the compiled modules, and the units inside of blocks that are not
+    compiled."""
     pieces = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.compiled).items())
     inside = [u for u in plan.units if any(enclosing(parent(path), plan.inventory.blocks) for path in u.modules)]
     around = ", ".join(dict.fromkeys(unit.reason for unit in inside))
@@ -88,8 +90,8 @@ def _prepare(num_pieces: int, activation_checkpoint: ActivationCheckpointConfig)
 
 
 def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> Callable[..., Any]:
-    """Return `compute`, compiled. A graph is for fixed shapes: an input of a different shape gets a graph of its
-    own."""
+    """Return `compute` as a compiled function. A graph is for fixed shapes: an input of a different shape gets a graph
+    of its own."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     graph = torch.compile(compute, fullgraph=True, dynamic=False, backend=config.backend)

@@ -49,15 +49,15 @@ class SequencePart:
 
 
 def sequence_part(mesh: DeviceMesh | None, parallelism: ParallelismConfig) -> SequencePart | None:
-    """Return this rank's part of every sequence. If `mesh` is None, each rank has whole sequences: return None."""
+    """Return this rank's part of every sequence. If `mesh` is None, each rank has whole sequences, and the result is
+    None."""
     if mesh is None:
         return None
     return SequencePart(mesh.get_local_rank(), mesh.size(), parallelism.context_parallel_load_balance)
 
 
 def part_of(source: SampleSource, part: SequencePart | None) -> SampleSource:
-    """Return a source whose samples contain only a rank's tokens and targets. If `part` is None, return
-    `source`."""
+    """Return a source whose samples contain only a rank's tokens and targets. If `part` is None, return `source`."""
     return source if part is None else _SequencePartSource(source, part)
 
 
@@ -101,9 +101,9 @@ def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart
 def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: torch.device) -> Iterator[None]:
     """Let `F.scaled_dot_product_attention` attend to the tokens of all ranks of `mesh` until the end of the block.
 
-    The block must contain forward and backward, because PyTorch replaces this function and DTensor's dispatcher. Raise
-    ConfigError if PyTorch has no ring attention for the device. In the block, attention in fp32 raises ConfigError if
-    PyTorch's kernel for it does not support the number of tokens.
+    The block must contain forward and backward, because PyTorch replaces that function and DTensor's dispatcher only
+    inside of the block. Raise ConfigError if PyTorch has no ring attention for the device. In the block, attention in
+    fp32 raises ConfigError if PyTorch's kernel for it does not support the number of tokens.
     """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel import _attention

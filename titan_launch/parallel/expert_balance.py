@@ -33,7 +33,8 @@ probability has a load of 0 only with probability e^-20."""
 
 
 def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: DeviceMesh | None, device: str) -> None:
-    """Set the scale of the auxiliary losses of all mixtures of experts, in place. Nothing is communicated.
+    """Set the scale of the auxiliary losses of all mixtures of experts, and the ranks that divide their sequences, in
+    place. Nothing is communicated.
 
     Log a warning for settings that make routing imprecise, or the products of experts slow.
 
@@ -127,7 +128,7 @@ class ExpertBalance:
         layers with fewer experts end in zeros."""
 
         self._losses = torch.zeros(2, dtype=torch.float64, device=device)
-        """Sums of the auxiliary losses of this rank's layers."""
+        """Sums of the auxiliary losses of this rank's layers in the window: balance losses, then z-losses."""
 
         self._num_steps = torch.zeros((), dtype=torch.float64, device=device)
         """Number of steps in the window that were not skipped."""
@@ -225,7 +226,8 @@ class ExpertBalance:
 
 
 def describe_collapse(step: int, collapsed: Mapping[str, tuple[float, float]]) -> str:
-    """Return a warning. `collapsed`: result of `ExpertBalance.newly_collapsed`, not empty."""
+    """Return the text of a warning about layers that have collapsed. `collapsed`: result of
+    `ExpertBalance.newly_collapsed`, not empty."""
     path, (unused, largest) = max(collapsed.items(), key=lambda item: item[1])
     others = f" (and {len(collapsed) - 1} more layers)" if len(collapsed) > 1 else ""
     return (

@@ -1,7 +1,9 @@
-"""Expert parallelism (arXiv:2006.16668): the experts of a layer are divided over ranks, and tokens are sent to them.
+"""Expert parallelism (arXiv:2006.16668): each rank holds some experts of a layer, and a token is sent to its experts.
 
     rows of a rank, sorted by expert -> all-to-all -> rows of the rank's experts from all ranks -> sorted by expert
-        -> products -> back to the order of arrival -> all-to-all -> results, in the order of the first rows
+        -> experts -> back to the order of arrival -> all-to-all -> results, in the order in which the rows were sent
+
+A row is the hidden vector of a token for one of the experts that the token chooses.
 
 The parameters of experts become DTensors. On the expert axis of the mesh each rank holds whole experts. On the tensor
 axis each rank holds a part of every expert's width, so its results are parts of sums. FSDP2 then shards each rank's
@@ -24,14 +26,14 @@ from titan_launch.models.lora import LoRA
 from titan_launch.parallel.tensor_parallel import divide_adapter, divide_locally
 
 _WIDTH_DIM = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
-"""The dim along which tensor parallelism divides a parameter of experts. It replicates `b2`."""
+"""For each parameter of experts, the dim along which tensor parallelism divides it. `b2` is replicated."""
 
 
 def divide_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Divide the parameters of all `Experts` of a model on the meta device over ranks, in place.
+    """Divide the parameters of all `Experts` modules over the ranks of `mesh.within_experts`, in place.
 
-    `mesh.within_experts` has the ranks. Without expert and tensor parallelism, nothing changes. Nothing is allocated or
-    communicated.
+    With expert parallelism, these modules also exchange their tokens by a `Dispatch`. Without expert and tensor
+    parallelism, nothing changes. `model`: on the meta device. Nothing is allocated or communicated.
     """
     ranks = mesh.within_experts
     if ranks is None:
@@ -50,7 +52,8 @@ def divide_experts(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _placements(width_dim: int | None, ranks: DeviceMesh) -> list[Placement]:
-    """Return the placements of stacked parameters. `width_dim`: the dim along which tensor parallelism divides them."""
+    """Return the placements of a parameter of experts. `width_dim`: the dim along which tensor parallelism divides the
+    parameter; None if it is replicated."""
     width: Placement = Replicate() if width_dim is None else Shard(width_dim)
     return [Shard(0) if axis == EXPERT else width for axis in ranks.mesh_dim_names or ()]
 
@@ -59,8 +62,8 @@ class Dispatch:
     """The exchange of tokens between the ranks that divide the experts of a layer.
 
     A forward has three all-to-alls: numbers of rows, rows, and results. A backward has two. The host waits for the
-    device once in a forward, because it must know the numbers of rows (and once more on CUDA in float32, where experts
-    are computed one after another).
+    device once in a forward, because it must know the numbers of rows. It waits once more if the experts are computed
+    one after another (see `plan.experts.is_grouped`).
     """
 
     def __init__(self, mesh: DeviceMesh):
@@ -69,10 +72,10 @@ class Dispatch:
         self._group = mesh.get_group().group_name
 
     def __call__(self, compute: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the results for rows that are sorted by expert: the same shape and order. Collective.
+        """Return the results for rows that are sorted by expert, in the shape and order of `rows`. Collective.
 
-        `rows`: (rows, dim). `counts`: rows of each of all experts (experts). `compute(rows, counts)` computes rows that
-        are sorted by the experts of this rank.
+        `rows`: (rows, dim). `counts`: number of rows of each expert of the layer, of shape (experts).
+        `compute(rows, counts)` returns the results for rows that are sorted by the experts of this rank.
         """
         there = exchanged_counts(counts, self._ranks, self._group)
         sent, received = split_sizes(counts, there, len(rows))
@@ -86,9 +89,10 @@ class Dispatch:
 
 
 def exchanged_counts(counts: Tensor, ranks: int, group: str) -> Tensor:
-    """Return the rows that each rank sends to each expert of this rank: int64 (ranks, experts of a rank). Collective.
+    """Return the number of rows that each rank sends to each expert of this rank. Collective.
 
-    `counts`: rows that this rank sends to each of all experts (experts).
+    The result is int64 (ranks, experts of a rank). `counts`: number of rows that this rank sends to each expert of the
+    layer, of shape (experts).
     """
     even = [len(counts) // ranks] * ranks
     return _all_to_all(counts, even, even, group).view(ranks, -1)
@@ -98,18 +102,19 @@ def split_sizes(counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int]
     """Return the numbers of rows that this rank sends to each rank and receives from each rank. The host waits for the
     device.
 
-    `counts`: rows that this rank sends to each expert. `there`: result of `exchanged_counts`. `num_rows`: rows that
-    this rank sends to all experts.
+    `counts`: number of rows that this rank sends to each expert. `there`: result of `exchanged_counts`. `num_rows`:
+    number of rows that this rank sends to all experts.
     """
     sent, received = torch.stack([counts.view_as(there).sum(1), there.sum(1)]).tolist()
     return sent, received
 
 
 def order_by_expert(there: Tensor, num_rows: int) -> Tensor:
-    """Return the order of received rows by expert, then by the rank that sent the row, then by token: int64 (rows).
+    """Return the indices that sort received rows by expert, then by the rank that sent the row, then by the order in
+    which that rank sent them: int64 (rows).
 
-    `there`: result of `exchanged_counts`. `num_rows`: sum of `there`, as a number, so that the host does not wait for
-    the device.
+    `there`: result of `exchanged_counts`. `num_rows`: sum of `there` as a Python number, so that the host does not wait
+    for the device.
     """
     experts = torch.arange(there.numel(), device=there.device) % there.shape[1]
     return experts.repeat_interleave(there.flatten(), output_size=num_rows).argsort(stable=True)
@@ -131,7 +136,7 @@ class _Exchanged(torch.autograd.Function):
 def _all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
     """Send `sent[i]` rows to the i-th rank, and return `received[i]` rows from it, in the order of ranks.
 
-    The collective is functional: selective activation checkpointing saves its result.
+    The collective is functional, so that selective activation checkpointing can save its result.
     """
     functional = torch.ops._c10d_functional
     exchanged: Tensor = functional.all_to_all_single(rows.contiguous(), received, sent, group)

@@ -26,7 +26,7 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
     """Convert the linear layers of `plan.float8` to layers that multiply in 8 bits, in place. Nothing is allocated.
 
     Parameters keep their names. With `float8.all_gather`, torchao wraps the weights, so that FSDP2 all-gathers them in
-    8 bits; otherwise parameters are the same objects as before. Raise ConfigError if torchao is not installed.
+    8 bits; otherwise parameters are the same objects as before. Raise ConfigError if torchao cannot be imported.
     """
     if not plan.float8:
         return
@@ -49,7 +49,8 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
 
 
 def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] | None:
-    """Return a function that computes the scales of all converted weights; None if `float8.all_gather` is off.
+    """Return a function that computes the scales of all converted weights. Return None if `float8.enable` or
+    `float8.all_gather` is off.
 
     Call the function after parameters have changed, by the optimizer or a checkpoint, and before they are all-gathered.
     The function runs one all-reduce over the ranks that shard the parameters. The host does not wait for it.

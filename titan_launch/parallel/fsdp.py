@@ -33,9 +33,10 @@ from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = False) -> None:
     """Wrap a model in place: one `fully_shard` call per unit, in the planned order (inner first, root last).
 
-    A mesh is always passed: FSDP2's default mesh would use the host's accelerator even with `job.device = "cpu"`.
-    `offloads`: sharded parameters and gradients stay in host memory, which is pinned if the mesh is on GPUs. Parameters
-    of units that FSDP2 ignores (`Layout.is_ignored`) stay as they are; FSDP2 only casts inputs and outputs there.
+    `fully_shard` always gets a mesh: its default mesh would use the host's accelerator even with `job.device = "cpu"`.
+    `offloads`: sharded parameters and gradients stay in host memory, which is pinned if the mesh is on GPUs. The
+    parameters of some frozen units stay plain tensors (`Layout.is_ignored`). FSDP2 then only casts the inputs and
+    outputs of these units.
     """
     offloading = CPUOffloadPolicy(pin_memory=mesh.ranks.device_type == "cuda") if offloads else OffloadPolicy()
     ignored = {
@@ -66,9 +67,9 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
             _sum_gradients(_fsdp_module(model, unit.modules[0]))
         if not unit.unshard_in_backward:
             _fsdp_module(model, unit.modules[0]).set_unshard_in_backward(False)
-        # `left`: the casts that hooks of this package do in place of FSDP2. FSDP2's own cast of outputs is wrong for a
-        # unit of several modules, if one of them does not run. FSDP2 would then cast the outputs of the whole model, or
-        # of the unit that activation checkpointing repeats.
+        # `left`: the casts that hooks of this package do in place of FSDP2. If a unit has several modules and one of
+        # them does not run, FSDP2 casts the wrong outputs: those of the whole model, or those of the unit whose forward
+        # activation checkpointing repeats.
         left = replace(
             unit.policy,
             cast_forward_inputs=unit.policy.cast_forward_inputs and not policy.cast_forward_inputs,
@@ -87,8 +88,7 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
 
 
 def _own_dtypes(model: nn.Module, plan: ModelPlan) -> dict[nn.Parameter, torch.dtype]:
-    """Return the compute dtype of each parameter whose precision rule is applied in place: inside of the unit of a
-    different module."""
+    """Return the compute dtype of each parameter whose precision rule is applied in place (`ModelPlan.in_place`)."""
     return {
         parameter: torch_dtype(plan.unit_of[module.path].compute_dtype)
         for module in plan.inventory.modules
@@ -104,7 +104,8 @@ def _cast_at_boundary(model: nn.Module, plan: ModelPlan, path: str, policy: Poli
 
 
 def cast_at_boundaries(module: nn.Module, policy: Policy) -> None:
-    """Cast the floating inputs and outputs of a module by `policy`. Tensors that FSDP2 has cast do not change."""
+    """Add hooks that cast the floating inputs and outputs of a module to the dtypes of `policy`. A dtype of None means
+    no cast."""
     if policy.input_dtype is not None:
         _cast_inputs(module, torch_dtype(policy.input_dtype))
     if policy.output_dtype is not None:
@@ -181,14 +182,14 @@ class Unfreezing:
 
     @property
     def is_finished(self) -> bool:
-        """True if no parameter is still frozen that the run will train."""
+        """True if all parameters that the run will ever train are trained now."""
         return all(parameter.requires_grad for parameter, _ in self._parameters)
 
     def apply(self, num_steps: int) -> int:
-        """Freeze or unfreeze parameters between two steps, after `num_steps` steps. Return how many were unfrozen.
+        """Freeze or unfreeze parameters between two steps. Return the number of parameters that were unfrozen.
 
-        After a return to an earlier checkpoint, parameters are frozen again. Their optimizer state stays: it is that of
-        the checkpoint.
+        `num_steps`: number of steps that the model has trained. If the run has returned to an earlier checkpoint,
+        parameters may be frozen again. Their optimizer state stays: it is that of the checkpoint.
         """
         changed = [(p, num_steps >= step) for p, step in self._parameters if p.requires_grad != (num_steps >= step)]
         for parameter, is_trained in changed:
@@ -203,8 +204,8 @@ def discard_pending(model: nn.Module) -> None:
 
     Unsharded parameters are freed. All gradients are dropped: sharded gradients, unsharded gradients that wait for the
     last microbatch, and reduced gradients that wait for the all-reduce between replicas. Gradient communication is
-    enabled again. `zero_grad`, and FSDP2's `reset_iter_state` before torch 2.15, would not drop unsharded gradients.
-    The next step would add them to its own gradients.
+    enabled again. Neither `zero_grad` nor, before torch 2.15, FSDP2's `reset_iter_state` drops unsharded gradients, so
+    the next step would add them to its own.
 
     The function is not collective and does not wait for other ranks, but every rank must abandon the same step.
     """
@@ -230,11 +231,11 @@ def reset_iterations(model: nn.Module) -> None:
 
 @contextmanager
 def without_backward(model: nn.Module) -> Iterator[None]:
-    """Run forwards of a wrapped model during the block that no backward follows, also between microbatches of a step.
+    """Allow forwards of a wrapped model without a backward during the block, also between microbatches of a step.
 
     At the end of the block, unsharded parameters are freed, and FSDP2's record of these forwards is deleted. Otherwise
     parameters would stay unsharded, and the next backward would prefetch units in the order of these forwards.
-    Gradients do not change, unless the block raises an exception: then the iteration is reset.
+    Gradients do not change, unless the block raises an exception. Then `reset_iterations` is called.
     """
     try:
         yield
@@ -247,8 +248,8 @@ def without_backward(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a wrapped model into evaluation mode during the block, for forwards without a backward. Gradients of a step
-    that has begun do not change."""
+    """Put a wrapped model into evaluation mode during the block, for forwards without a backward (`without_backward`).
+    At the end, each module gets its former mode back."""
     was_training = {  # a frozen BatchNorm stays frozen
         module: module.training for root in roots(model) for module in root.modules()
     }

@@ -60,7 +60,8 @@ class Pipeline:
 def divide(
     model: nn.Module, plan: ModelPlan, mesh: Mesh, token_shards: int, wrap: Callable[[nn.Module, ModelPlan], None]
 ) -> None:
-    """Reduce a model on the meta device to the stages of this rank, in place. Call `wrap(stage, its plan)` for each.
+    """Reduce a model on the meta device to the stages of this rank, in place. Call `wrap(module, plan)` for each of
+    these stages, with the stage's module and plan.
 
     `token_shards`: number of ranks that divide the tokens between layers (sequence parallelism).
     """
@@ -99,7 +100,8 @@ class Boundaries:
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, token_shards: int = 1):
-        """Cast `model` to the dtypes in which FSDP2 will compute. `model` is an unwrapped copy on the meta device."""
+        """Cast `model` to the dtypes in which FSDP2 will compute. `model`: an unwrapped copy on the meta device.
+        `token_shards`: as in `divide`."""
         _compute_as_planned(model, plan)
         first = plan.units[-1].policy.input_dtype  # of the root unit
         self._first_dtype = None if first is None else torch_dtype(first)
@@ -112,8 +114,9 @@ class Boundaries:
     def of(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the input of every stage, then the output of the last stage, as tensors on the meta device.
 
-        `inputs`: a microbatch of one rank; only its shape and dtype are used. Raise ConfigError if the model does not
-        run its modules in pipeline order.
+        `inputs`: a microbatch of one rank; only its shape and dtype are used. With sequence parallelism, tensors
+        between stages have the shape of one rank's part. Raise ConfigError if a forward on the meta device fails, if a
+        stage does not return one tensor, or if the model does not run its modules in pipeline order.
         """
         key = (inputs.shape, inputs.dtype)
         if key not in self._known:
@@ -169,7 +172,7 @@ class Boundaries:
 
 
 class _OrderCheck:
-    """Check, in one forward, that each module of the pipeline order takes the output of the module before it."""
+    """A check, in one forward, that each module of the pipeline order takes the output of the module before it."""
 
     def __init__(self, pipeline_order: Sequence[str], inputs: Tensor):
         self._next = list(pipeline_order)
@@ -178,7 +181,8 @@ class _OrderCheck:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """Check the forward of `model` that runs in the block. The model's own hooks run between the checks."""
+        """Check the forward of `model` that runs in the block. For each module, the first check runs before the
+        module's own hooks, and the second one after them."""
         handles = []
         for path in self._next:
             module = model.get_submodule(path)

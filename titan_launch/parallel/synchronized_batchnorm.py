@@ -1,8 +1,8 @@
 """BatchNorm whose statistics are computed over the batches of all data-parallel ranks.
 
-PyTorch's SyncBatchNorm refuses CPU tensors, and its conversion replaces a user's subclass by a plain layer. Here a
-layer gets a subclass of its own class, with the base class `_Synchronized` inserted just before PyTorch's `_BatchNorm`.
-So code of a user's subclass around `super().forward` still runs.
+PyTorch's SyncBatchNorm refuses CPU tensors, and its conversion replaces a user's subclass by a plain layer. Here the
+class of a layer is replaced by a subclass of it. In the MRO of this subclass, `_Synchronized` comes just before
+PyTorch's `_BatchNorm`. So a user's `forward` that calls `super().forward` still runs.
 """
 
 from __future__ import annotations

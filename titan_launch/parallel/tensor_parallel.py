@@ -1,8 +1,8 @@
 """Tensor parallelism (arXiv:1909.08053): sharding of a model's matrices over ranks, by styles that the model declares.
 
-The activations between sharded matrices are called the stream: (batch, tokens, features). Every rank holds the whole
-stream or, with sequence parallelism (arXiv:2205.05198), a part of the tokens. All parameters become DTensors on the
-mesh, even replicated ones, because PyTorch cannot clip or update plain tensors and DTensors together.
+The activations that pass from layer to layer are called the stream: (batch, tokens, features). Every rank holds the
+whole stream or, with sequence parallelism (arXiv:2205.05198), a part of the tokens. All parameters become DTensors on
+the mesh, even replicated ones, because PyTorch cannot clip or update plain tensors and DTensors together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from titan_launch.models.spec import TensorStyle
 from titan_launch.plan.freezing import ADAPTER
 
 TOKENS, FEATURES = 1, -1
-"""The dimensions along which activations and logits are divided."""
+"""Dimensions of tensors. The stream is divided along TOKENS, and logits are divided along FEATURES."""
 
 
 def apply_tensor_parallel(
@@ -38,8 +38,9 @@ def apply_tensor_parallel(
     """Shard a model on the meta device over the ranks of `mesh`, in place. Nothing is allocated or communicated.
 
     `styles`: the model's declaration (`ModelSpec.tensor_parallel`), checked by `check_tensor_plan`. Tied parameters
-    stay tied. With `loss_parallel` the model returns a DTensor, which `titan_launch.loss.cross_entropy` accepts.
-    `has_loss_head`: the output layer returns the sums of the loss, the same on all ranks, in place of logits.
+    stay tied. `has_loss_head`: True if the output layer returns the sums of the loss in place of logits; these are the
+    same on all ranks. Otherwise, with `loss_parallel`, the model returns the logits as a DTensor, which
+    `titan_launch.loss.cross_entropy` accepts.
     """
     ties = _ties(model)
     appliers = _appliers(mesh, parallelism, parallelism.loss_parallel and not has_loss_head)
@@ -98,7 +99,8 @@ def _appliers(
 
 
 def _divide_positions(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Replicate a module's own parameters, and let its forward see this rank's tokens of buffers and inputs."""
+    """Replicate a module's own parameters. With sequence parallelism, let its forward get only this rank's tokens: of
+    the buffers along dim 0, and of all inputs after the first, which is already divided."""
     _replicate(module, mesh, Partial() if sequence_parallel else Replicate())
     if not sequence_parallel:
         return
@@ -118,7 +120,7 @@ def _divide_positions(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bo
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """All-gather the stream for the first input of a module, as a DTensor.
+    """Let a module get its first input, the stream, as a replicated DTensor. A divided stream is all-gathered.
 
     If several matrices read this input, their gradients are added before a single reduction.
     """
@@ -131,7 +133,7 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
 
 
 def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """All-gather the stream for the first input of a module, and sum the module's outputs over the ranks: each rank
+    """Let a module get the whole stream as its first input, and sum its outputs over the ranks, because each rank
     computes a part of the sum.
 
     Inside of the module all activations are plain tensors. Their gradients are parts of sums, as the outputs are.
@@ -148,8 +150,8 @@ def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None
 
 
 def _normalize_heads(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicate a norm that works per head. Divide a norm over all heads like the heads; its forward adds the squares
-    of all ranks."""
+    """Replicate a norm that works per head. If the norm works over all heads, divide it like the heads, and let its
+    forward sum the squares over all ranks."""
     if not isinstance(module, AllHeadsRMSNorm):
         _replicate(module, mesh, Partial())
         return
@@ -188,9 +190,9 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None
 def divide_locally(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Sequence[Placement]]) -> None:
     """Divide a module's own parameters over ranks, and let its forward use plain tensors: this rank's parts.
 
-    `placements`: for each parameter, its placements on the axes of `mesh`. Along the tensor axis, the results of the
-    ranks are parts of sums. A parameter that is replicated along this axis is a bias of the sum: all ranks but the
-    first compute with zeros in its place, and the gradients of all ranks are added.
+    `placements`: for each parameter, its placements on the axes of `mesh`. A parameter that is replicated along the
+    tensor axis must be a bias of a sum, of which each rank computes a part. All ranks but the first compute with zeros
+    in place of the bias. The gradients of the bias on all ranks are added.
     """
     _distribute(module, mesh, placements)
     names = (name for name, _ in module.named_parameters(recurse=False))
@@ -202,7 +204,8 @@ def divide_locally(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str,
 def divide_adapter(adapter: LoRA, mesh: DeviceMesh, placements: Mapping[str, Sequence[Placement]]) -> None:
     """Divide the parameters of an adapter over ranks, and let its forward use plain tensors: this rank's parts.
 
-    `placements`: of `a` and `b`, on the axes of `mesh`. The gradients of a matrix that is not divided are added.
+    `placements`: those of `a` and `b` on the axes of `mesh`. If a matrix is not divided, its gradients on all ranks are
+    added.
     """
     _distribute(adapter, mesh, placements)
     _compute_locally(adapter, _of_gradients(placements))
@@ -240,7 +243,7 @@ def _compute_locally(
     """Let a module's forward use plain tensors in place of its own parameters. `gradients`: placements of the gradients
     of these tensors. `zeros`: names of parameters that are multiplied by 0."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # not a `partial`: it would get a graph per module
+    def forward(*args: Any, **kwargs: Any) -> Any:  # not a `partial`: torch.compile would make a graph per module
         with _local_parameters(module, gradients, zeros):
             # Look up the class at each call, because `synchronize` replaces the class of a BatchNorm later.
             return type(module).forward(module, *args, **kwargs)

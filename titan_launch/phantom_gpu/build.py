@@ -1,4 +1,4 @@
-"""Compiles the phantom GPU for the installed build of PyTorch, into the user's cache."""
+"""Compilation of the phantom GPU for the installed build of PyTorch. The result is in the user's cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEADERS = "nvidia/cu13/include"
 
 _UNANSWERED = {"cuda": 801, "cu": 801, "cupti": 27, "nccl": 3, "cusolver": 16, "cusparse": 10, "cufft": 16}
 """Status that a function returns if the phantom GPU does not implement it, by the first letters of its name. It is the
-status "not supported" of each library ("internal error" of NCCL)."""
+status "not supported" of each library, but "internal error" of NCCL, and an invalid parameter of cuSOLVER."""
 
 _NAME = rf"(?:__cuda|cublas|{'|'.join(_UNANSWERED)})[A-Z]\w*"
 """Pattern of the names of functions of CUDA's libraries."""
@@ -32,14 +32,15 @@ _ASKED_AT_RUN_TIME = ("cuModuleUnload", "cuTensorMapEncodeIm2col")
 
 
 def build() -> Path:
-    """Return the folder with `libcuda.so.1`, the library to preload. Compile the library if it is not there yet.
+    """Return the folder with `libcuda.so.1`, the library to preload. Compile the library if it is not in the cache.
 
-    Raises UserError without torch, for a build of torch that is not for CUDA 13, and without a C compiler.
+    Raises UserError if torch for CUDA 13, CUDA's headers, gcc or nm is missing, if the compilation fails, or if the
+    cache cannot be written.
     """
     torch = _torch_folder()
     files = (*sorted(_SOURCES.rglob("*.*")), Path(__file__), torch / "version.py")
     identity = [str(torch), hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()]
-    return built_once("phantom_gpu", identity, lambda folder: _compile(folder, torch), "the phantom GPU is compiled")
+    return built_once("phantom_gpu", identity, lambda folder: _compile(folder, torch), "compiling the phantom GPU")
 
 
 def _torch_folder() -> Path:
@@ -92,7 +93,8 @@ def _imported_names(libraries: Path) -> set[str]:
 
 
 def _generated(imported: set[str], sources: str) -> Iterator[str]:
-    """Yield the lines of a C file with the functions that the sources lack."""
+    """Yield the lines of a C file that defines the functions that the sources do not define: those of `imported`, and
+    `_ASKED_AT_RUN_TIME`."""
     answered = set(re.findall(rf"\b({_NAME})\s*[()]", sources))
     yield "int phantom_unanswered(const char *name, int status);"
     for name in sorted((imported | {*_ASKED_AT_RUN_TIME}) - answered):

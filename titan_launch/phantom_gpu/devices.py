@@ -1,4 +1,4 @@
-"""The GPUs that a phantom can be. Memory and compute capability are those of `plan.hardware.DEVICES`."""
+"""The GPUs that the phantom GPU can simulate. `plan.hardware.DEVICES` has their memory and compute capability."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ PHANTOMS = {
 
 
 def describe_device(name: str, memory_gib: float | None = None) -> str:
-    """Return the value of PHANTOM_DEVICE for a device, which `sources/runtime.c` reads. Raises UserError for an unknown
-    name.
+    """Return the value of the variable PHANTOM_DEVICE for a device. `sources/runtime.c` reads this variable.
 
-    `memory_gib`: memory, by default that of the device.
+    `memory_gib`: memory of the phantom GPU; None: that of the device. Raises UserError for an unknown name.
     """
     if name not in PHANTOMS:
         known = f"known: {', '.join(PHANTOMS)}{did_you_mean(name, PHANTOMS)}"
@@ -57,8 +56,8 @@ def describe_device(name: str, memory_gib: float | None = None) -> str:
     row = next(row for row in DEVICES if row.name == name)
     memory = int((memory_gib or row.memory_gib) * GIB)
     assert row.capability is not None
-    # Most resident threads and shared memory of a processor (CUDA C++ programming guide, compute capabilities). A block
-    # gets at most 1 KiB less of the shared memory.
+    # Largest number of resident threads, and bytes of shared memory, of a multiprocessor (CUDA C++ programming guide,
+    # compute capabilities). A block gets at most 1 KiB less than this shared memory.
     threads = 1536 if row.capability in ((8, 6), (8, 9)) else 2048
     shared = {(8, 0): 164, (8, 6): 100, (8, 9): 100}.get(row.capability, 228) * _KIB
     numbers = (memory, *row.capability, device.processors, threads, shared, shared - _KIB)

@@ -4,12 +4,14 @@ ones.
 Memory of the phantom GPU is memory of this process, so a CPU tensor can have the storage of a CUDA tensor. The kernels
 that PyTorch registers for CUDA are replaced by functions that do one of two things:
 
-- Operators on few elements, and on integers and bools, run on such CPU tensors. Control flow depends on them:
+- Operators on few elements, and on integers and bools, run on such CPU tensors. Control flow depends on their results:
   counts of targets and of rows per expert, norms, flags, learning rates.
 - All other operators run PyTorch's own code for CUDA. It allocates what it allocates on a GPU, and launches kernels
-  that do nothing. Then large results are set to zero, without taking memory for them, and small ones to one.
+  that do nothing. Then small floating-point results are set to one. Other results are set to zero, which takes no
+  memory for whole pages.
 
-The functions are registered below autograd, so they also serve backward and compiled graphs.
+`_UNIFORM`, `_BY_SHAPE` and `_ANSWERS` list exceptions. The functions are registered below autograd, so they also serve
+backward and compiled graphs.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 _MOST_NUMBERS = 1 << 16
-"""Largest number of elements of each argument with which an operator on floating-point numbers is computed. (With such
-a small limit for all arguments together, one operator on a tensor would be computed and the next would not.)"""
+"""An operator with floating-point arguments is computed only if none of its arguments has more elements than this. (If
+the limit held for all arguments together, a sum of two tensors might not be computed although each tensor was.)"""
 
 _MOST_INTEGERS = 1 << 24
-"""Largest number of elements of each argument if all arguments are integers or bools."""
+"""The limit in place of `_MOST_NUMBERS` if all arguments are integers or bools."""
 
 _MOST_IN_LISTS = 1 << 22
-"""Largest number of elements of all arguments together, if some are floating-point numbers. Lists of tensors may be
-long."""
+"""An operator with floating-point arguments is computed only if all its arguments together have at most this many
+elements. Without this second limit, long lists of small tensors would be computed."""
 
 _ALLOCATIONS = ("empty.memory_format", "empty_strided")
 
@@ -45,8 +47,8 @@ _UNIFORM = frozenset(
     {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not", "logical_and", "logical_or"}
     | {"bitwise_and", "bitwise_or", "bitwise_not", "any", "all", "mul"}
 )
-"""Operators whose results can be bools. Large tensors are uniform, so the first elements of the arguments decide all
-elements of the result."""
+"""Operators whose results can be bools. All elements of a large tensor are equal, so the first elements of the
+arguments decide all elements of such a result."""
 
 _BY_SHAPE = frozenset(
     {
@@ -152,7 +154,7 @@ def _run(operator: Any, kind: _Kind, kernel: Any, keys: Any, *args: Any, **kwarg
             kernel.call_boxed(keys, *_numbers_as_tensors(kind, args), **kwargs)  # takes cuBLAS's workspace
         try:
             return _on_host(operator, kind, args, kwargs)
-        except (NotImplementedError, RuntimeError):  # not for this dtype; or wrong arguments, which CUDA's code refuses
+        except (NotImplementedError, RuntimeError):  # no CPU kernel for this dtype, or wrong arguments: run CUDA's code
             pass
     if kind.is_by_shape:
         return _by_shape(operator, args, kwargs)
@@ -195,8 +197,8 @@ def _numbers_as_tensors(kind: _Kind, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _is_small(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if an operator on these arguments is to be computed: their elements are few, or all of them are
-    integers within a larger limit."""
+    """Return True if an operator on these arguments is to be computed: they have few elements, or they are integers and
+    bools within a larger limit."""
     largest, count, are_integers = 0, 0, True
     for value in (*args, *kwargs.values()):
         for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -243,8 +245,8 @@ def _result_on_host(value: Any) -> Any:
 
 
 def _host_view(value: Any) -> Any:
-    """Return a CPU tensor with the memory of a CUDA tensor, and None, the default generator, for a generator. Other
-    values are returned as they are."""
+    """Return a CPU tensor with the memory of a CUDA tensor. For a generator, return None, which stands for the default
+    generator. Return any other value unchanged."""
     if isinstance(value, torch.Generator):
         return None
     if not isinstance(value, Tensor) or value.device.type != "cuda":
@@ -297,18 +299,20 @@ def _rotate(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Tensor
 
 
 def _count(args: tuple[Any, ...], kwargs: dict[str, Any], results: Tensor) -> None:
-    """Count the rows of each expert: `histc` of integers, which PyTorch has for CUDA only."""
+    """Count the rows of each expert: `histc` of integers, which PyTorch has for CUDA only. Do nothing for too many
+    integers."""
     numbers, *bins = args
     if numbers.numel() <= _MOST_INTEGERS:
         _host_view(results).copy_(torch.histc(_host_view(numbers).double(), *bins, **kwargs))
 
 
 _ANSWERS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], None]] = {"topk": _rotate, "histc": _count}
-"""Functions that write the results of operators for which zeros or ones would not do, by name of the operator."""
+"""For each operator whose results must not be all zeros or ones: the function that writes its results."""
 
 
 def _zeroed(tensor: Tensor) -> Tensor:
-    """Set the memory of a tensor to zero, and return the tensor. Whole pages are given back to the host."""
+    """Set the memory of a tensor to zero, and return the tensor. If the tensor is large, whole pages are given back to
+    the host."""
     count = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     if tensor.numel() == 0 or count <= 0 or tensor.device.type != "cuda":
         return tensor

@@ -1,4 +1,4 @@
-"""Changes of a job that need less memory, with their predicted saving and their cost. No torch."""
+"""Changes of a job that reduce its memory, with the predicted saving and the cost of each change. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 
 Predict = Callable[[JobConfig, Layout], float]
-"""Predicts the memory that a job takes from a device, in bytes (as `Row.reserved_bytes`)."""
+"""A function that predicts the memory that a job takes from a device, in bytes (as `Row.reserved_bytes`)."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Advice:
     """True if the changed job is predicted to fit."""
 
     def text(self) -> list[str]:
-        """Return the keys, one on a line; the last one with saving and cost as a comment."""
+        """Return the keys as lines of TOML. The last line ends with a comment: the saving and the cost."""
         *before, last = self.lines
         fits = "" if self.fits else ", which is not enough"
-        return [*before, f"{last}  # saves {format_memory(self.saved_bytes)}{fits}; costs {self.cost}"]
+        return [*before, f"{last}  # saves {format_memory(self.saved_bytes)}{fits}; cost: {self.cost}"]
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ class _Change:
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, most: int = 3) -> list[Advice]:
     """Return up to `most` changes that save memory: first those with which the job fits into `limit_bytes`.
 
-    If no single change suffices, the first entry combines several changes. No mode of `config` may be `auto`. The time
-    that a change costs is not predicted, so the kinds of changes have a fixed order: first the kinds that usually cost
-    the least time, last those that change the results of the training.
+    A change that saves less than 0.5 % of the memory is not returned. If no single change suffices, the first entry
+    combines several changes. No mode of `config` may be `auto`. The time that a change costs is not predicted, so the
+    kinds of changes have a fixed order: first the kinds that usually cost the least time, last those that change the
+    results of the training.
     """
     config = with_global_batch_size(config, layout)
     needed = predict(config, layout)
@@ -81,8 +82,8 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
 def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
     """Return the smallest number of ranks on which the job fits into `limit_bytes`; None if none suffices.
 
-    The numbers to try are 2, 4, 8, ... 128 times the job's own number of ranks. The added ranks shard the parameters.
-    The global batch stays the same if the job sets one.
+    Only 2, 4, 8, ... 128 times the job's own number of ranks are tried. The added ranks shard the parameters. If the
+    job sets a global batch size, it stays the same.
     """
     sharded = config.parallelism.model_copy(update={"data_parallel_shard_degree": -1})
     config = config.model_copy(update={"parallelism": sharded})
@@ -135,7 +136,7 @@ def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pr
 
 
 def _predicted(config: JobConfig, world_size: int, predict: Predict) -> float | None:
-    """Return the predicted memory of a changed job; None if the job is not valid."""
+    """Return the predicted memory of a changed job in bytes; None if the job is not valid."""
     if first_problem(config) is not None:
         return None
     try:

@@ -23,7 +23,7 @@ _WIDE_CUDNN = ((192, 128), (256, 256))
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:
     """Return the attention backends in the order of their speed on a GPU of this compute capability, fastest first. The
     names are those of `kernels.attention`."""
-    # On later GPUs, cuDNN computes fewer than 8 heads of keys and values wrongly (pytorch issue 193893).
+    # On later GPUs, cuDNN's results are wrong if there are fewer than 8 key/value heads (pytorch issue 193893).
     if capability[0] == _HOPPER:
         return "cudnn", "flash", "efficient", "math"
     return "flash", "cudnn", "efficient", "math"
@@ -32,7 +32,8 @@ def priority(capability: tuple[int, int]) -> tuple[str, ...]:
 def takes(name: str, dtype: str, widths: tuple[int, int], capability: tuple[int, int]) -> bool:
     """Return True if the backend `name` can compute attention in this dtype on a GPU of this compute capability.
 
-    `widths`: head widths of queries and values, in elements. There are as many keys and values as queries, and no mask.
+    `widths`: head widths of queries and values, in elements. The attention is causal, without any other mask, and has
+    as many keys as queries.
     """
     is_reduced, widest = dtype in _REDUCED, max(widths)
     if name == "flash":

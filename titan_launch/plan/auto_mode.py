@@ -37,8 +37,8 @@ class Resolution:
 def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
     """Return the choice of the job, or the best of the choices that `auto` may take.
 
-    Raises ConfigError if there is no choice, no memory limit, or no choice that fits. If no choice fits, the error
-    contains the table of all choices, and remedies.
+    Raises ConfigError if no choice is possible. For a job with `auto`, it is also raised if no memory limit is known,
+    or if no choice fits. In the latter case, the error contains the table of all compared choices, and remedies.
     """
     config = comparison.config
     own = [row for row in comparison.rows if row.is_own]

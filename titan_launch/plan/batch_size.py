@@ -21,7 +21,8 @@ _LARGEST = 1024
 """Largest microbatch size to try, in samples, if no global batch is known."""
 
 Predict = Callable[[JobConfig, Layout], Comparison]
-"""Predicts the memory of a job with a number as `local_batch_size`, in the modes that the job allows."""
+"""A function that predicts the memory of a job, in the modes that the job allows. `local_batch_size` of the job is a
+number."""
 
 
 def is_auto_batch(config: JobConfig) -> bool:
@@ -58,8 +59,8 @@ def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predic
     """Return the largest microbatch size with which at least one choice of modes that the job allows has the verdict
     `fits`.
 
-    Memory grows with the microbatch, so a binary search predicts only about log2 of the possible sizes. Raises
-    ConfigError if no memory limit is known, or if not even the smallest microbatch fits.
+    Memory grows with the microbatch, so a binary search over n possible sizes predicts only about log2(n) of them.
+    Raises ConfigError if no memory limit is known, if no size is possible, or if not even the smallest size fits.
     """
     if hardware.memory_gib is None:
         reason = (

@@ -1,4 +1,4 @@
-"""Collectives of a rank in one step: number, bytes and links. No torch.
+"""The collectives of a rank in one step: their number, their bytes and the links that they use. No torch.
 
 The traffic of a step is counted in its replay (`plan.memory`). It consists of the collectives of FSDP2 units, and those
 of tensor, context, pipeline and expert parallelism. The small collectives of BatchNorm statistics, target counts,
@@ -26,7 +26,7 @@ from titan_launch.plan.types import ModelPlan, TensorInfo, Unit, parameters_by_u
 
 @dataclass(frozen=True)
 class Collectives:
-    """Number of calls of each kind."""
+    """Numbers of calls of FSDP2's collectives."""
 
     all_gathers: int = 0
     reduce_scatters: int = 0
@@ -95,10 +95,10 @@ class Traffic:
     """Expert parallelism: all-to-alls of tokens and results, and their gradients (`plan.experts`)."""
 
     expert_all_gather_bytes: int = 0
-    """Part of `all_gather_bytes` of units with `expert_parallel` above 1, whose collectives are among fewer ranks."""
+    """Part of `all_gather_bytes` for units with `expert_parallel` above 1. Their all-gathers are among fewer ranks."""
 
     expert_reduce_scatter_bytes: int = 0
-    """Part of `reduce_scatter_bytes` of units with `expert_parallel` above 1."""
+    """Part of `reduce_scatter_bytes` for units with `expert_parallel` above 1."""
 
     replica_all_gather_bytes: int = 0
     """Part of `all_gather_bytes` that is gathered between replicas, if the optimizer is sharded over them
@@ -147,8 +147,8 @@ def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     """Return the collectives of an FSDP2 unit in one forward and backward.
 
     FSDP2 all-gathers the parameters before forward. It all-gathers them again before backward if forward
-    resharded them and backward reads them. It reduce-scatters the gradients, and all-reduces the shards between
-    replicas (HSDP). A single rank has no collectives.
+    resharded them and backward reads them. If the unit is trained, FSDP2 reduce-scatters the gradients, and all-reduces
+    their shards between replicas (HSDP). A single rank has no collectives.
     """
     if not unit.num_parameters:
         return Collectives()

@@ -1,7 +1,8 @@
-"""The rows of tokens that experts compute, and their exchange between ranks (expert parallelism). No torch.
+"""The rows that experts compute, and their exchange between ranks (expert parallelism). No torch.
 
-In a run, the router decides the numbers of rows. A plan assumes that each rank sends the same number of rows to every
-other rank, and that the planned rank receives `planner.expert_load` times the mean over the ranks.
+A row is the hidden vector of a token for one of its experts. In a run, the router decides how many rows each expert
+gets. A plan assumes that the planned rank sends equal numbers of rows to all ranks. It also assumes that this rank
+receives `planner.expert_load` times the mean over the ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
 
     The kernel is used on CUDA in bf16, if a row of every matrix has a multiple of 16 bytes. PyTorch checks these
     strides in forward and in backward (2.11 to 2.15: `GroupedMMUtils.h`). Otherwise the experts are computed one after
-    another. `device`: type of the device. `widths`: widths of the experts' inputs and hidden states on a rank.
+    another. `device`: type of the device, such as `cuda`. `widths`: widths of the experts' inputs and hidden states on
+    a rank.
     """
     is_aligned = all(width * DTYPE_BYTES[dtype] % 16 == 0 for width in widths)
     return device == "cuda" and dtype == "bfloat16" and is_aligned
@@ -40,15 +42,15 @@ def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:
     """Return the number of rows that the rank with the most rows receives, if each of `ranks` ranks sends `num_rows`
     rows.
 
-    `expert_load`: rows that this rank receives, divided by the mean over the ranks. Values above `ranks` count as
-    `ranks`: the rank then receives all rows.
+    `expert_load`: rows that this rank receives, divided by the mean over the ranks. A value above `ranks` counts as
+    `ranks`, with which the rank receives all rows.
     """
     return round(num_rows * min(expert_load, ranks))
 
 
 def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
-    """Return the number of parameters that are active for a token: all except those of the experts that the token
-    does not choose. (For a user's own model, all parameters count.)"""
+    """Return the number of parameter elements that are active for a token: all except those of the experts that the
+    token does not choose. (For a user's own model, all elements count.)"""
     args, total = known_args(config.model), plan.inventory.num_parameters
     top_k = None if args is None else args.experts_per_token()
     if top_k is None:
@@ -57,7 +59,7 @@ def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
 
 
 def _of_experts(inventory: Inventory) -> Iterator[TensorInfo]:
-    """Yield the parameters of all experts, whose first axis counts the experts of a layer."""
+    """Yield the parameters of all experts, whose dim 0 counts the experts of a layer."""
     for module in inventory.modules:
         if module.has_experts and module.same_as is None:
             yield from module.parameters

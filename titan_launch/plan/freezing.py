@@ -31,7 +31,7 @@ class Freezing:
         self._has_adapters = has_adapters
 
     def trained_from(self, names: Sequence[str], requires_grad: bool) -> int | None:
-        """Return the number of steps during which a parameter is frozen: 0 if it is always trained, None if never.
+        """Return the number of steps after which a parameter is trained: 0 if it is always trained, None if never.
 
         `names`: all full names of the parameter. `requires_grad`: the parameter's own setting in the model.
         """

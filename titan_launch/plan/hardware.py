@@ -1,4 +1,4 @@
-"""The machines that a plan assumes: memory, peak FLOPs and links of a device, and a table of known accelerators. No
+"""The hardware that a plan assumes: memory, peak FLOP/s and links of a device, and a table of known accelerators. No
 torch.
 """
 
@@ -54,7 +54,7 @@ _MARGIN, _MARGIN_GIB = 0.05, 0.5
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that a plan assumes. A plan prints all fields."""
+    """The hardware that a plan assumes (`report.table.format_assumptions` prints it)."""
 
     kernels: Kernels
     device: str | None
@@ -114,8 +114,9 @@ def hardware_of(
     """Return the assumptions of `[planner]` and `[metrics]`, completed from the device table.
 
     A run passes `kernels`, `device_name` (as the driver reports it) and `device_memory_gib`. `plan` may run on another
-    machine, so it passes none of them, and `job.device` decides whether GPU kernels or CPU kernels are assumed. Raises
-    ConfigError for a device that is not in the table.
+    machine, so it passes none of them. CPU kernels are then assumed if `job.device` is `cpu` and `planner.device` is
+    not set, and GPU kernels otherwise. Raises ConfigError if `planner.device` is not in the table, or for the reasons
+    of `_speeds`.
     """
     planner = config.planner
     if problems := [*planned_device_exists(config)]:
@@ -219,7 +220,7 @@ def _peak_tflops(config: JobConfig, known: Device | None) -> float | None:
 
 
 def _links(config: JobConfig, known: Device | None) -> tuple[float | None, float | None]:
-    """Return the bandwidths within and across nodes in GB/s; None if they are not known."""
+    """Return the bandwidths within a node and across nodes in GB/s; None for one that is not known."""
     within = config.planner.intra_node_gb_per_s or (known.intra_node_gb_per_s if known else None)
     across = config.planner.inter_node_gb_per_s or (known.inter_node_gb_per_s if known else None)
     return within, across
@@ -234,8 +235,8 @@ _ATTENTION = {(8, 0): (1.13, 0.97), (8, 6): (1.8, 1.2), (8, 9): (1.8, 1.2)}
 
 The numbers are for heads of width 128. FLOPs count every pair of tokens, though causal attention computes only half of
 the pairs, so a number may exceed 1. Sources: (8, 0) is the A100 in SimuMax's table; (8, 6) and (8, 9) are the RTX 4090
-with flash attention in tvm's table. The default in `_speeds` is cuDNN on H100 (charts of FlashAttention-3; backward is
-that without a mask).
+with flash attention in tvm's table. The default in `_speeds` is cuDNN on H100, from the charts of FlashAttention-3; its
+backward is attention without a mask.
 """
 
 _IN_A_STEP = 0.8
@@ -297,7 +298,7 @@ _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Files with a container's memory limit and its memory usage in bytes, of cgroup versions 2 and 1."""
+"""Pairs of files: a container's memory limit and its memory usage, in bytes. For cgroup versions 2 and 1."""
 
 
 def machine_memory_gib() -> float:
@@ -322,7 +323,7 @@ def free_memory_gib() -> float:
 
 
 def _container_limits() -> Iterator[tuple[int, Path]]:
-    """Yield the memory limits of this container in bytes, each with the file that has the usage."""
+    """Yield each memory limit of this container in bytes, with the file that has the memory usage under this limit."""
     for limit, usage in _CGROUPS:
         with suppress(OSError):
             text = Path(limit).read_text().strip()

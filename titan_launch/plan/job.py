@@ -115,10 +115,10 @@ def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
 
 
 def plan_units(config: JobConfig, inventory: Inventory, keep_params_unsharded: bool) -> ModelPlan:
-    """Return the plan of a job without activation checkpointing. Gradient accumulation changes the units only through
-    `keep_params_unsharded`.
+    """Return the plan of a job, as if the job had no activation checkpointing. Of gradient accumulation, only
+    `keep_params_unsharded` changes the units.
 
-    Raises ConfigError for precision rules that the model does not support.
+    Raises ConfigError as `plan_job` does.
     """
     accumulation = GradientAccumulationConfig(keep_params_unsharded=keep_params_unsharded)
     return plan_job(with_choice(config, Choice(accumulation, ActivationCheckpointConfig())), inventory)
@@ -169,7 +169,7 @@ def possible_choices(
     The job allows each of the combinations, and no two combinations have the same effect in this layout. `only_own`:
     only combinations that the job sets or `auto` may choose.
 
-    Raises ConfigError if the model does not support the job's activation checkpointing.
+    Raises ConfigError if the model does not support the job's activation checkpointing, or the compilation with it.
     """
     accumulations, notes = _accumulations(config, layout)
     checkpointings = [c for c in _activation_checkpoints(config) if _is_allowed_by_schedule(config, c, notes)]
@@ -244,10 +244,11 @@ def _candidates(layout: Layout) -> Iterator[GradientAccumulationConfig]:
 
 
 def _effect(config: JobConfig, accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[bool, bool, bool]:
-    """Return whether a mode defers reduce-scatters, defers all-reduces, and keeps parameters unsharded in this layout.
+    """Return three flags: whether a mode defers reduce-scatters, defers all-reduces, and keeps parameters unsharded in
+    this layout.
 
-    With one microbatch or one rank, no mode defers. With one shard, a mode keeps parameters unsharded only if it spares
-    casts: FSDP2 otherwise casts the parameters to the compute dtype again in each microbatch.
+    With one microbatch or one rank, no mode defers. With one shard, unsharded parameters have an effect only if they
+    save casts: FSDP2 otherwise casts the parameters to the compute dtype again in each microbatch.
     """
     defers = layout.num_microbatches > 1 and layout.world_size > 1
     repeats_casts = layout.num_microbatches > 1 and config.precision.param_dtype != config.precision.storage_dtype

@@ -28,7 +28,7 @@ _DEGREES = (
 class Layout:
     """The grid of ranks, and the division of the batch over the ranks.
 
-    The axes of the grid are (pipeline, replicate, shard, context, tensor). The tensor axis is innermost: tensor
+    The axes of the grid are (pipeline, replicate, shard, context, tensor). The tensor axis is innermost, because tensor
     parallelism communicates most, and consecutive ranks share a node. A step has `global_batch_size` samples:
     `num_microbatches` microbatches of `local_batch_size` samples on every data-parallel rank. Ranks that differ only
     along the pipeline, context or tensor axis work on the same samples.
@@ -95,9 +95,9 @@ class Layout:
         return self.parameter_shards // unit.expert_parallel
 
     def is_ignored(self, unit: Unit, offloads: bool) -> bool:
-        """Return True if FSDP2 ignores the parameters of a unit, so that modules read the stored parameters themselves.
+        """Return True if FSDP2 ignores the parameters of a unit. Modules then compute with the stored parameters.
 
-        FSDP2 ignores frozen parameters on one shard that are stored in their compute dtype, because it would hold an
+        With one shard, these are the frozen parameters that are stored in their compute dtype: FSDP2 would hold an
         unsharded copy beside them. `offloads`: True with CPU offload. Then no unit is ignored, because the stored
         parameters are in host memory, and modules need the copies on the device.
         """
@@ -142,7 +142,9 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
     """Return the layout of `world_size` ranks. If `training.local_batch_size` is still `auto`, a microbatch has one
     sample (`plan.batch_size` chooses the size later).
 
-    Raises ConfigError if the degrees do not match `world_size`, or if the global batch cannot be divided evenly.
+    Raises ConfigError if the degrees do not match `world_size`, if the expert degree does not match the other degrees,
+    if the global batch cannot be divided evenly, or if the pipeline schedule does not support the number of
+    microbatches.
     """
     shard = _shard_degree(parallelism, world_size)
     ranks = parallelism.data_parallel_replicate_degree * shard

@@ -1,4 +1,5 @@
-"""The modules that are activation-checkpointed, compiled, converted to float8, or compute the loss. No torch.
+"""The modules of a model that are checkpointed, compiled or converted to float8, and the one that computes the loss. No
+torch.
 
 A hook of FSDP2 cannot be part of a compiled graph, because it runs collectives and changes parameters. So the largest
 modules without an FSDP2 unit inside are compiled: the blocks, unless a precision rule makes a unit inside a block. A
@@ -40,7 +41,7 @@ def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfi
     returned.
 
     Raises ConfigError for every glob that matches nothing. Also raises it if the mode works on blocks and the model has
-    none, or if `selective_ac_option` is larger than the number of modules.
+    none, or if `selective_ac_option` is larger than the number of modules. Raises ValueError for the mode `auto`.
     """
     if not checkpoints_modules(config):
         return ()
@@ -61,7 +62,10 @@ def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfi
 
 
 def checkpoints_modules(config: ActivationCheckpointConfig) -> bool:
-    """Return True if the mode checkpoints modules. (With a memory budget, the compiler chooses single operations.)"""
+    """Return True if the mode checkpoints modules. (With a memory budget, the compiler chooses single operations.)
+
+    Raises ValueError for the mode `auto`.
+    """
     if config.mode == "auto":
         raise ValueError("activation_checkpoint.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
     return config.mode not in ("none", "memory_budget")
@@ -90,7 +94,8 @@ def compiled_modules(
 ) -> tuple[str, ...]:
     """Return the paths of the compiled modules, each once.
 
-    Raises ConfigError if the model has no blocks, or if nothing of a block can be compiled.
+    Raises ConfigError if the model has no blocks, if nothing of a block can be compiled, or if `selective_ac_option` is
+    `"op"` and a checkpointed module contains a compiled one.
     """
     if not config.compile.enable or "model" not in config.compile.components:
         return ()
@@ -124,10 +129,10 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
 
 
 def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degree: int) -> bool:
-    """Return True if backward runs compiled graphs again, and False if activation checkpointing is compiled into the
-    graphs.
+    """Return True if activation checkpointing is around the compiled graphs, so that backward runs whole graphs again.
+    Return False if it is compiled into the graphs.
 
-    With tensor parallelism, backward runs graphs again, because a graph with a checkpoint inside would have to save a
+    With tensor parallelism, it is around the graphs, because a graph with a checkpoint inside would have to save a
     DeviceMesh. The exception is `selective_ac_option = "op"`: it selects operations inside a graph, so activation
     checkpointing is always compiled into the graph.
     """
@@ -136,8 +141,8 @@ def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degre
 
 class _Pieces:
     """The search for the parts of a block that can be compiled. A boundary is a module that cannot be inside of a
-    graph: a module with an FSDP2 unit, experts (the numbers of their tokens are known only in a step), or one of
-    `outside`."""
+    graph: a module of an FSDP2 unit, a module of experts (the numbers of their rows are known only in a step), or one
+    of `outside`."""
 
     def __init__(self, inventory: Inventory, units: Sequence[Unit], outside: Collection[str]):
         self._inventory = inventory
@@ -221,8 +226,8 @@ bytes)."""
 def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     """Return the paths of the linear layers that `[float8]` converts.
 
-    Raises ConfigError for globs that match no linear layer or name experts, for matched layers that a precision rule
-    computes in a dtype other than bfloat16, and for matrices that the kernels do not support.
+    Raises ConfigError for globs that match no module or that name experts, for named layers that compute in a dtype
+    other than bfloat16, for matrices that the kernels do not support, and if no linear layer computes in bfloat16.
     """
     if not config.enable:
         return ()
@@ -328,10 +333,10 @@ def _why_logits(plan: ModelPlan) -> str | None:
 
 
 def describe_loss(config: JobConfig, plan: ModelPlan) -> str | None:
-    """Return one line for the log about a loss in chunks; None without chunks."""
+    """Return one line for the log about how a loss in chunks is computed; None without chunks."""
     chunks = config.loss.chunks
     if chunks == 1:
         return None
     if plan.loss_head is not None:
-        return f"{plan.loss_head} computes it in {chunks} chunks of classes; logits exist for one chunk at a time"
-    return f"{chunks} chunks of the model's logits, which exist for all classes at a time: {_why_logits(plan)}"
+        return f"computed by {plan.loss_head} in {chunks} chunks of classes; logits exist for one chunk at a time"
+    return f"computed in {chunks} chunks of the model's logits, which exist for all classes: {_why_logits(plan)}"

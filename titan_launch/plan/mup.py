@@ -74,7 +74,8 @@ def width_scales(config: JobConfig) -> WidthScales:
     from titan_launch.models.architectures import known_args
 
     base, args = config.mup.base_width, known_args(config.model)
-    return UNSCALED if base is None else WidthScales(getattr(args, "dim", base) / base)
+    width = None if args is None else args.width()
+    return UNSCALED if base is None or width is None else WidthScales(width / base)
 
 
 def describe_scales(config: JobConfig, paths: Iterable[str]) -> Iterator[Sequence[str]]:

@@ -35,11 +35,11 @@ _PER_RANK: KeyPath = ("parallelism", "pipeline_parallel_stages_per_rank")
 
 
 def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[Stage, ...]:
-    """Return the stages of a model, in order; none without pipeline parallelism.
+    """Return the stages of a model, in order; an empty tuple without pipeline parallelism.
 
     `pipeline_parallel_split_points` lists the first modules of the second and later stages. Without this key, whole
-    layers are divided so that the largest stage is as small as possible. The size of a stage is the number of elements
-    of its matrices, as an estimate of its time. Embeddings do not count.
+    layers are assigned to stages so that the largest stage is as small as possible. The size of a stage is the number
+    of elements of its matrices, as an estimate of its time. Embeddings do not count.
 
     Raises ConfigError for a model that cannot be divided at these points, or not at all.
     """
@@ -97,7 +97,8 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
 
 
 def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Return the index of each split point of the job in the pipeline order; empty if the job sets no split points."""
+    """Return the index in the pipeline order of each split point of the job. The result is empty if the job sets no
+    split points."""
     points, pipeline_order = parallelism.pipeline_parallel_split_points, inventory.pipeline_order
     unknown = [
         Problem(
@@ -160,7 +161,7 @@ def _layers(inventory: Inventory) -> list[int]:
 
 def _elements(inventory: Inventory, min_axes: int) -> Counter[str]:
     """Return the number of elements of the parameters in each module of the pipeline order. Parameters with fewer than
-    `min_axes` axes and tied parameters do not count."""
+    `min_axes` axes do not count. A tied parameter counts only where it occurs first."""
     elements, among = Counter[str](), set(inventory.pipeline_order)
     for module in inventory.modules:
         own = (p.numel for p in module.parameters if p.tied_to is None and len(p.shape) >= min_axes)
@@ -198,8 +199,8 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
 def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
     """Divide a sequence into `num_parts` non-empty parts. Return the indices at which the second and later parts begin.
 
-    The cost of a part is the sum of the costs in it. The division minimizes the largest cost of a part, and among
-    divisions with an equal largest cost, the sum of the squared costs.
+    The cost of a part is the sum of the costs in it. The division minimizes the largest cost of a part. Among divisions
+    with an equal largest cost, it minimizes the sum of the squared costs of the parts.
     """
     ends, count = (0, *accumulate(costs)), len(costs)
 
@@ -231,8 +232,8 @@ def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
 def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
     """Return the part of a model's plan for one stage: its modules, units and buffers.
 
-    A unit with modules of several stages has a part on each of these stages. The root unit of a later stage does not
-    cast its inputs, because they are the outputs of the previous stage, which the undivided model does not cast either.
+    A unit with modules of several stages has a part on each of these stages. The root unit of the second and later
+    stages does not cast its inputs: these are activations within the undivided model, which the root does not cast.
     """
     foreign = {path for other in plan.stages if other.index != stage.index for path in other.modules}
     inventory, first = _without(plan.inventory, foreign)
@@ -271,10 +272,10 @@ def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
 
 
 def representative_ranks(plan: ModelPlan) -> list[int]:
-    """Return pipeline ranks, one of which has the highest peak memory.
+    """Return the pipeline ranks among which the planner looks for the highest peak memory; `[0]` without stages.
 
-    The first pipeline rank starts the most microbatches before a backward ends. The last pipeline rank has the logits.
-    The third candidate is the rank with the most parameters.
+    The first pipeline rank starts the most microbatches before a backward ends. The last pipeline rank has the logits
+    (with ZBVZeroBubble, the first has them). The third candidate is the rank with the most parameters.
     """
     parameters: dict[int, int] = {}
     for stage in plan.stages:
@@ -335,8 +336,9 @@ def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, 
     """Return the numbers of microbatches of the one or two steps from which the memory of a pipeline is predicted.
 
     If the schedule holds the activations of all microbatches, or if a step has few microbatches, the result is the
-    number of all microbatches. Otherwise there are two numbers. From the first number on, the peak memory no longer
-    grows by activations. The second number is larger, so that a comparison of both steps shows what else grows.
+    number of all microbatches. Otherwise there are two numbers. Beyond the first number, more microbatches no longer
+    add activations to the peak memory. The second number is larger, so that a comparison of both steps shows what else
+    grows.
 
     In 1F1B with p pipeline ranks, the first rank runs p forwards before its first backward. With several stages per
     rank, a rank runs at most 3 p forwards before its first backward.

@@ -20,9 +20,10 @@ def chunk_numel(shape: Sequence[int], replicas: int) -> int:
     shard.
 
     As in FSDP2, the chunks have equal numbers of rows (of the first dim), except the last ones, which may be smaller or
-    empty. With the stacked matrices of a few experts, this would leave some replicas without a chunk. So each chunk is
-    a part of one expert's matrix if `is_within_matrix`: there are more replicas than experts, the number of experts
-    (first of three dims) divides the number of replicas, and the rows of each matrix can be divided evenly.
+    empty. With the stacked matrices of a few experts, this would leave some replicas without a chunk. So if
+    `is_within_matrix`, each chunk is a part of one expert's matrix. That is possible if there are more replicas than
+    experts, if the number of experts (the first of three dims) divides the number of replicas, and if the rows of each
+    matrix can be divided evenly.
     """
     rows, numel = shape[0], prod(shape)
     if not numel:
@@ -41,8 +42,8 @@ def is_within_matrix(shape: Sequence[int], replicas: int) -> bool:
 
 
 def gradients_leave_early(training: TrainingConfig) -> bool:
-    """Return True if the gradients of a unit are exchanged between the replicas as soon as FSDP2 has reduced them in
-    the last backward, False if the exchange begins when backward has ended.
+    """Return True if a unit's gradients are exchanged between the replicas as soon as FSDP2 has reduced them in the
+    last backward. Return False if the exchange begins when backward has ended.
 
     With CPU offload, the exchange begins when backward has ended. FSDP2 then copies reduced gradients to the host while
     backward continues, and it would wait for every copy if the parameters had the hook that starts the exchange.

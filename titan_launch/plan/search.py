@@ -1,9 +1,9 @@
 """The search for the layouts and modes with the shortest predicted step: `plan --search`. No torch.
 
 The jobs to try are grouped into families. Jobs of one family have the same degrees of tensor, context, pipeline and
-expert parallelism, and the same schedule: a recording of the model depends on these. Within a family, the search tries
-activation checkpointing modes, chunks of the loss, microbatch sizes, replicas, a sharded optimizer and gradient
-accumulation modes. It is a branch and bound:
+expert parallelism, and the same pipeline schedule. A recording of the model depends on these. Within a family, the
+search tries activation checkpointing modes, chunks of the loss, microbatch sizes, replicas, a sharded optimizer and
+gradient accumulation modes. It is a branch and bound:
 
 - Each family has a lower bound of its step time: computation with the pipeline bubble, plus the communication for which
   computation waits. The communication is predicted once, without a pipeline (`_Probe`). Families are tried in the order
@@ -135,10 +135,10 @@ class Result:
     """The best job of each kind, the best kind first; at most `SHOWN`."""
 
     tried: int
-    """Number of families of which jobs were planned."""
+    """Number of families that were searched without a problem."""
 
     families: int
-    """Number of families without a problem before planning."""
+    """Number of families in which no problem was found before the search."""
 
     refused: Mapping[str, int]
     """Reasons why families are not possible, each with the number of such families."""
@@ -232,8 +232,8 @@ class Search:
         self._probes: dict[_Axes, dict[ActivationCheckpointConfig, _Probe]] = {}
 
     def run(self) -> Result:
-        """Return the best jobs. CPU offload is searched only if nothing fits without it. If the key of CPU offload is
-        held, the job decides."""
+        """Return the best jobs. CPU offload is tried only on GPUs, and only if nothing fits without it. If its key is
+        held, the value of the job is used."""
         if not self._is_free(_OFFLOAD):
             return self._run(self._config)
         result = self._run(with_values(self._config, {_OFFLOAD: False}))
@@ -413,7 +413,7 @@ class Search:
             for job in self._modes(with_values(simple, {_BATCH: self._sizes(simple)[0], _CHUNKS: self._chunks()[-1]})):
                 if job.activation_checkpoint not in found:
                     found[job.activation_checkpoint] = _Probe.of(self._planned(job), self._inventory)
-        except ConfigError:  # planning the family raises it again
+        except ConfigError:  # raised again when the family is planned
             pass
         return found
 
@@ -489,8 +489,8 @@ class Search:
     # Jobs
 
     def _of_family(self, family: JobConfig, limit: float) -> tuple[Found | None, str | None]:
-        """Return a pair. First: the best job of a family that takes less than `limit` seconds; None if there is none.
-        Second: the reason why the family is not possible; None if it is possible."""
+        """Return a pair. First: the best of the family's jobs whose step takes less than `limit` seconds; None if there
+        is none. Second: the reason why the family is not possible; None if it is possible."""
         best: Found | None = None
         sizes = self._sizes(family)
         too_large = set[tuple[ActivationCheckpointConfig, int, int]]()
@@ -576,7 +576,7 @@ class Search:
         return first_problem(job) is None
 
     def _like(self, job: JobConfig, row: Row) -> Iterator[JobConfig]:
-        """Yield a job in those modes in which it communicates within a replica as `row` does."""
+        """Yield a job in those modes in which its communication within a replica is that of `row`."""
         own = row.choice.accumulation
         for other in self._modes(job):
             mode = other.gradient_accumulation
@@ -622,7 +622,7 @@ def _complexity(parallelism: ParallelismConfig) -> tuple[int, ...]:
 
 
 def _powers(limit: int) -> list[int]:
-    """Return the powers of two up to a limit, at least 1."""
+    """Return the powers of two up to a limit; `[1]` if the limit is below 1."""
     return [2**exponent for exponent in range(max(1, limit).bit_length())]
 
 

@@ -58,8 +58,8 @@ class Work(NamedTuple):
 
     - `product`: (products, rows, inner size, columns)
     - `convolution`: (FLOPs,)
-    - `attention` and `attention_backward`: (FLOPs of all pairs of tokens, keys, width of a head, 1 if causal else 0).
-      Causal attention computes only half of the pairs.
+    - `attention` and `attention_backward`: (FLOPs of all pairs of tokens, number of keys, width of a head, 1 if causal
+      else 0). Causal attention computes only half of the pairs.
     - `memory`, which is every other operation: (bytes that it reads and writes,)
     """
 
@@ -179,7 +179,7 @@ _MOST_BYTES = 1 << 22
 
 
 def _problem(measured: Measured) -> str | None:
-    """Return what is wrong with measurements; None if nothing is."""
+    """Return the first problem of the measurements; None if there is none."""
     sizes = measured.sizes
     if len(sizes) < 2 or list(sizes) != sorted({*sizes}) or sizes[0] < 1:
         return "sizes: must be two or more numbers, the smallest first"
@@ -279,9 +279,9 @@ class Speeds(ABC):
         return self._least_of_flops(work)
 
     def of_work(self, work: Mapping[Work, int], microbatches: int) -> tuple[float, float]:
-        """Return the seconds of the operations in a number of microbatches, and the lower bound of `least_seconds` for
-        them. Only the first number includes the work of the host, on CPUs. `work`: how often each operation occurs in a
-        microbatch."""
+        """Return two numbers for the operations in `microbatches` microbatches: their seconds, and the lower bound of
+        `least_seconds`. On CPUs, the first number includes the work of the host. `work`: number of times that each
+        operation occurs in a microbatch."""
         host = 0.0 if self.overlaps else self.host_seconds("operation")
         seconds = sum(times * (self.seconds(one) + host) for one, times in work.items())
         least = sum(times * self.least_seconds(one) for one, times in work.items())
@@ -298,7 +298,7 @@ class Speeds(ABC):
 
     def idle_share(self, bubble_share: float) -> float:
         """Return the time that the bubble of a pipeline adds to a step, as a share of the computation of a rank.
-        `bubble_share`: that of ranks which do not share cores."""
+        `bubble_share`: this share if ranks do not share cores."""
         return bubble_share
 
     @property
@@ -422,7 +422,7 @@ class MeasuredSpeeds(Speeds):
 
     def idle_share(self, bubble_share: float) -> float:
         """Return the time that the bubble of a pipeline adds to a step, as a share of the computation of a rank.
-        `bubble_share`: that of ranks which do not share cores."""
+        `bubble_share`: this share if ranks do not share cores."""
         # While a rank waits, the ranks that share its core are faster, so a core is idle only if all of them wait.
         return max(0.0, (1 + bubble_share) / self.measured.ranks_per_core - 1)
 
@@ -525,8 +525,8 @@ def _on_grid(sizes: Sequence[int], rates: Sequence[Sequence[Sequence[float]]], a
 
 
 def _place(sizes: Sequence[int], size: float) -> tuple[int, float]:
-    """Return the index of the interval of `sizes` that has `size` in it, and the place of `size` in this interval
-    between 0 and 1, in logarithms."""
+    """Return the index of the interval of `sizes` that contains `size`, and the position of `size` in this interval:
+    from 0 to 1, in logarithms."""
     index = min(max(bisect_left(sizes, size) - 1, 0), len(sizes) - 2)
     low, high = sizes[index], sizes[index + 1]
     return index, math.log(size / low) / math.log(high / low)

@@ -15,7 +15,8 @@ from titan_launch.plan.memory.clock import Seconds
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of a step, between full overlap and no overlap of communication and computation."""
+    """The predicted seconds of a step and of its parts. The time of the step is between full overlap and no overlap of
+    communication and computation."""
 
     compute: float | None
     """Seconds of computation, with the bubble. None if FLOPs or peak FLOP/s are unknown."""
@@ -40,7 +41,7 @@ class StepTime:
     accumulation modes and for any number of replicas. None: not known."""
 
     least_recorded: float | None = None
-    """See `plan.memory.clock.Seconds`."""
+    """See `plan.memory.clock.Seconds`. None: not known."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -51,9 +52,8 @@ class StepTime:
 
     @property
     def expected(self) -> float | None:
-        """Expected time of the step in seconds: `ordered`, if that is known. Otherwise, communication of FSDP2 and of
-        the pipeline counts as overlapping with computation, and other communication does not. None if computation or
-        communication is unknown.
+        """Expected time of the step in seconds: `ordered`, if that is known. Otherwise, only the communication of FSDP2
+        and of the pipeline is assumed to overlap with computation. None if computation or communication is unknown.
 
         The time lies in `interval`, unless computation waits for the host.
         """

@@ -139,8 +139,9 @@ def sharded_dim(shape: Sequence[int], shards: int, is_stacked: bool) -> int:
     """Return the dim along which FSDP2 shards a parameter: 0, or 1 for some parameters of experts.
 
     `shape`: shape of the part of the parameter that expert and tensor parallelism leave to a rank. FSDP2 pads dim 0 to
-    a multiple of the shards. So 8 experts over 64 shards would take the memory of 64. If the shards do not divide the
-    experts of the part, but divide dim 1, that dim is sharded instead, and nothing is padded.
+    a multiple of the number of shards. So 8 experts over 64 shards would take the memory of 64 experts. If the number
+    of shards does not divide the size of dim 0 (the experts), but divides that of dim 1, dim 1 is sharded instead, and
+    nothing is padded.
     """
     return int(is_stacked and shape[0] % shards != 0 and shape[1] % shards == 0)
 
@@ -226,15 +227,15 @@ class Unit:
     """Key of the precision rule that made the unit; None if no rule of the job made it."""
 
     num_parameters: int = 0
-    """Number of elements of the unit's parameters before sharding, including parameters in place."""
+    """Number of elements of the unit's parameters before sharding, including those of rules in place."""
 
     is_trained: bool = True
-    """True if any of the unit's parameters takes a gradient. Parameters that are in place in the unit do not count
-    here."""
+    """True if any of the unit's parameters takes a gradient. Parameters of rules in place (`ModelPlan.in_place`) do not
+    count here."""
 
     gradient_dtype: str | None = None
-    """Dtype of the unit's sharded gradients: the storage dtype of its parameters that take a gradient, including
-    parameters in place. FSDP2 requires one dtype for all of them. None: the unit reduces no gradients."""
+    """Dtype of the unit's sharded gradients: the storage dtype of its parameters that take a gradient, including those
+    of rules in place. FSDP2 requires one dtype for all of them. None: the unit reduces no gradients."""
 
     unshard_in_backward: bool = True
     """True if backward all-gathers the parameters again after a reshard. False: backward does not read them."""
@@ -244,8 +245,8 @@ class Unit:
     `Layout.shards_of` ranks. Above 1, the unit is the `Experts` of one layer, or has only adapters of experts."""
 
     own_because: str = ""
-    """Reason why the rule that made the unit is not carried out in place, in words (`precision.placement`). Empty:
-    there is no such reason."""
+    """Reason, in words, why the unit's modules are not in place in the units around them (`precision.placement`).
+    Empty: there is no such reason."""
 
     @property
     def num_gathers(self) -> int:
@@ -254,12 +255,12 @@ class Unit:
 
     @property
     def compute_dtype(self) -> str:
-        """Dtype of its unsharded parameters and their gradients."""
+        """Dtype of the unit's unsharded parameters."""
         return self.policy.param_dtype or self.storage_dtype
 
     @property
     def reduce_dtype(self) -> str:
-        """Dtype in which its gradients are reduced."""
+        """Dtype in which the unit's gradients are reduced."""
         return self.policy.reduce_dtype or self.compute_dtype
 
 
@@ -297,8 +298,8 @@ class ModelPlan:
     """Dtypes of all floating buffers by full name: from the model, or from `[precision]`."""
 
     in_place: tuple[Unit, ...] = ()
-    """An entry for each precision rule that is carried out inside of the units around its modules, and for trained
-    modules inside of frozen units (`precision.placement`). These entries are no FSDP2 units: the units around them
+    """An entry for each precision rule whose modules stay in the units around them, and for trained modules that stay
+    in frozen units (`precision.placement`). These entries are not FSDP2 units. The units around their modules
     all-gather and reduce their parameters, each parameter in its own compute dtype."""
 
     checkpointed: tuple[str, ...] = ()
@@ -382,9 +383,10 @@ def _by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, Unit]:
 
 
 def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int]:
-    """Return, by the path of each module, the index of the unit that shards the module's own parameters.
+    """Return, by the path of each module, the index of the unit that the module's own parameters belong to.
 
-    That is the unit that lists the module, or else the unit that lists the nearest enclosing module.
+    That is the unit that lists the module, or else the unit that lists the nearest enclosing module. One of `units`
+    must list the root.
     """
     members = {path: index for index, unit in enumerate(units) for path in unit.modules}
     owners: dict[str, int] = {}

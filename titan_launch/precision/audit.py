@@ -41,7 +41,7 @@ class Finding:
 
     @property
     def differs(self) -> bool:
-        """True if a dtype was observed that is not planned."""
+        """True if dtypes are planned, and a different dtype was observed."""
         return bool(self.planned) and any(dtype not in self.planned for dtype in self.observed)
 
     @property
@@ -59,11 +59,12 @@ class Audited:
 
     classes: str
     unit: Unit
-    """The unit itself, or the unit or rule in place that sets the dtypes of a module's parameters."""
+    """For a unit, the unit itself. For a module, the unit or the rule in place that sets its parameters' dtypes."""
 
     findings: tuple[Finding, ...]
     remark: str
-    """Reason for missing dtypes: did not run, frozen, no gradient, not communicated. Empty if no dtype is missing."""
+    """Reason for missing dtypes: `container`, `did not run`, `frozen`, `no gradient` or `not communicated`. Empty if no
+    dtype is missing."""
 
     num_forwards: int | None = None
     """Number of forwards of a module, including those of activation checkpointing."""
@@ -93,7 +94,7 @@ class Audit:
 
 
 def compare(plan: ModelPlan, layout: Layout, observed: Observations) -> Audit:
-    """Compare the plan of a model with what was observed of it."""
+    """Return the audit of a model: its planned dtypes, compared with the observed ones."""
     modules = [info for info in plan.inventory.modules if info.same_as is None]
     return Audit(
         modules=tuple(_audit_module(plan, info, observed.modules[info.path]) for info in modules),
@@ -144,8 +145,8 @@ def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
 
 
 def _planned_of_module(plan: ModelPlan, info: ModuleInfo, unit: Unit) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield (kind of tensor, planned dtypes) of a module. FSDP2 casts inputs and outputs only of modules on which
-    `fully_shard` was called."""
+    """Yield (kind of tensor, planned dtypes) of a module. Inputs and outputs are cast only at the modules that a unit
+    or a rule in place lists."""
     policy = unit.policy if info.path in unit.modules else None
     yield INPUTS, _one(policy.input_dtype if policy else None)
     yield AUTOCAST, ("off",)  # autocast would ignore the dtypes of parameters and inputs

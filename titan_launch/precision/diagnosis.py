@@ -57,7 +57,8 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The innermost line of the user's code, or of the launcher's if there is none, such as `model.py:42`."""
+        """The innermost line of the user's code in the traceback, such as `model.py:42`. If there is none, that of the
+        launcher's code."""
         return Path(user_location(self._error, or_own=True) or "").name
 
     def problem(self, key: KeyPath, reason: str, value: object = UNSET) -> Problem:

@@ -38,7 +38,7 @@ class Seen:
     """Number of forwards of a module, including those of activation checkpointing. 0 for a unit."""
 
     returns_view: bool = False
-    """True if an output of a module was a view with a gradient. False for a unit."""
+    """True if an output of a module was a view that requires a gradient. False for a unit."""
 
     def note(self, what: str, value: Any) -> None:
         """Add the dtypes of the floating tensors in a value."""
@@ -74,7 +74,7 @@ def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
 
 
 def look_at_storage(model: nn.Module, observed: Observations) -> None:
-    """Add the dtypes of sharded parameters, their gradients and buffers at the end of a backward."""
+    """Add the dtypes of sharded parameters, of their gradients, and of buffers. Call this function after a backward."""
     for path, seen in observed.modules.items():
         module = model.get_submodule(path)
         for parameter in module.parameters(recurse=False):

@@ -1,4 +1,7 @@
-"""The place of a difference: the parts of the layout that show it, and the first module that departs."""
+"""The place of a difference: the parts of the layout that show it, and the first module that departs.
+
+A tensor departs if it differs from that of the single process by more than its tolerance.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,8 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
 
 
 def _compared(proof: Proof, case: Case) -> list[Difference]:
-    """Run a case with fewer axes and modes than the one that differs, and return its differences from one process.
-    Return an empty list if the case cannot run: its schedule may need more microbatches."""
+    """Run a case with fewer axes and modes than the one that differs. Return its differences from a single process, or
+    an empty list if the case cannot run: its schedule may need more microbatches."""
     try:
         return proof.compare(case)
     except RunError:
@@ -62,7 +65,7 @@ def _compared(proof: Proof, case: Case) -> list[Difference]:
 
 
 def _order(result: Difference) -> int:
-    """Return the place of a result's kind in the order from cause to effect."""
+    """Return the position of a result's kind in the order from cause to effect. Causes have smaller positions."""
     kinds = ("gradient", "loss", "gradient norm", "buffer", "update", "average")
     return kinds.index(result.name if result.name in kinds else result.name.split(" ")[0])
 
@@ -109,8 +112,8 @@ def owner(name: str) -> str:
 
 
 def _departures(proof: Proof, case: Case, step: int) -> list[Departure]:
-    """Return the tensors of modules that depart in a step, in the order of one process. A compiled model is not traced,
-    so its list is empty."""
+    """Return the tensors of modules that depart in a step, in the order in which a single process computes them. A
+    compiled model is not traced, so its list is empty."""
     eager = replace(case, config=case.config.model_copy(update={"compile": CompileConfig()}))
     if eager.config != case.config:
         return []

@@ -1,4 +1,4 @@
-"""The proof of a job's layout: runs of its small twin on CPU ranks, beside one process."""
+"""The proof of a job's layout: runs of its small twin on CPU ranks, compared with a single process."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Say = Callable[[str], None]
 
 
 def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
-    """Compare a job's layout with one process. `say` shows progress.
+    """Compare a job's layout with a single process. `say` shows progress.
 
-    Raises ConfigError for a job whose twin cannot be built, UserError if the host has too little memory, and RunError
-    if a run fails.
+    Raises ConfigError for a job whose twin cannot be built. Raises UserError if the host has too little memory, or if
+    the single process cannot train the twin. Raises RunError if another run fails.
     """
     begin = time.perf_counter()
     twin, digest = twin_of(config), digest_of(config)
@@ -88,8 +88,8 @@ class Proof:
         self._results: dict[str, list[Difference]] = {}
         self._has_batch_norm = False
         self._rounding: dict[str, dict[tuple[int, str], float]] = {}
-        """Rounding errors of twins in fp32 that have been measured: by the file of the reference, the largest
-        difference by step and kind of result."""
+        """The rounding errors in fp32 that have been measured. For each file of a reference: the largest difference by
+        step and kind of result."""
 
     def write_second_model(self) -> None:
         """Write the folder of the second model's twin, which the loss of the twin names."""
@@ -98,7 +98,11 @@ class Proof:
             self._call("weights:write_folder", 1, model, SEQ_LEN, str(self.folder / SECOND))
 
     def run(self) -> None:
-        """Compare every case with one process. Explain the first case that differs."""
+        """Compare the cases with a single process, and explain the first case that differs.
+
+        Stop if this process is not deterministic, or if rounding leaves no results to compare. Skip the case in the
+        precision of the job if a case in fp32 differs.
+        """
         self._check_host(max(case.ranks for case in self.cases))
         self.write_second_model()
         all_cases = [*self.cases]
@@ -121,8 +125,8 @@ class Proof:
                 self.findings.append(explain(self, case, results))
 
     def compare_weights(self, config: JobConfig) -> None:
-        """Compare the model, with the values in `model.weights`, with the class of `transformers` that the folder's
-        `config.json` names. Do nothing if the folder has no `config.json`."""
+        """Load `model.weights` into the job's model, and compare this model with the class of `transformers` that the
+        folder's `config.json` names. Do nothing if the folder has no `config.json`."""
         if config.model.weights is None or not (Path(config.model.weights) / "config.json").is_file():
             return
         begin = time.perf_counter()
@@ -141,8 +145,11 @@ class Proof:
             self.findings.append(Finding(name, *numbers, module, how, ("model.weights",)))
 
     def compare(self, case: Case) -> list[Difference]:
-        """Return the results of a case in order, each with the largest difference of all ranks. Results that rounding
-        alone changes too much are omitted. The ranks of a case run once: a second call returns the same results."""
+        """Return the results of a case in order, each with the largest difference of all ranks.
+
+        Results that rounding alone changes too much are omitted, and so are statistics that ranks pool. The ranks of a
+        case run only once. A second call omits more of the same results if rounding errors have been measured since.
+        """
         key = structure(case.config)
         if key not in self._results:
             self._results[key] = self._compared(case)
@@ -173,8 +180,8 @@ class Proof:
         return list(found.values())
 
     def _measure_rounding(self, case: Case) -> None:
-        """Measure the rounding errors of a case in fp32: the difference of one process from the same process whose
-        parameters begin one rounding apart."""
+        """Measure the rounding errors of a case in fp32: the differences between two runs of the single process. The
+        initial parameters of these runs differ by one rounding."""
         _, file = self.reference(case)
         if file in self._rounding:
             return
@@ -202,11 +209,11 @@ class Proof:
             self.unproven.append(reason)
 
     def reference(self, case: Case) -> tuple[Reference, str]:
-        """Return the `Reference` of a case: one process that trains the same, and the file with its results. A
-        reference runs only once."""
+        """Return a pair: the `Reference` of a case, which is the run of the single process, and the file with its
+        results. A reference runs only once."""
         first = self._measured(case)
         if first[0].has_batch_norm and not self._has_batch_norm:
-            self._has_batch_norm = True  # so the microbatches of one process must be those of the case
+            self._has_batch_norm = True  # the microbatches of the single process must be those of the case
             return self._measured(case)
         return first
 
@@ -225,8 +232,8 @@ class Proof:
     def tolerances(self, case: Case) -> dict[str, float]:
         """Return the largest difference that a case may have, by kind of result.
 
-        In fp32, these are fixed numbers. In the precision of the job, they are 3 times the difference of one process
-        from the same process in fp32, but at least 100 times the number in `TOLERANCES`.
+        In fp32, these are fixed numbers. In the precision of the job, they are 3 times the difference between the
+        single process in this precision and in fp32, but at least 100 times the number in `TOLERANCES`.
         """
         if case.is_exact:
             return self._exact_tolerances
@@ -271,7 +278,7 @@ class Proof:
         return sorted({file for reference, _ in self._references.values() for file in reference.files})
 
     def problems(self) -> list[str]:
-        """Return sentences about a model for which a comparison proves nothing."""
+        """Return a sentence for each reason why a comparison of this model proves nothing."""
         found: dict[str, None] = {}
         for reference, file in self._references.values():
             if reference.changed:
@@ -299,7 +306,7 @@ class Proof:
         return list(found)
 
     def not_live(self) -> list[str]:
-        """Return sentences about gradients that are rounding errors."""
+        """Return a sentence about the gradients that are only rounding errors; an empty list if there are none."""
         names = sorted({name for reference, _ in self._references.values() for name in reference.rounding})
         return [f"the gradient of {listed(names)}: it is 0 up to rounding"] if names else []
 

@@ -1,5 +1,5 @@
-"""Training of a twin's steps on this rank by the run's own functions, and comparison of their results with the steps of
-one process."""
+"""The part of a proof that runs on every rank. It trains the steps of a twin with the functions of a real run, and
+compares their results with those of one process."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ NAME` and `average NAME`."""
 def measure_reference(
     job: dict[str, Any], variants: dict[str, dict[str, Any]] | None, file: str, exact_file: str | None
 ) -> Reference:
-    """Train a twin on one process, and write the results of its steps to `file`.
+    """Train a twin on one process, and write the results of its steps to `file`. Return findings about this run. Raises
+    ConfigError if the twin is too large for this host.
 
     `variants`: variants of the twin whose gradients must differ, by key (`prove.main.variants`). None: earlier runs
-    have shown that the model is deterministic, and that its gradients depend on data and weights of losses.
+    have shown that the model is deterministic, and that its gradients depend on the data and on the loss weights.
     `exact_file`: file with the results of the same twin in fp32; None if `job` is in fp32.
     """
     _check_size(JobConfig.model_validate(job))
@@ -87,7 +88,7 @@ runs."""
 
 
 def _check_size(config: JobConfig) -> None:
-    """Raise ConfigError for a twin that one process cannot hold."""
+    """Raise ConfigError for a twin that needs more memory in one process than is free."""
     built = build_job_model(config)
     number = sum(parameter.numel() for parameter in built.module.parameters())
     needed, free = number * _BYTES / GIB, free_memory_gib()
@@ -141,8 +142,8 @@ def _follows_rounding(name: str, step: Step) -> bool:
 
 
 def _floors(step: Step) -> dict[str, float]:
-    """Return the smallest norm to divide a difference by, for each kind of result. Without it, a gradient that is 0 up
-    to rounding errors would have a large relative difference."""
+    """Return the smallest norm to divide a difference by, for gradients and for updates. Without this limit, a gradient
+    that is 0 up to rounding errors would have a large relative difference."""
     floors = {}
     for kind in ("gradient", "update"):
         squares = [float(value.double().square().sum()) for name, value in step.items() if name.startswith(f"{kind} ")]
@@ -158,7 +159,7 @@ def difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor
     """Return the difference of a result from that of one process.
 
     `wanted`: the result of one process. None: one process has no such result, which counts as zeros. `floor`: the
-    smallest norm to divide the difference by.
+    smallest norm to divide the difference by. If a result is not finite, its error is 1e30.
     """
     own = value.double().flatten()
     other = torch.zeros_like(own) if wanted is None else wanted.double().flatten()
@@ -181,8 +182,8 @@ def trace_reference(job: dict[str, Any], step: int, file: str) -> None:
 
 
 def trace_case(job: dict[str, Any], step: int, file: str, tolerance: float) -> list[Departure]:
-    """Trace a step of a twin on this rank. Return the tensors of modules that differ from those in `file`, in the order
-    of one process. Collective."""
+    """Trace a step of a twin on this rank. Return the events whose tensors differ by more than `tolerance` from those
+    in `file`, in the order of one process. Collective."""
     _, run, trace = train_twin(job, step, step)
     assert trace is not None
     num_microbatches, tensors = torch.load(file, weights_only=True)
@@ -191,7 +192,7 @@ def trace_case(job: dict[str, Any], step: int, file: str, tolerance: float) -> l
 
 
 def measure_rounding(job: dict[str, Any], file: str) -> list[Difference]:
-    """Train a twin whose parameters begin one rounding apart, and compare its steps with those in `file`.
+    """Train a twin whose initial parameters are changed by one rounding, and compare its steps with those in `file`.
 
     Where a model has kinks (ReLU, the choice of experts), a rounding can change a gradient much.
     """
@@ -201,8 +202,9 @@ def measure_rounding(job: dict[str, Any], file: str) -> list[Difference]:
 def train_twin(
     job: dict[str, Any], num_steps: int = STEPS, traced_step: int | None = None, begins_apart: bool = False
 ) -> tuple[list[Step], Run, Trace | None]:
-    """Train a twin on this rank as a run does. Return the results of its steps, the finished run, and the trace of
-    `traced_step`. `begins_apart`: change every parameter by one rounding first. Collective."""
+    """Train a twin on this rank as a run does, but without dropout. Return the results of its steps, the finished run,
+    and the trace of step `traced_step`. The trace is None if no step is traced. `begins_apart`: change every parameter
+    by one rounding first. Collective."""
     config, trace = JobConfig.model_validate(job), None
     steps: list[Step] = []
     with ExitStack() as stack:
@@ -227,7 +229,8 @@ def train_twin(
 
 
 class _Gradients(Observer):
-    """Observer that writes the whole gradients of a step, before clipping, into `step`. Collective."""
+    """Observer that writes the whole gradients of a step into `step`, before they are clipped. A missing gradient is
+    written as zeros. Collective."""
 
     def __init__(self, run: Run, step: Step):
         self._step = step
@@ -271,8 +274,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_gradient(parameter: Tensor, replicas: ReplicaShards | None) -> Tensor:
-    """Return a parameter's whole gradient, gathered from its shards. If the optimizer is sharded over the replicas, it
-    is also gathered from their chunks. Collective."""
+    """Return a parameter's whole gradient, gathered from its shards. If the optimizer is sharded over the replicas, the
+    gradient is also gathered from the chunks of the replicas. Collective."""
     gradient = parameter.grad
     assert gradient is not None
     if replicas is None or not isinstance(parameter, DTensor):

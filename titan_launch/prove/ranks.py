@@ -1,4 +1,5 @@
-"""Gloo ranks on this host, forked from a process that has imported torch: so a rank begins in 0.1 s, not in 4 s."""
+"""Gloo ranks on this host. They are forked from a process that has imported torch, so a rank starts in 0.1 s instead of
+4 s."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ def start_server() -> None:
 def run_ranks(function: str, world_size: int, *args: Any, timeout: float) -> list[Any]:
     """Call a function, `module:name`, on every rank of a new gloo group. Return the results in the order of ranks.
 
-    Arguments and results are pickled. Raises the ConfigError or UserError of the first rank that fails with one, and
-    RunError with the traceback of any other failure, or if a rank takes longer than `timeout` seconds.
+    Arguments and results are pickled. If a rank fails, its ConfigError or UserError is raised again, or RunError with
+    the traceback of any other error. Raises RunError also if a rank is killed or takes longer than `timeout` seconds,
+    and UserError if the host cannot start so many processes.
     """
     try:
         return in_processes(partial(_main, function, args), world_size, _received, timeout)
@@ -56,8 +58,9 @@ def in_processes(
     """Run `main(pipe, rank, world_size, store)` in a forked process for each rank. Return what `received(pipe, process,
     rank)` reads from the pipe of each rank, in the order of ranks.
 
-    `store`: a file for the rendezvous. In the end, all processes are killed. Raises TimeoutError if a rank takes longer
-    than `timeout` seconds, and UserError if the host does not start so many processes.
+    `store`: a file for the rendezvous. At the end, all processes are killed. Raises the errors of `received`,
+    TimeoutError if a rank takes longer than `timeout` seconds, and UserError if the host cannot start so many
+    processes.
     """
     pipes, processes = list[Connection](), list[Any]()
     with tempfile.TemporaryDirectory(prefix="titan-launch-ranks-") as folder:
@@ -76,7 +79,7 @@ def in_processes(
 def _started(
     main: Callable[[Connection, int, int, str], None], rank: int, world_size: int, store: str
 ) -> tuple[Connection, Any]:
-    """Start the process of a rank. Return its pipe and the process. The ranks before it have been started already."""
+    """Start the process of a rank. Return its pipe and the process. All lower ranks have been started already."""
     try:
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         with theirs:
@@ -91,7 +94,7 @@ def _started(
 
 
 class _Failure(NamedTuple):
-    """The error of a rank, in a form that is pickled."""
+    """The error of a rank, in a form that can be pickled."""
 
     text: str
     is_of_user: bool
@@ -138,10 +141,10 @@ def _main(function: str, args: Any, pipe: Connection, rank: int, world_size: int
     import torch
     import torch.distributed as dist
 
-    with open(os.devnull, "w") as nothing:  # else every rank shows warnings and prints of the model
+    with open(os.devnull, "w") as nothing:  # otherwise every rank would show the warnings and prints of the model
         for stream in (sys.stdout, sys.stderr):
             os.dup2(nothing.fileno(), stream.fileno())
-    gc.freeze()  # else a garbage collection would copy the memory pages that are shared with the parent process
+    gc.freeze()  # otherwise a garbage collection would copy the memory pages that are shared with the parent process
     torch.set_num_threads(1)
     status = 0
     try:
@@ -154,5 +157,5 @@ def _main(function: str, args: Any, pipe: Connection, rank: int, world_size: int
         is_of_user = isinstance(error, UserError)
         trace = user_traceback(error) if raised_in_user_forward(error) else traceback.format_exc()
         message, status = _Failure(str(error) if is_of_user else trace.rstrip(), is_of_user, problems), 1
-    pipe.send_bytes(pickle.dumps(message))  # torch's reducers send tensors in memory that ends with this process
+    pipe.send_bytes(pickle.dumps(message))  # a pipe's `send` would share tensors by memory that ends with this process
     os._exit(status)  # gloo's threads can abort an interpreter that shuts down in the ordinary way

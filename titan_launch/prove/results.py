@@ -13,15 +13,17 @@ class Difference(NamedTuple):
     step: int
     name: str
     error: float
-    """Norm of the difference, relative to the norm of the result of one process."""
+    """Norm of the difference, divided by the norm of the result of one process. If that norm is below the floor of
+    `prove.measure.difference`, the floor is the divisor. 1e30 if a result is not finite."""
 
     cosine: float
     ratio: float
-    """Norm of the result, relative to that of one process."""
+    """Norm of the result, divided by that of one process. 0 if the latter is 0."""
 
 
 TOLERANCES = {"loss": 1e-5, "gradient": 1e-4, "update": 1e-3, "buffer": 1e-4, "average": 1e-4}
-"""Largest relative differences in fp32, by kind of result. Sums in another order differ by 1e-7 to 1e-6."""
+"""Largest relative differences that a proof allows in fp32, by kind of result. Sums in another order differ by 1e-7 to
+1e-6."""
 
 
 def kind_of(result: Difference) -> str:
@@ -44,12 +46,13 @@ def exceeding(results: Iterable[Difference], tolerances: Mapping[str, float]) ->
 
 @dataclass(frozen=True)
 class Reference:
-    """One process that trains the twin in the plainest way."""
+    """Findings about the run of the twin on one process, with which the layouts are compared."""
 
     has_batch_norm: bool
     num_parameters: int
     names: frozenset[str]
-    """Names of the gradients in the results of a step. In every layout, at least one rank must have each of them."""
+    """Names of the gradients in the results of a step. Each of these gradients must be on at least one rank of every
+    layout."""
 
     changed: tuple[Difference, ...]
     """The results that differ when the twin is trained a second time. Empty for a deterministic model."""
@@ -64,7 +67,7 @@ class Reference:
     """Trained parameters whose gradient does not depend on the data."""
 
     without_effect: tuple[str, ...]
-    """Keys of loss weights in the job that change no gradient when they are set to 0."""
+    """Keys of the job's loss weights that have no effect: no gradient changes when the weight is set to 0."""
 
     rounding_errors: dict[str, float]
     """The largest difference, by kind of result, between the steps in the precision of the job and the same steps in
@@ -75,7 +78,7 @@ class Reference:
 
 
 OUTPUT, INPUT_GRADIENT, LOSS = "output", "input gradient", "gradient of the logits"
-"""Kinds of tensors of a module that are traced."""
+"""Kinds of traced tensors of a module. Only the whole model has `LOSS`."""
 
 
 class Event(NamedTuple):
@@ -89,7 +92,7 @@ class Departure(NamedTuple):
     """An event whose tensor differs from that of one process."""
 
     order: int
-    """Number of the call among all calls of the step on one process."""
+    """Place in the order of one process: the number of the tensor among all traced tensors of the step."""
 
     event: Event
     error: float

@@ -12,8 +12,8 @@ from titan_launch.data.sources.interface import SourceContext
 
 _NUM_SAMPLES = 96
 _KINDS = 5
-"""Number of kinds of samples. Of tokens, sample i ignores i % 5 eighths of its targets. Of images, every fifth has an
-ignored target."""
+"""Number of kinds of samples. Token sample i ignores (i % 5) / 8 of its targets. Every fifth image has an ignored
+target."""
 
 
 class Samples:
@@ -21,7 +21,8 @@ class Samples:
 
     By default, a sample is a sequence of tokens, whose ignored targets are at random places. With `documents`, a
     sequence consists of up to four documents. With `pairs`, it consists of exactly four: two pairs of answers. With
-    `shape`, a sample is an image of noise with a class. `offset`: number of the first sample.
+    `shape`, a sample is an image of noise with a class. `offset`: number of the first sample, which sets its random
+    seed.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The outputs of modules and the gradients of their inputs in one step, on one process and on the ranks of a layout.
 
 Each rank compares its own parts with those of one process, so nothing is communicated. The samples of a rank, its
-tokens and its part of a matrix are known from the layout. A tensor whose shape fits none of these is not compared, such
-as the rows of an expert.
+tokens and its part of a matrix are known from the layout. A tensor whose shape fits none of these, such as the rows of
+an expert, is not compared.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _after(trace: Trace, path: str, module: nn.Module, args: tuple[Any, ...], ou
 
 
 def departures(run: Run, trace: Trace, reference: Trace, tolerance: float) -> list[Departure]:
-    """Return the events of this rank that differ from those of one process, in the order of one process."""
+    """Return the events of this rank whose tensors differ by more than `tolerance` from those of one process, in the
+    order of one process."""
     place = _Place(run)
     found = []
     for event, calls in reference.tensors.items():
@@ -115,7 +116,7 @@ def departures(run: Run, trace: Trace, reference: Trace, tolerance: float) -> li
 
 
 def _error(own: Tensor, place: _Place, of_one_process: list[Tensor], microbatch: int) -> float | None:
-    """Return the relative difference of a tensor from that of one process; None if it cannot be compared."""
+    """Return the relative difference of a tensor from that of one process; None if the tensors cannot be compared."""
     if not own.dim():
         return None
     wanted = place.part(torch.cat(of_one_process), own, microbatch)
@@ -127,7 +128,7 @@ def _error(own: Tensor, place: _Place, of_one_process: list[Tensor], microbatch:
 
 
 _NOTHING = 1e-9
-"""Norm below which a tensor is a rounding error."""
+"""Norm below which a tensor is a rounding error. Its difference counts as 0."""
 
 
 class _Place:
@@ -148,7 +149,8 @@ class _Place:
         self._styles = style_by_module(run.model, styles) if styles and layout.tensor > 1 else {}
 
     def skips(self, event: Event) -> bool:
-        """Return True for a tensor that is not compared, because it may be a partial sum, or is of divided experts."""
+        """Return True for a tensor that is not compared, because it may be a partial sum, or because it belongs to
+        experts that are divided over ranks."""
         if event.path in self._experts:
             return True
         return self._styles.get(event.path) in _PARTS_OF_SUMS.get(event.kind, ())

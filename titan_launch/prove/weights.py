@@ -1,4 +1,4 @@
-"""The model of a job with the values in `model.weights`, beside the folder's own class in `transformers`."""
+"""Comparison of a job's model with the class of `transformers`, both with the weights in `model.weights`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
     """Compare logits and gradients of a job's model with those of the folder's class in `transformers`, in fp32, on a
     few sequences. Return a sentence if they cannot be compared.
 
-    The gradients of the class are written as a weights folder. That folder is then read in the same way as the job's
-    folder. So if the reading puts a tensor into a wrong place, both the values and the gradients differ.
+    The gradients of the model of `transformers` are written as a weights folder, which is then read in the same way as
+    the job's folder. So if the reader puts a tensor into a wrong place, both logits and gradients differ.
     """
     config = JobConfig.model_validate(job)
     if find_spec("transformers") is None:
@@ -55,7 +55,7 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # its lock would outlive this process
+    disable_progress_bar()  # the lock of a progress bar would outlive this process
     config = config.model_copy(update={"lora": LoRAConfig()})
     theirs: Any = AutoModelForCausalLM.from_pretrained(
         config.model.weights, attn_implementation="eager", local_files_only=True, use_safetensors=True

@@ -36,7 +36,8 @@ from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
 from titan_launch.recipes.writing import Row
 
 _FEW_RECORDS = 200
-"""Number of documents below which no validation split is made: it could be empty."""
+"""Number of records below which no validation split is made, because it could be empty. For text files, the limit is a
+tenth as many files."""
 
 _SHORT_SIDE = 224
 """Image size in pixels for which the published image classifiers are made."""
@@ -127,8 +128,8 @@ class UnknownDataError(Exception):
 def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
     """Return the facts about the data at a path, by its content.
 
-    `kinds`: the preferred kinds, the best one first, if the first lines suit several kinds. Raises UnknownDataError if
-    the kind of the data is not clear, also if the first lines suit several kinds and none of them is in `kinds`."""
+    `kinds`: the preferred kinds, the best one first. They decide if the first lines suit several kinds. Raises
+    UnknownDataError if there are no data at the path, if they cannot be read, or if their kind is not clear."""
     try:
         return _facts_about(path, kinds)
     except LinkError as error:
@@ -263,14 +264,14 @@ _ENDS = {
     "images": (".tar",),
     "text": (".txt",),
 }
-"""Ends of the file names of each kind of data. Files whose names have another end count as text, too."""
+"""Suffixes of the file names of each kind of data. Files with any other suffix count as text, too."""
 
 
 def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder:
-    """Return the facts about files. Their kind is the one that has the most bytes.
+    """Return the facts about files. The kind of the data is the kind with the most bytes.
 
-    Raises UnknownDataError if JSON lines or Parquet files are mixed with files that have an end of another kind, such
-    as `.txt`. Files with other ends may lie beside them.
+    Raises UnknownDataError if JSON lines or Parquet files are mixed with files that have a suffix of another kind, such
+    as `.txt`. Files with unknown suffixes may lie beside them.
     """
     sizes: Counter[str] = Counter()
     data: set[str] = set()
@@ -335,7 +336,8 @@ _KINDS_OF_LINES = {
 
 
 def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
-    """Return the facts about JSON lines: chats, pairs of answers, or text in a field."""
+    """Return the facts about JSON lines: chats, pairs of answers, or text in a field. Raises UnknownDataError if the
+    first lines suit several kinds, and none of these is in `kinds`."""
     records = _records(path)
     first, number = next(records), 1
     found = _kinds_of_line(first)
@@ -343,7 +345,7 @@ def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
     for record in itertools.islice(records, _FEW_RECORDS - 1):
         number += 1
         common = {kind: keys for kind, keys in common.items() if kind in _kinds_of_line(record)}
-    candidates = common or found  # if the lines differ, the reader of the data names the first wrong one
+    candidates = common or found  # if the lines differ, the reader of the data reports the first wrong line
     kind = next((kind for kind in kinds if kind in candidates), "")
     if not kind and len(candidates) > 1:
         seen = ", and ".join(f"{_quoted(keys)} (data.kind = {toml_string(each)})" for each, keys in candidates.items())

@@ -21,11 +21,11 @@ class Samples:
 
     number: int
     is_exact: bool
-    """False for an estimate from the sizes of files."""
+    """False for an estimate from the sizes of files, or from the share of the validation split."""
 
 
 def count_samples(data: DataFolder, keys: Mapping[str, Any], seq_len: int, has_tokenizer: bool) -> Samples | None:
-    """Return the number of training samples; None if it is unknown before the data is read.
+    """Return the number of training samples of an epoch; None if it is unknown before the data is read.
 
     `keys`: the keys of `[data]`. `has_tokenizer`: False if each byte is a token."""
     known = known_samples(DATA_KINDS[data.kind].model_validate(keys), seq_len)
@@ -53,10 +53,10 @@ class Length:
 
 
 def length_of(epochs: int, steps: int, prefers_steps: bool, samples: Samples | None, batch: int) -> Length:
-    """Return the length of a run with `batch` samples in a step.
+    """Return the length of a run with `batch` samples per step.
 
-    `steps`: usual number of steps of the recipe. `prefers_steps`: True to write `steps` instead of `epochs`, unless
-    they are more than `epochs` epochs."""
+    `steps`: usual number of steps of the recipe. `prefers_steps`: True to write the key `steps` instead of `epochs`,
+    unless the steps would be `epochs` epochs or more."""
     name, value = ("steps", steps) if prefers_steps else ("epochs", epochs)
     if samples is None:
         other = "epochs" if prefers_steps else "steps"

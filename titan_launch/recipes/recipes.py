@@ -45,8 +45,8 @@ class Recipe:
     """`training.seq_len`, unless the model takes only shorter sequences."""
 
     tokens_per_step: int
-    """Approximate number of tokens per step of a model that is not small (`_is_small`). For images: number of samples
-    per step."""
+    """Approximate number of tokens per step. A small model (`_is_small`) gets at most 8192. For images: number of
+    samples per step."""
 
     steps: int
     """Usual number of steps. With `prefers_steps`, the job has this number. Otherwise it only determines warm-up and
@@ -59,7 +59,7 @@ class Recipe:
     """`training.local_batch_size` if no GPU is known."""
 
     prefers_steps: bool = False
-    """True to write `steps` instead of `epochs`, unless they are more than `epochs` epochs."""
+    """True to write the key `steps` instead of `epochs`, unless the steps would be `epochs` epochs or more."""
 
     epochs: int = 3
     epochs_from_random: int = 3
@@ -263,8 +263,9 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
 def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, Length]:
     """Return the number of samples per step, and the length of the run.
 
-    Each rank has the largest power of two of samples with which a step has at most the recipe's number of tokens, and
-    the run at least the recipe's `least_steps`. A rank always has at least one sample.
+    The number of samples per rank and step is a power of two: the largest one with which a step has at most the
+    recipe's number of tokens, and the run has at least the recipe's `least_steps`. A rank always has at least one
+    sample.
     """
     model, data, seq_len = inputs.model, inputs.data, seq_len_of(recipe, inputs.model)
     tokens = min(recipe.tokens_per_step, 2**13) if _is_small(recipe, model) else recipe.tokens_per_step

@@ -32,7 +32,7 @@ class Machine:
     """Name in the device table, or the name that the driver reports."""
 
     memory_gib: float | None
-    """Memory of one GPU that the driver reports; None for a name in the device table."""
+    """Memory of one GPU in GiB, as reported by the driver; None for a name in the device table."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ RecordingsOf = Callable[[JobConfig, Layout, Kernels], Recordings]
 def planned_sizes(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Sizes:
     """Return the microbatch and the activation checkpointing with the shortest predicted step among those that fit.
 
-    Step times that agree to two digits are equal. Of equal steps, the mode that adds less time is taken, and then the
-    larger microbatch, because it has fewer collectives. If nothing fits, return a microbatch of one sample and mode
-    `full`.
+    Step times that agree to two digits count as equal. Of equal candidates, the one whose mode adds less time is taken,
+    and then the one with the larger microbatch, because it has fewer collectives. If nothing fits, return a microbatch
+    of one sample and mode `full`.
 
     `config`: the job, whose global batch size does not change. Raises the errors of `recordings_of`.
     """
@@ -96,8 +96,8 @@ def _order(candidate: _Candidate) -> tuple[float, int, int]:
 
 
 def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Iterator[_Candidate]:
-    """Yield the best choice of modes for each microbatch size that fits. The sizes are the powers of two that divide
-    the number of samples per rank and step."""
+    """Yield the best choice of modes for each microbatch size that fits. The sizes are the powers of two up to 64 that
+    divide the number of samples per rank and step."""
     hardware = hardware_of(config, machine.ranks, "cuda", machine.device, machine.memory_gib)
     hardware = replace(hardware, gpus_per_node=max(1, min(machine.ranks, hardware.gpus_per_node)))
     auto = config.activation_checkpoint.model_copy(update={"mode": "auto"})
@@ -121,8 +121,8 @@ def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf
 class _BySize:
     """A predictor of a job's memory, traffic and step time for any microbatch size.
 
-    It usually needs only the recordings of microbatches of two and four samples, because memory at a point of the step,
-    traffic and times are linear functions of the size.
+    It usually needs only two recordings, with microbatches of two and of four samples: traffic, times, and the memory
+    at each point of a step are linear functions of the microbatch size.
     """
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, recordings_of: RecordingsOf):

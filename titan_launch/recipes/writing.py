@@ -58,7 +58,7 @@ def check_new(file: str, command: str) -> None:
 
 
 def write_new(file: str, text: str) -> None:
-    """Write a file that does not exist. Raises UserError."""
+    """Write a new file. Raises UserError if the file exists or cannot be written."""
     try:
         with open(file, "x", encoding="utf-8") as opened:
             opened.write(text)

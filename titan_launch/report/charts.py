@@ -31,7 +31,7 @@ _MAX_NAMES = 8
 """Largest number of series that the legend names, and that the text at the mouse pointer names."""
 
 _MAX_COLUMNS = 120
-"""Largest number of places of a chart where the mouse pointer shows a text."""
+"""Largest number of columns of a chart that show a text at the mouse pointer."""
 
 _FAR = 4
 """A limit that exceeds every bar by this factor is not drawn, because the bars would be too short to read."""
@@ -114,8 +114,9 @@ class Column:
 
 
 def stacked_chart(title: str, columns: Sequence[Column], unit: str, colors: Mapping[str, int]) -> str:
-    """Return a chart with a column for each interval of steps, divided into parts; "" without columns. Very high
-    columns are cut off and labelled. `colors`: the number of the color of each part, in the order from bottom to top.
+    """Return a chart with a column for each interval of steps, divided into parts; "" if no column has a height. Very
+    high columns are cut off and labelled. `colors`: the number of the color of each part, in the order from bottom to
+    top.
     """
     heights = [sum(map(_extent, column.parts.values())) for column in columns]
     if not columns or not max(heights) > 0:
@@ -194,8 +195,8 @@ _ROW = 44
 
 
 def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, int], limit: float | None = None) -> str:
-    """Return horizontal bars with one scale, which begins at 0; "" without a bar. `title`: what is measured, with its
-    unit. `limit`: value that is drawn as a line. If it exceeds all bars by far, only the title mentions it."""
+    """Return horizontal bars with one scale, which begins at 0; "" if no bar has a length. `title`: what is measured,
+    with its unit. `limit`: value that is drawn as a line. If it exceeds all bars by far, only the title mentions it."""
     lengths = [sum(map(_extent, bar.parts.values())) for bar in bars]
     if not bars or not max(lengths) > 0:
         return ""
@@ -239,8 +240,8 @@ _TEXT_WIDTH, _TEXT_HEIGHT = 64, 9
 
 
 def text_chart(series: Mapping[str, Points], x: str) -> list[str]:
-    """Return the lines of a chart of characters, with a line at 0; [] without a finite value. The name of a series is
-    the character that draws it."""
+    """Return a chart as lines of text, with a horizontal line at 0; [] if no value is finite. Each series is drawn with
+    the first character of its name."""
     finite = [point for points in series.values() for point in points if math.isfinite(point[1])]
     if not finite:
         return []
@@ -286,7 +287,7 @@ def _legend(classes: Mapping[str, str]) -> str:
 
 
 def sample(color: str) -> str:
-    """Return a small picture of a line or of an area. `color`: its class."""
+    """Return a small picture of a line or of an area. `color`: its CSS class."""
     is_line = color.startswith("line")
     shape = (
         f'<path class="line {color}" d="M0 6H26"/>' if is_line else f'<path class="area {color}" d="M0 0H12V12H0z"/>'

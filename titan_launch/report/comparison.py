@@ -37,7 +37,7 @@ _NAMES_OF_RUNS = (("job", "name"), ("job", "dump_folder"))
 """Keys that differ between any two runs."""
 
 _LONGEST_VALUE = 40
-"""Longest value of a key in a line of text."""
+"""Largest number of characters of a value in a line of text."""
 
 _MOST_KEYS = 20
 """Number of the keys that a page shows without a click."""
@@ -230,8 +230,8 @@ class Comparison:
         return {label: run.values(tag) for label, run in found if tag in run.tags}
 
     def slower(self, percent: float) -> list[str]:
-        """Return a sentence for each run whose median speed is more than `percent` below that of the first run. Raises
-        UserError if a run reports no speed, or if the runs report different kinds of speed."""
+        """Return a sentence for each run whose median speed is unknown, or more than `percent` below that of the first
+        run. Raises UserError if a run reports no speed, or if the runs report different kinds of speed."""
         tags = [speed_tag(run) for run in self.runs]
         if None in tags or len({*tags}) > 1:
             kinds = ", ".join(f"{name}: {tag or 'none'}" for name, tag in zip(self.names, tags, strict=True))

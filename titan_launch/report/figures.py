@@ -34,7 +34,7 @@ class Spread:
     count: int
 
     def format(self, pattern: str = "{:,.4g}") -> str:
-        """Return `median (quartile to quartile)`."""
+        """Return `median (quartile to quartile)`, or only the median if there is one value."""
         if self.count < 2:
             return pattern.format(self.median)
         return f"{pattern.format(self.median)} ({pattern.format(self.low)} to {pattern.format(self.high)})"
@@ -68,15 +68,15 @@ _MAX_COLUMNS = 120
 
 
 def part_colors(names: Collection[str]) -> dict[str, int]:
-    """Return the number of the color of each part of a step, in the order in which parts are shown. A part has the same
-    color in all charts."""
+    """Return the number of the color of each part of a step, in the order in which parts are shown. The parts in
+    `_PART_ORDER` have the same color in all charts."""
     unknown = sorted({*names} - {*_PART_ORDER})
     known = {name: index for index, name in enumerate(_PART_ORDER) if name in names}
     return known | {name: (len(_PART_ORDER) + index) % NUM_COLORS for index, name in enumerate(unknown)}
 
 
 def _part_tags(run: RecordedRun) -> dict[str, str]:
-    """Return the metrics of the parts of a step and of the pauses, by the name of the part, in the order in which they
+    """Return the metric of each part of a step and of each pause, by the name of the part, in the order in which parts
     are shown."""
     found = [tag for tag in run.tags if tag.startswith("time/") and tag.endswith("_s") and tag not in _NOT_PARTS]
     tags = {tag.removeprefix("time/").removesuffix("_s"): tag for tag in found}
@@ -147,8 +147,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def loss_axis(runs: Sequence[RecordedRun]) -> str:
-    """Return the axis over which losses of runs are compared: `tokens` or `images` if the runs differ in their number
-    per step, else `step`."""
+    """Return the axis over which losses of runs are compared: `tokens` or `images` if the runs have different numbers
+    of them per step, else `step`."""
     seen = [dict(run.values(_SAMPLES)) for run in runs]
     images = any("images" in (speed_tag(run) or "") for run in runs)
     sizes = [1 if images else run.seq_len for run in runs]

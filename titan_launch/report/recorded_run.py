@@ -50,13 +50,13 @@ State = Literal["running", "finished", "ended early", "stopped", "failed"]
 signal ended the run in order. `failed`: an error ended the run, or the run was killed."""
 
 MOST_REPORTS = 2_000_000
-"""Limit of the reports in a file."""
+"""Largest number of reports in a file."""
 
 MOST_FOLDERS = 200_000
 """Largest number of folders that a search for runs visits."""
 
 MOST_METRICS = 20_000
-"""Limit of the different metrics of a run."""
+"""Largest number of different metrics of a run."""
 
 LARGEST, SMALLEST = 1e150, 1e-150
 """Numbers of larger magnitude count as infinite, and numbers of smaller magnitude as 0. So sums, differences and
@@ -65,7 +65,7 @@ quotients of two other numbers are finite."""
 _MOST_STEPS = 10**15
 _LONGEST_NAME = 500
 _MOST_STARTS = 200
-"""Largest number of starts that are shown. They are the last ones."""
+"""Largest number of starts that are shown. Of a run with more starts, the last ones are shown."""
 
 _LOG_HEAD, _LOG_TAIL = MIB // 4, MIB // 16
 """Number of bytes that are read at the beginning and at the end of the log of a start's first rank. Of the logs of
@@ -76,14 +76,15 @@ _MOST_ERROR_BYTES = 128 * MIB
 read first."""
 
 _MOST_RECORD_BYTES = 64 * MIB
-"""Largest size of `units.json` and of `precision_audit.json`. The latter has 1 kB for each module."""
+"""Largest size of `units.json`, `precision_audit.json` and `proof.json`. `precision_audit.json` has about 1 kB for each
+module."""
 
 _LONGEST_MESSAGE = 1000
 
 
 def _plain_name(text: str) -> str:
     if not text or len(text) > _LONGEST_NAME or one_line(text) != text:
-        raise ValueError(f"must be of 1 to {_LONGEST_NAME} characters, without line ends and control characters")
+        raise ValueError(f"must have 1 to {_LONGEST_NAME} characters, without line ends and control characters")
     return text
 
 
@@ -169,16 +170,16 @@ class Start:
     """Step of the checkpoint from which the ranks started, or 0."""
 
     began: datetime | None
-    """Time of the first log line. None without a log line."""
+    """Time of the first line in the log of the first rank. None without a log line."""
 
     ended: datetime | None
-    """Time of the last log line. None without a log line."""
+    """Time of the last line in the log of the first rank. None without a log line."""
 
     num_logs: int
     """Number of ranks whose log of this start is in the run folder."""
 
     end: str
-    """Last message, or the first line of the error that ended the start."""
+    """Last message of the first rank. If a rank logged an error: the first line of the earliest error."""
 
     is_error: bool
     """True if `end` is the error of a rank."""
@@ -302,7 +303,7 @@ class RecordedRun:
 
     @cached_property
     def rolled_back(self) -> list[int]:
-        """The steps of the reports that rollbacks have undone, in the order in which they were written."""
+        """The steps of the reports that rollbacks have undone, in the order in which the reports were written."""
         return [step for step, _ in _lines(self.folder / ROLLED_BACK_FILE)]
 
     @cached_property
@@ -335,7 +336,7 @@ class RecordedRun:
 
     @cached_property
     def _slow_steps(self) -> set[int | None]:
-        """The step of the first report after each start. None if a start has no report."""
+        """The steps of the first report after each start. The set contains None if a start has no report."""
         steps = self.reports.steps
         later = (bisect_right(steps, start.step) for start in self.starts)
         return {steps[index] if index < len(steps) else None for index in later}
@@ -471,8 +472,8 @@ def _number(tag: str, value: Any) -> float:
 
 
 def _merged(lines: Iterator[Report]) -> Reports:
-    """Return one report for each step. If a run starts again at an earlier step, its new reports replace those of later
-    steps. Several lines of a step are one report, with the last value of each metric."""
+    """Return one report for each step. When a run resumes at an earlier step, its new reports replace the old reports
+    of later steps. Several lines of a step become one report, with the last value of each metric."""
     steps = array("q")  # the steps of all reports, including replaced ones
     kept: list[int] = []  # indices of the reports that are not replaced
     columns: dict[str, tuple[array[int], array[float]]] = {}  # indices of reports, and values, by tag

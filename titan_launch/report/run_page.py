@@ -107,7 +107,7 @@ def _memory(run: RecordedRun) -> str:
         against = change(size, peaks[PREDICTED]) if tag == MEASURED and PREDICTED in peaks else ""
         rows.append((tag.partition("/")[2], gib(size), against, known.meaning.replace("`", "") if known else ""))
     shown = {tag: text for tag, text in _BARS.items() if math.isfinite(peaks.get(tag, math.inf))}
-    if RESERVED in shown:  # then all bars and the limit are GPU memory
+    if RESERVED in shown:  # the other bars and the limit are GPU memory
         shown.pop(HOST, None)
     bars = [Bar(f"{text}: {gib(peaks[tag])}", {text: peaks[tag]}) for tag, text in shown.items()]
     colors = {text: index for index, text in enumerate(_BARS.values())}

@@ -8,9 +8,9 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
   CUDA runs the several operations too, and nothing is replaced.
 - LayerNorm: both devices run the same operation. CUDA saves mean and factor of the rows in fp32 even for a bf16 input.
 - Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. If the
-  shapes are not (batch, heads, tokens, head_dim), and for grouped queries in fp32, CUDA runs the kernel that stores all
-  scores. cuDNN's kernel saves as many bytes as flash attention. The replacement uses it if values have another width
-  than queries, as `plan.attention_kernels` permits.
+  shapes are not (batch, heads, tokens, head_dim), and for grouped queries in fp32 or with a mask, CUDA runs the kernel
+  that stores all scores. If values have another width than queries, and `plan.attention_kernels` permits it, the
+  replacement uses cuDNN's kernel. That kernel saves as many bytes as flash attention.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
   inputs, its output, and an fp32 logarithm for each query. The memory of its block mask is not counted.
 - Matrix products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). With other dtypes, and
@@ -124,7 +124,7 @@ class _FusedNorm(torch.autograd.Function):
         return (result, *(torch.empty_like(tensor) if needs else None for tensor, needs in kept), None, None)
 
 
-_original_rms_norm = torch.rms_norm  # which `F.rms_norm` calls
+_original_rms_norm = torch.rms_norm  # `F.rms_norm` calls it
 
 
 def _rms_norm(
@@ -158,8 +158,8 @@ def scaled_dot_product_attention(  # noqa: PLR0913 - the signature is PyTorch's
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace the function of the same name. Context parallelism finds the function by its name, so the names must
-    be equal."""
+    """Replace `F.scaled_dot_product_attention`. Context parallelism finds the function by its name, so the replacement
+    must have the same name."""
     is_plain = query.dim() == key.dim() == value.dim() == 4
     has_equal_heads = is_plain and query.shape[1] == key.shape[1]
     if is_plain and query.dtype in _REDUCED and attn_mask is None:

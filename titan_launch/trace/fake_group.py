@@ -71,7 +71,7 @@ def sends_held() -> Iterator[None]:
 
 
 class _Sent:
-    """The work of a send, with the tensors that it sends."""
+    """The work object of a send. It keeps the sent tensors alive."""
 
     def __init__(self, work: dist.Work, tensors: list[Tensor]):
         self._tensors = tensors

@@ -183,7 +183,7 @@ class ExchangesCounted(TorchDispatchMode):
             return
         axis, size = self._axes[group]
         name, index = _IN_PLACE.get(operation, (operation, 0))
-        if axis in ("context", "expert") and operation in _OF_FSDP:  # of FSDP2, whose group may have the same ranks
+        if axis in ("context", "expert") and operation in _OF_FSDP:  # FSDP2's own: its group may have the same ranks
             return
         sent = _num_bytes(args[index]) * _SENT_SHARE[name](size)
         counted: dict[str, Any] = {axis: Exchange(1, round(sent))}

@@ -1,7 +1,8 @@
 """Recording of a pipeline's step. PyTorch's schedule runs with all microbatches, but stages run only a few of them.
 
-Microbatches are alike. So each stage runs the first microbatch of each kind, and a stand-in, which returns a tensor
-of the same shape, runs the others. What the schedule itself allocates and holds is recorded for all microbatches.
+Microbatches of one kind allocate the same memory. So each stage runs only the first microbatch of each kind. For the
+others, a stand-in returns a tensor of the same shape. Memory that the schedule itself allocates and holds is recorded
+for all microbatches.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class _Kind(NamedTuple):
 
     stage: int
     actions: tuple[str, ...]
-    """The actions of the microbatch, such as a whole backward or its two parts; none if the schedule has only whole
-    backwards and lists no actions."""
+    """The actions of the microbatch, such as a whole backward, or the two parts of a split one. Empty if the schedule
+    lists no actions; all its backwards are then whole."""
 
     adds: bool
     """True if a split backward adds to the gradients of an earlier microbatch, in place."""
@@ -102,8 +103,8 @@ class PipelineRecorder:
     """The microbatch that runs."""
 
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
-        """Run a step, and replace `notes` by its notes. Stages run only microbatches of kinds that no earlier call of
-        this method has run."""
+        """Run a step, and replace the content of `notes` by the notes of this step. Stages run only microbatches of
+        kinds that no earlier call of this method has run."""
         parallelism, original = self.config.parallelism, Accumulation(self.config.gradient_accumulation)
         outer = self
 
@@ -166,7 +167,7 @@ class PipelineRecorder:
                 output = forward(hidden, *args, **kwargs)
                 self._shapes[hidden.module] = _Output.of(output)
                 return output
-            leaf = None if args[0].requires_grad else weight  # gradients of weights would need a parameter of the stage
+            leaf = None if args[0].requires_grad else weight  # a split backward takes only the stage's parameters
             return _stand_in(args[0], leaf, self._shapes[hidden.module])
 
         stack.enter_context(replaced(HiddenModule, "forward", run))
@@ -214,7 +215,7 @@ class PipelineRecorder:
 
 
 def _between_marks(notes: Iterable[Note]) -> Iterator[tuple[Mark | None, list[Note]]]:
-    """Yield (mark at the begin, notes) for each call of a stage, and (None, notes) for the notes between calls."""
+    """Yield (mark of its begin, notes) for each call of a stage, and (None, notes) for the notes between two calls."""
     begun: Mark | None = None
     own: list[Note] = []
     for note in notes:

@@ -159,7 +159,7 @@ class TorchRecorder:
     group."""
 
     def subject(self, job: JobConfig) -> Subject:
-        """Build the model of a job on the meta device. Raises ConfigError as a run does."""
+        """Build the model of a job on the meta device, and inspect it. Raises ConfigError as a run does."""
         built = build_job_model(job)
         second, frozen = None, build_frozen_model(job)
         if frozen is not None:
@@ -220,7 +220,7 @@ class TorchRecorder:
                 tapes = record(whole, repeated, tuple(others))
                 if all(is_uniform(tape, compares_work=not job.model.is_of_package) for tape in tapes):
                     return tapes
-                log_whole_trace("its blocks do not all allocate the same memory, or compute the same")
+                log_whole_trace("the model's blocks differ in their operations or in the memory that they allocate")
         with failures_explained(job.model):
             return record(build_job_model(job), tuple(Blocks(outermost(part.inventory.blocks)) for part in parts))
 
@@ -312,7 +312,7 @@ def _record(
             forward_backward(model, microbatch, torch.device("cpu"), lambda: num_items, loss)
             del microbatch
             return [taped()]
-        microbatch = memory.paused(batches.make)()  # does not count: in a run it is in host memory
+        microbatch = memory.paused(batches.make)()  # not counted, because a run keeps it in host memory
         if config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
             split += [local.module for local in pipeline.local]
         schedule = PipelineRecorder(pipeline, config, recorder.notes, memory, take_gradients, path_of, kernels == "cpu")

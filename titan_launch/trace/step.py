@@ -279,7 +279,7 @@ class _Accumulation:
     def _run_pipeline(self, pipeline: Pipeline, num_items: Tensor) -> Traffic:
         """Run the microbatches through the pipeline's stages, by its schedule."""
         config, layout = self.config, self.layout
-        microbatch = self.memory.paused(self.batches.make)()  # does not count: in a run it is in host memory
+        microbatch = self.memory.paused(self.batches.make)()  # not counted, because a run keeps it in host memory
         strategy = Accumulation(config.gradient_accumulation, self.replicas)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
         step([microbatch] * self.num_microbatches, self.loss, lambda: num_items)

@@ -82,7 +82,7 @@ def _trace_short(
             seen = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_for_check)
             whole = whole if _are_alike(_extrapolated(shorter, longer, 2), seen) else None
         if whole is None:
-            log_whole_trace("its memory does not grow linearly with its depth")
+            log_whole_trace("the memory of the model does not grow linearly with its depth")
         return whole
     return None
 
@@ -132,10 +132,11 @@ _OPERATION_BY_ERROR_TEXT = {".numpy()": "tensor.numpy()", "Cannot access data po
 
 @contextmanager
 def failures_explained(config: ModelConfig) -> Iterator[None]:
-    """Replace errors of a model that cannot be traced by a ConfigError on `model.name`.
+    """Raise a ConfigError on `model.name` in place of an error of a trace.
 
-    This applies to operations that need values or that fake tensors do not support, in any model. It also applies to
-    all other errors of a user's own model; the ConfigError then contains the traceback.
+    In any model, errors of operations that need values, or that fake tensors do not support, are replaced. In a user's
+    own model, all other errors are replaced too, and the ConfigError contains the traceback. A ConfigError is never
+    replaced.
     """
     try:
         yield
@@ -202,7 +203,7 @@ class TraceEngine:
         return self._step(choice).traffic
 
     def seconds(self, choice: Choice) -> None:
-        """Return None: a trace counts no times of operations."""
+        """Return None: a trace does not predict the times of operations."""
 
     def _step(self, choice: Choice) -> TracedStep:
         if choice not in self._known:

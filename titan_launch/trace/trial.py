@@ -1,8 +1,8 @@
 """A trial: three training steps of one rank with real tensors on its device, without other ranks.
 
 Collectives return at once, so the values are meaningless, but every allocation is that of a run. So a trial shows
-whether a rank has enough memory, and running out of it leaves no other rank waiting. On a phantom GPU (`phantom_gpu`) a
-trial measures what the allocator of a GPU would reserve.
+whether a rank has enough memory. If the memory does not suffice, no other rank is left waiting. On a phantom GPU
+(`phantom_gpu`) a trial measures what the allocator of a GPU would reserve.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TrialMemory:
 
     active: int
     """Memory of the blocks that tensors got. A block may be up to 1 MiB larger than requested, because the allocator
-    does not split off a smaller rest."""
+    does not split off a smaller remainder."""
 
     reserved: int
     """Memory that the allocator has taken from the device."""

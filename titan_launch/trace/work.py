@@ -68,8 +68,8 @@ def _product(a: Tensor, b: Tensor) -> Work:
 
 
 def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None = None, *_: Any) -> Work:
-    """Return the work of a grouped product. Its groups divide the rows, the columns, or the inner dimension. They are
-    taken to be equal."""
+    """Return the work of a grouped product. Its groups divide the rows, the columns, or the inner dimension. All groups
+    are assumed to be of equal size."""
     groups = b.shape[0] if b.dim() == 3 else a.shape[0] if a.dim() == 3 else 1 if ends is None else ends.shape[0]
     rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
     if a.dim() == 2 and b.dim() == 3:

@@ -1,4 +1,5 @@
-"""The folder of `model.weights` during a run: the values that the run begins with, and that its checkpoints omit."""
+"""The folder of `model.weights` during a run. It has the values with which the run begins, and the values of the
+parameters that checkpoints omit."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class RunData:
     """None without validation."""
 
     validation_parts: Mapping[str, range]
-    """Indices of the samples to validate on, by the name of their source; empty without validation."""
+    """Indices in `validation` of the samples to validate on, by the name of their source; empty without validation."""
 
     sequence_part: SequencePart | None
     """This rank's part of every sequence; None without context parallelism."""
@@ -312,7 +312,8 @@ def known_input_shape(config: JobConfig) -> tuple[int, ...] | None:
 
 
 def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> Batch:
-    """Return a batch of `num_samples`, shaped as the data sources return them, on the default device."""
+    """Return a batch of `num_samples` samples of zeros on the default device. Its shapes are those of batches from data
+    sources."""
     if config.data.unit == "images":
         return Batch(torch.zeros(num_samples, *shape), torch.zeros(num_samples, dtype=torch.int64))
     tokens = torch.zeros(num_samples, *shape, dtype=torch.int64)

@@ -94,7 +94,7 @@ class Surroundings:
     """Returns the file and line of a key."""
 
     stop: StopRequest | None = None
-    """The run reads the signals of this object after every step."""
+    """The signals that this process received. The run reads them after every step."""
 
     log_file: LogFile | None = None
     """The log of this rank. Its file is opened in the run folder, as soon as the folder exists."""
@@ -263,8 +263,8 @@ def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer
 
 
 def build_replica_shards(config: JobConfig, model: AssembledModel) -> ReplicaShards | None:
-    """Return the exchange of an optimizer that is sharded over the replicas; None for any other optimizer. Also used by
-    traces."""
+    """Return the exchange of gradients and parameters between replicas, if the optimizer is sharded over them; else
+    None. Also used by traces."""
     if model.mesh.layout.optimizer_replicas == 1:
         return None
     return ReplicaShards(model.module, model.plan, model.mesh, gradients_leave_early(config.training))

@@ -162,7 +162,7 @@ def _stream_samples(source: StreamSource, layout: Layout) -> Iterator[tuple[dict
 
 
 def _contents(config: JobConfig, sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what a sample contains: its decoded documents, or the form of its image."""
+    """Return the contents of a sample: its decoded documents, or the shape and class of its image."""
     if config.data.unit == "images":
         return {"shape": list(sample[0].shape), "class": int(sample[1])}
     documents = [

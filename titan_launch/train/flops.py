@@ -55,7 +55,7 @@ _SAMPLES = 2
 
 
 def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: RunData) -> int | None:
-    """Return the FLOPs of one sample from which a run computes TFLOP/s and MFU. Operations that activation
+    """Return the FLOPs of one sample. A run computes TFLOP/s and MFU from this number. Operations that activation
     checkpointing or a loss in chunks runs twice count once.
 
     If a user's own model declares its FLOPs, return these; otherwise count them. If counting fails, log the reason and
@@ -73,8 +73,8 @@ def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: Ru
 
 @contextmanager
 def unknown_if_it_fails() -> Iterator[None]:
-    """Suppress and log an error in the block: the model does not run on the meta device. If the model does not run at
-    all, the run, or the recording for a plan, raises an error."""
+    """Suppress and log an error in the block. It means that the model does not run on the meta device. If the model
+    does not run at all, the run itself, or the recording for a plan, raises an error."""
     try:
         yield
     except Exception as error:
@@ -136,8 +136,8 @@ def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
     """Yield a list for each kind of outer blocks, in order. Blocks of one kind run the same operations in forward and
     backward.
 
-    Not everything is known about the modules before the first block. This does not matter, because the first block of
-    each kind is counted by itself.
+    The kind of the first block depends on an assumption about the modules before it. A wrong assumption does no harm,
+    because the first block of each kind is counted by itself.
     """
     kinds: defaultdict[Hashable, list[str]] = defaultdict(list)
     for block, signature in zip(outermost(plan.inventory.blocks), block_signatures(plan), strict=True):
@@ -152,7 +152,7 @@ def _counted_kernels() -> Iterator[None]:
         stack.enter_context(loggers_silenced("titan_launch.loss.build"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(generators_seeded(0))  # random numbers drawn in a forward do not change the run
+        stack.enter_context(generators_seeded(0))  # drawing random numbers here does not change those of the run
         stack.enter_context(grouped_products_have_shapes())
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
         stack.enter_context(replaced(attention, "causal_attention", lambda q, k, v, *_: _attention(q, k, v)))
@@ -168,8 +168,8 @@ _GROUPED = _aten._grouped_mm
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return a tensor with the shape of attention's output, by the operation that takes values of any width. Mask,
-    scale and dropout do not change the FLOPs."""
+    """Run attention as one operation, which takes values of any width, and return its output. Mask, scale and dropout
+    are ignored, because they do not change the FLOPs."""
     shape = *query.shape[:-1], value.shape[-1]
     query, key, value = (x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
     groups = query.shape[1] // key.shape[1]
@@ -208,7 +208,8 @@ def _expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProd
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Rows (rows, in) times matrices (experts, out, in), and its gradients, without PyTorch's checks of the strides."""
+    """The product of rows (rows, in) and matrices (experts, out, in), and its gradients, without PyTorch's checks of
+    strides."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def run_model(model: nn.Module, batch: Batch, loss: Loss) -> Any:
     """Run a model without pipeline stages, and return the outputs that `loss.sums` reads. `batch` is on the model's
     device.
 
-    `explain_forward` explains errors. Call `loss.prepare` before.
+    `explain_forward` explains errors. Call `loss.prepare` first.
     """
     with loss.given(batch.targets):
         arguments = document_arguments(model, batch.documents) | loss.arguments(model, batch.targets)
@@ -74,7 +74,7 @@ def explain_forward(error: BaseException) -> ConfigError | None:
 
 
 def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
-    """Return the path of the `nn.Linear` whose output a model of token ids returns as logits, unchanged.
+    """Return the path of the `nn.Linear` whose unchanged output is the logits of a model of token ids.
 
     `model` is on the meta device and not wrapped. A copy of it runs one sequence. Return None if there is no such
     layer, if it runs more than once, or if the model does not run on the meta device.
@@ -130,8 +130,8 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
 def _explanation(
     error: Exception, frames: list[tuple[FrameType, int]], model: nn.Module, inputs: Tensor, contract: str
 ) -> ConfigError | None:
-    """Return the ConfigError that replaces an error in a forward: wrong use of its arguments, an embedding with too
-    few rows, or a tensor that is a plain attribute on another device. Return None for any other error."""
+    """Return the ConfigError that replaces an error in a forward: wrong use of its arguments, an embedding with too few
+    rows, or a tensor on another device that is a plain attribute of a module. Return None for any other error."""
     user_frames = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
     if isinstance(error, ConfigError) or not user_frames:
         return None
@@ -154,8 +154,8 @@ _OTHER_DEVICE = re.compile("same device|expected device")
 
 
 def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
-    """Yield a description of each plain attribute of a module that holds a tensor on another device, also in a list,
-    tuple or dict."""
+    """Yield a description of each plain attribute of a module that holds a tensor on another device, directly or in a
+    list, tuple or dict."""
     attributes = ((path, module, *item) for path, module in model.named_modules() for item in vars(module).items())
     for path, module, name, value in attributes:
         inside = list(value.values()) if isinstance(value, dict) else value
@@ -206,7 +206,8 @@ def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.M
 
 
 def _missing_row(frame: FrameType, model: nn.Module, location: str) -> ConfigError | None:
-    """Return the error of an `nn.Embedding` for an index beyond its rows. `frame`: frame of the embedding's forward."""
+    """Return the error of an `nn.Embedding` for an index beyond its rows; None if another module failed. `frame`: frame
+    of the failed module's forward."""
     module, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
     if not isinstance(module, nn.Embedding) or not isinstance(indices, Tensor):
         return None

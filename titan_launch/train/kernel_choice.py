@@ -100,9 +100,9 @@ def use_kernels(
 def use_planned_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, capability: tuple[int, int]
 ) -> None:
-    """For a plan, let attention pad its values or not, as `use_kernels` would decide on a GPU of this compute
-    capability. The function `takes` answers in place of PyTorch. If it refuses the backend `kernels.attention`, values
-    are padded."""
+    """Decide for a plan whether attention pads its values, as `use_kernels` would on a GPU of this compute capability.
+    The function `plan.attention_kernels.takes` answers in place of PyTorch. If it refuses the backend that
+    `kernels.attention` names, values are padded."""
 
     def obstacle(dtype: str, pads_values: bool) -> Obstacle:
         assert built.attention is not None
@@ -122,7 +122,7 @@ def _choose_attention(
     obstacle: Callable[[str, bool], Obstacle],
 ) -> dict[str, list[str]]:
     """Return the result of `choose` for each dtype of attention. If the chosen backends take values that have another
-    width than queries, let attention pass such values unpadded.
+    width than queries, let attention pass such values unpadded. With context parallelism, values are always padded.
 
     `obstacle`: function of a dtype and of `ScoreOptions.pads_values` that returns an `Obstacle`.
     """
@@ -145,7 +145,7 @@ def explain_refusal(error: BaseException, kernels: KernelsConfig, refusals: Sequ
     the error.
     """
     if kernels.attention == "auto" or not isinstance(error, RuntimeError) or _NO_KERNEL not in str(error):
-        return None  # of several backends, math accepts every call
+        return None  # "auto" includes math, which accepts every call
     place = user_location(error)
     where = f" at {place}" if place else ""
     reason = f'cannot be used{where}: {_listed(refusals)}; set "auto", which finds a usable backend, or "math"'
@@ -179,7 +179,8 @@ def unsafe_cudnn(version: int | None) -> str | None:
 
 
 def without_cudnn(wanted: str, order: Sequence[str], unsafe: str) -> tuple[str, ...]:
-    """Return `order` without cuDNN, and log `unsafe`, the reason. Raise ConfigError if cuDNN is the wanted backend."""
+    """Return `order` without cuDNN. If `wanted` is "auto", log `unsafe`, the reason. Raise ConfigError if cuDNN is the
+    wanted backend."""
     if wanted == "cudnn":
         reason = f'cannot be used: {unsafe}; install cuDNN {_dotted(_SAFE_CUDNN)} or later, or set "auto"'
         raise config_error(("kernels", "attention"), reason, wanted)
@@ -195,7 +196,7 @@ def _dotted(version: int) -> str:
 
 def attention_dtypes(data: DataSource, built: BuiltModel, plan: ModelPlan) -> list[str]:
     """Return the dtypes that the model's plain causal attention computes in. The list is empty if the attention of the
-    model is not known, and if the training data separates documents."""
+    model is not known, or if the training data separates documents."""
     if built.attention is None or separates_documents(data):
         return []
     paths = [module.path for module in plan.inventory.modules if matches(built.attention.queries_from, module.path)]

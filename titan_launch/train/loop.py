@@ -77,15 +77,16 @@ class Due:
     validation is due: the scheduler soon kills the run, and the checkpoint needs that time."""
 
     save: bool
-    """Save a checkpoint. Due after the last step, and after the step at which a signal ends the run. With
-    `checkpoint.enable`, also due every `checkpoint.interval` steps or `interval_minutes`. See also `is_saved`."""
+    """Save a checkpoint. With `checkpoint.enable`: due every `checkpoint.interval` steps or `interval_minutes`, after
+    the last step, and if a signal ends the run. Without `checkpoint.enable`, but with `checkpoint.save_last`: due after
+    the last step, and if a signal ends the run without a restart. See also `is_saved`."""
 
     pool: bool
     """Pool BatchNorm's running statistics over ranks. Due before a validation or a checkpoint: both need one model."""
 
     restore_statistics: bool
-    """Restore each rank's own running statistics after the save. Due if only time or a signal caused the checkpoint,
-    because such a checkpoint must not change later steps."""
+    """Restore each rank's own running statistics after the save. Due if the checkpoint is due only because of time or a
+    signal, and no validation belongs to this step. Such a checkpoint must not change later steps."""
 
 
 def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:
@@ -114,7 +115,7 @@ def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: i
 
 
 def due_now(run: Run) -> Due:
-    """Return the work that follows the run's last finished step. Call `StepCoordinator.agree` before."""
+    """Return the work that follows the run's last finished step. Call `StepCoordinator.agree` first."""
     control = run.control
     return due_after_step(run.config, run.progress.step, run.first_step, control.stop_signal, control.save_is_due)
 
@@ -175,7 +176,8 @@ def looks_for_skipped_steps(run: Run, due: Due) -> bool:
 def ending(run: Run) -> str:
     """Return a text that says how the run ended.
 
-    Raises Stopped if a signal ended the run and no checkpoint is saved, or if all ranks will restart for a new host.
+    Raises Stopped if all ranks will restart for a new host, or if a signal ended the run after a step of this process
+    and no checkpoint is saved.
     """
     step, last, number = run.progress.step, run.config.training.total_steps, run.control.stop_signal
     if has_ended_early(run):
@@ -314,7 +316,8 @@ def learning_rates(run: Run, step: int) -> dict[str, float]:
 
 
 def perplexities(run: Run, scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the exponentials of the losses of a language model, by tag. A loss with label smoothing has none."""
+    """Return the exponentials of the losses of a language model, by tag. They are omitted for images, and for a
+    training loss with label smoothing."""
     if run.config.data.unit != "tokens":
         return {}
     smoothed = run.config.loss.label_smoothing > 0

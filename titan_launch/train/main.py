@@ -23,11 +23,11 @@ from titan_launch.train.run_folder.logs import console_log, rank_log
 def train(
     config: JobConfig, provenance: Provenance, stop: StopRequest, log_level: str = "INFO", quiet: bool = False
 ) -> None:
-    """Train on this rank until the last step, or until a signal sets `stop`. Close all writers at the end, even after
+    """Train on this rank until the run is done, or until a signal sets `stop`. Close all writers at the end, even after
     an error.
 
-    `log_level`: lowest level of the messages on the console. `quiet`: no reports and no progress on the console. The
-    log files and the other sinks get everything.
+    `log_level`: lowest level of the messages on the console. `quiet`: True disables reports and progress on the
+    console. The log files and the other sinks get everything.
     """
     with ExitStack() as stack:
         log_file = stack.enter_context(rank_log())
@@ -58,7 +58,7 @@ def train(
 def _ignore_warnings() -> None:
     """Ignore warnings of PyTorch on every rank, if the launcher intends the behavior or reports it itself."""
     for message in (
-        r"FSDP2-wrapped module .* returned a view tensor",  # train.audit names the modules
+        r"FSDP2-wrapped module .* returned a view tensor",  # train.precision_audit names the modules
         r"Mismatch dtype between input and weight",  # the effect of a precision rule for fp32 norm weights
         r"Slicing a flattened dim from root mesh",  # distributed.mesh slices for HSDP
         r"Using a non-tuple sequence for multidimensional indexing",  # inputs["name"]: train.forward explains the error

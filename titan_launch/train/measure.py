@@ -188,7 +188,7 @@ class StepMeasurements(Observer):
         self._watched.__exit__(type(error), error, error.__traceback__)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the measurements of this rank since the last call by tag, and reset them."""
+        """Return this rank's measurements since the last call, by tag, and reset them."""
         seen, self._seen = self._seen, {}
         if self._compile_time is not None:
             seen["time/compile_s"] = self._compile_time.take()

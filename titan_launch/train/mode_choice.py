@@ -65,8 +65,7 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
     """Return the units and dtypes of a model on the meta device.
 
-    Raises ConfigError for precision rules, BatchNorm statistics or activation checkpointing that the model does not
-    support.
+    Raises ConfigError as `inspect_model` and `plan_job` do.
     """
     return plan_job(config, inspect_model(config, built))
 
@@ -133,7 +132,7 @@ def resolve_auto_modes(
 
     If the job has no `auto`, return the same job and None. A resumed run keeps the modes that it began with. Otherwise
     rank 0 chooses the modes for all ranks. Raises UserError on all ranks if the job does not fit into memory with any
-    choice of modes. Nothing is written or allocated before.
+    choice of modes. Nothing is written or allocated before this error.
     """
     if not is_auto(config):
         return config, None

@@ -110,7 +110,7 @@ def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, int | f
             continue
         value = table.get(name, "unset")
         text = toml_value(value)
-        if len(text) > _LONGEST_SETTING:  # a different value must stay a different text
+        if len(text) > _LONGEST_SETTING:  # two different values must not get equal texts
             value = f"{text[: _LONGEST_SETTING - 13]} ... {zlib.crc32(text.encode()):08x}"
         yield f"{prefix}{name}", value if type(value) in (int, float, str) else text
 

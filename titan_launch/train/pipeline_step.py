@@ -151,8 +151,8 @@ def _with_gradient(tensor: Tensor) -> Tensor:
 class PipelinedStep:
     """The forward and backward of all microbatches of a step through a pipeline.
 
-    The microbatches of the schedule are those of gradient accumulation. Each loss is already divided by the number
-    of items, so the schedule does not scale. FSDP2's hooks reduce gradients when the gradient accumulation mode
+    The microbatches of the schedule are those of gradient accumulation. Each loss is already divided by the number of
+    items, so the schedule does not scale gradients. FSDP2's hooks reduce gradients when the gradient accumulation mode
     demands it, independent of the schedule. If the schedule has a separate backward of weights, the hooks reduce
     gradients after the last of these backwards.
     """

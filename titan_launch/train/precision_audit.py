@@ -75,8 +75,12 @@ class PrecisionAudit(Observer):
         self._hooks.enter_context(eager(self._job.config.compile))
 
     def before_update(self) -> None:
-        """Raise UserError on all ranks if the observed dtypes or collectives of the step differ from the plan, or if
-        activation checkpointing chose other experts in its second forward."""
+        """Compare the observed dtypes and collectives of the step with the plan, and write the result to the run
+        folder. Collective.
+
+        Raises UserError on all ranks if they differ, or if activation checkpointing chose other experts in its second
+        forward. On an untested release of PyTorch, log a warning instead.
+        """
         if not self._watched:
             return
         for module, _, observed, _ in self._watched:

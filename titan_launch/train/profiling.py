@@ -42,7 +42,7 @@ class StepProfiler(Observer):
         self._takes_snapshots = config.memory and ranks.device.type == "cuda"
         if self._takes_snapshots:
             record_memory_history()
-        with suppress(ValueError):  # this is not the main thread, as in a test
+        with suppress(ValueError):  # raised outside of the main thread, as in a test
             if SIGNAL is not None:
                 before = signal.signal(SIGNAL, self._on_signal)
                 stack.callback(signal.signal, SIGNAL, before)
@@ -109,7 +109,7 @@ class StepProfiler(Observer):
         return self._folder / f"step-{self._step}_rank-{self._ranks.rank}{suffix}"
 
     def write_snapshot_of_failure(self) -> None:
-        """Write a snapshot of GPU memory after an error of its allocator, if the job records allocations."""
+        """Write a snapshot of GPU memory after an out-of-memory error, if the job records allocations."""
         if self._takes_snapshots:
             with suppress(OSError):
                 self._folder.mkdir(exist_ok=True)

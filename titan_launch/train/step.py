@@ -119,9 +119,9 @@ class TrainStep:
         items are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that
         count, and FSDP2 only sums gradients.
 
-        `observers` look at the step when all gradients are complete, before anything changes. An error or an interrupt
-        before the update restores gradients, running statistics and loads of experts. If all ranks have abandoned the
-        step, it can be tried again.
+        `observers` look at the step when all gradients are complete, before anything changes. After an error or an
+        interrupt before the update, gradients and loads of experts are dropped, and running statistics are restored. If
+        all ranks have abandoned the step, it can be tried again.
         """
         self.statistics.save()
         try:

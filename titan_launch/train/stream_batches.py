@@ -17,7 +17,7 @@ from titan_launch.parallel.context_parallel import SequencePart
 from titan_launch.plan.layout import Layout
 
 _MOST_VALUES = 20_000_000
-"""Limit of the values in the state of a stream, which may hold samples that are being shuffled."""
+"""Largest number of values in the state of a stream. The state may hold the samples of a shuffle buffer."""
 
 
 class StreamBatches(SizedPart):
@@ -61,8 +61,8 @@ class StreamBatches(SizedPart):
         return {self._key: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
     def targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Values:
-        """Return tensors into which a checkpoint with these shapes is read. Raises ConfigError if it has the positions
-        of another number of ranks or workers."""
+        """Return tensors into which a checkpoint with these shapes is read. Raises ConfigError if the checkpoint has
+        the positions of another number of data-parallel ranks or workers."""
         if shapes and self._key not in shapes:
             saved, _, workers = next(iter(shapes)).partition(".")[0].partition("x")
             raise config_error(

@@ -167,5 +167,5 @@ def test_prepared_pairs_are_the_same_samples(tmp_path: Path) -> None:
         ConfigError, match=r'data\.packing: would divide the pairs of answers in the token files; set "documents"'
     ):
         opened(SEQ_LEN, "concat")
-    with pytest.raises(ConfigError, match="has pairs of 131 tokens"):
+    with pytest.raises(ConfigError, match="has a pair of answers that takes 131 positions"):
         opened(100, "documents")

@@ -669,13 +669,13 @@ MIX_IN_FP32 = {"match": "layers.[01].mix", "param_dtype": "float32"}
             {**MIXES, "layers.2.mix": 3},
             [],
             {"trained": "bfloat16"},
-            {"trained after step 3": "other parameters of the unit around are not trained in the same steps"},
+            {"trained after step 3": "the other parameters of the enclosing unit are not trained in the same steps"},
         ),
         (
             dict.fromkeys(MIXES, 2),
             [MIX_IN_FP32],
             {},
-            {"precision.rules.0": "other parameters of the unit around are not trained in the same steps"},
+            {"precision.rules.0": "the other parameters of the enclosing unit are not trained in the same steps"},
         ),
         (
             {"layers.0.norm1": 0, "layers.0.inner.1": 0},

@@ -10,8 +10,7 @@ from titan_launch.core.errors import KeyPath
 _LORA = 'use "lora.targets", "lora.rank" and "lora.alpha"'
 _TARGETS = 'use "lora.targets", which also takes the names of `transformers`'
 _NO_QUANTIZED_BASE = (
-    "a quantized base (QLoRA) is not supported; frozen parameters are stored in 16 bits with "
-    '"precision.frozen_storage_dtype" = "bfloat16"'
+    'QLoRA is not supported; frozen parameters are stored in 16 bits with "precision.frozen_storage_dtype" = "bfloat16"'
 )
 _NO_DORA = "DoRA is not supported; remove this key"
 _WEIGHTS = 'use "model.weights" with the folder of the model'
@@ -26,8 +25,8 @@ _TRAIN_ON = 'use "data.train_on" with "data.kind" = "chat"; "all" trains on all 
 _LAST_TURN = 'use "data.train_on" = "last" with "data.kind" = "chat"'
 _PART = 'use "data.validation_percent", with "data.split" = "train" and "validation.data.split" = "validation"'
 _PREFERENCES = (
-    'use "loss.name" = "dpo", "ipo", "simpo" or "orpo" with "data.kind" = "preferences", and "data.kind" = "chat" for '
-    "fine-tuning"
+    'use "loss.name" = "dpo", or another loss of pairs, with "data.kind" = "preferences"; for fine-tuning, use '
+    '"data.kind" = "chat"'
 )
 _PROFILE = 'use "profiling.start_step", the first step of a profile, and "profiling.num_steps"'
 _PROFILE_FOLDER = "not needed; profiles are in profiling/ of the run folder"
@@ -312,7 +311,7 @@ COMMON_NAMES: dict[str, str] = {
     "early_stopping_threshold": "validation.min_improvement",
     "limit_val_batches": 'use "validation.max_samples", in samples',
 }
-"""Remedies for the keys of the other tools. They apply to a key of this name in any section."""
+"""Remedies for the keys of the other tools. Each remedy applies to a key of its name in any section."""
 
 FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,

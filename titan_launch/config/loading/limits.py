@@ -36,8 +36,11 @@ _INTEGERS = range(-(2**63), 2**63)
 
 
 def outside_of_limits(value: Any, key: KeyPath = ()) -> tuple[KeyPath, str] | None:
-    """Return (key, reason) of the first value, in `value` or the tables and arrays in it, that is outside of the
-    limits; None if all values are within the limits. `key`: path of `value`."""
+    """Return (key, reason) of a value that is outside of the limits; None if all values are within the limits.
+
+    The values are `value` and all values in its tables and arrays. If there are too many of them, the returned key is
+    (). `key`: path of `value`.
+    """
     waiting, count = [(key, value)], 0
     while waiting:
         key, value = waiting.pop()

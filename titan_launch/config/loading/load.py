@@ -103,9 +103,7 @@ class FolderFile:
 
 def _model_of_folder(model: Any) -> FolderFile | None:
     """Return the keys of `[model]` from the `config.json` of the model's folder, as a file that the job files override.
-
-    None: the job names no such folder, or needs no keys from it.
-    """
+    Return None if the job names no such folder, or needs no keys from it. Raises ConfigError for a wrong folder."""
     if not isinstance(model, dict):
         return None
     if model.get("name") == HUGGINGFACE:
@@ -114,8 +112,8 @@ def _model_of_folder(model: Any) -> FolderFile | None:
 
 
 _WITHOUT_EFFECT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-"""Keys of a `config.json` that have no effect on a class of `transformers` here, because the launcher chooses the
-dtypes and the cache."""
+"""Keys of a `config.json` that are not passed to a class of `transformers`: the launcher chooses the dtypes and the
+cache, and the other keys do not change the model."""
 
 _OVERRIDES = {"architectures": (), "num_labels": ("id2label", "label2id")}
 """Keys that a job may set in `[model.args]` although `config.json` does not have them, each with the keys of
@@ -125,8 +123,9 @@ _OVERRIDES = {"architectures": (), "num_labels": ("id2label", "label2id")}
 def _class_of_folder(model: Mapping[str, Any]) -> FolderFile | None:
     """Return the arguments of a class of `transformers`, from the folder in `model.path` or `model.weights`.
 
-    The `config.json` of a run contains all arguments, so a run that starts from it does not read the folder. Raises
-    ConfigError if the folder has no valid `config.json`, or if the job sets arguments that this file does not have.
+    Return None if there is no folder, or if `model.args` has `model_type`. The `config.json` of a run contains all
+    arguments, so a run that starts from it does not read the folder. Raises ConfigError if the folder has no valid
+    `config.json`, or if the job sets arguments that this file does not have.
     """
     name = "path" if "path" in model else "weights"
     folder, given = model.get(name), model.get("args", {})
@@ -153,9 +152,10 @@ def _class_of_folder(model: Mapping[str, Any]) -> FolderFile | None:
 
 
 def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
-    """Return the name, flavor and arguments of the model in the folder `model.weights`. None: the job sets them itself.
+    """Return the name, flavor and arguments of the model in the folder `model.weights`.
 
-    Raises ConfigError if the folder names no model of this package, or a different model than the job.
+    Return None if there is no such folder, or if the job sets a flavor or names its own factory. Raises ConfigError if
+    the folder names no model of this package, or a different model than the job.
     """
     if not isinstance(model.get("weights"), str):
         return None

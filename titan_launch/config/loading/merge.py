@@ -179,8 +179,8 @@ class Draft:
                 self._forget((*key, name), table.pop(name))
 
     def _drop_alternatives(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
-        """If `new` sets one of two alternative keys, remove the other key, if an earlier file has set it. If one file,
-        or the command line, sets both keys, both stay, and a rule reports the contradiction."""
+        """If `new` sets one of two alternative keys, and an earlier file has set the other key, remove the other key.
+        If one file, or the command line, sets both keys, both stay, and a rule reports the contradiction."""
         for name in new:
             other = _ALTERNATIVES.get((*key, name))
             if other not in table or other in new:

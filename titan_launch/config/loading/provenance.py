@@ -24,8 +24,8 @@ class Source(Protocol):
     """A file or an override of a job. Later sources override earlier ones."""
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return (line, location as text) of a key. The line is that of the nearest table around the key if the key has
-        no line, or 0."""
+        """Return (line, location as text) of a key. If the key has no line, the line is that of the nearest table
+        around the key, or 0 if there is none."""
 
 
 class Provenance:
@@ -39,7 +39,8 @@ class Provenance:
         self._table, self._origins, self._sources = table, origins, sources
 
     def find(self, key: KeyPath) -> KeyLocation:
-        """Return the location of a key. If the key is not set, return the location of the nearest table around it."""
+        """Return the location of a key. If the key is not set, return the location of the nearest table around it, or
+        else of the job file."""
         for length in range(len(key), 0, -1):
             source = self._origins.get(key[:length])
             if source is not None:
@@ -55,7 +56,8 @@ class Provenance:
         return contains(self._table, key)
 
     def describe(self, problems: Iterable[Problem]) -> str:
-        """Return the message for all problems of a job, in the order of its files, lines and overrides."""
+        """Return the message for all problems of a job, in the order of its files, lines and overrides. If several
+        problems end with the same `said_once`, the later ones are shown without it."""
         ordered = sorted(problems, key=lambda problem: self.find(problem.key))
         said: set[str] = set()
         lines = []

@@ -68,8 +68,8 @@ def locate(location: Sequence[str | int], section: type[Section]) -> tuple[KeyPa
 
     Return (path, owner, in_union). Pydantic's locations contain names of union members (`text` in `data.text.path`,
     `str` in `data.path.str`); the path omits these names. `owner`: section class that contains the last key of the
-    path; None if this is no section. `in_union`: True if the location contains the name of a member of a union of plain
-    types, such as `str`.
+    path; None if the last key is not in a section, for example an index. `in_union`: True if the location contains the
+    name of a member of a union of plain types, such as `str`.
     """
     key: KeyPath = ()
     kinds: list[Any] = [section]

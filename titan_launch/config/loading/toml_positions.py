@@ -35,10 +35,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 def repeated_key(text: str) -> tuple[KeyPath, int] | None:
     """Return the first key or header that appears twice in a document, and the line of its first appearance. Return
-    None if no key appears twice.
-
-    The document must be valid up to the repetition.
-    """
+    None if no key appears twice, or if the syntax is wrong before the repetition."""
     scanner = _Scanner(text, stop_at_repetition=True)
     try:
         scanner.scan()

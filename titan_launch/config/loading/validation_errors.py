@@ -212,8 +212,7 @@ def _kinds_with(name: str, table: KeyPath) -> list[str]:
 
 
 def key_without_its_section(name: str) -> str | None:
-    """Return the remedy for a command-line key that is given without its section; None if no table has a key with this
-    name."""
+    """Return the remedy for a command-line key that is given without its section; None if no remedy is known."""
     if foreign := foreign_key((name,)):
         return foreign[0]
     keys = [f'"--{format_key((*table, name))}"' for table in _tables_with(name).values()]

@@ -19,8 +19,8 @@ def cache_folder_has_a_name(config: JobConfig) -> Iterator[Problem]:
 
 
 def attention_backend_is_used(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `kernels.attention` names a kernel of `scaled_dot_product_attention` for a model whose
-    attention runs as FlexAttention."""
+    """Report a problem if `kernels.attention` names a kernel of `scaled_dot_product_attention`, but the job's attention
+    runs as FlexAttention."""
     backend = config.kernels.attention
     if backend == "auto" or known_args(config.model) is None:
         return

@@ -184,7 +184,7 @@ def token_files_exist(config: JobConfig) -> Iterator[Problem]:
                 reason = "is only for flat files, but path is a folder; remove this key"
                 yield Problem((*source, "dtype"), reason, data.dtype, also=(*also, (*source, "path")))
         elif not (names_a_file(data.path, ("",)) or os.path.isfile(f"{data.path}.bin")):
-            reason = "must be a folder that titan-launch prepare wrote, or files of another program, and must exist"
+            reason = "must be an existing folder that titan-launch prepare wrote, or existing files of another program"
             yield Problem((*source, "path"), reason, data.path, also=also)
 
 

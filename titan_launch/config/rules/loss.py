@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.data import sources_of
+from titan_launch.config.rules.model import args_problem
 from titan_launch.config.rules.tables import changed_keys
-from titan_launch.config.sections.data import FactoryData, PreferenceData, TokensData
+from titan_launch.config.sections.data import ClassificationData, FactoryData, PreferenceData, TokensData
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.loss import (
     BASE,
@@ -98,6 +99,38 @@ def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
         elif has_pairs:
             losses = " or ".join(f'"{loss}"' for loss in PAIR_LOSSES)
             reason = f'has pairs of answers, which only loss.name = {losses} uses, not "{name}"; set one of them'
+            yield Problem((*source, "kind"), reason, data.kind, also=also)
+
+
+def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if a model of this package has labels (`num_labels`), but loss or data is that of a language
+    model, or the other way round, and if it has a wrong number of labels."""
+    args, name = known_args(config.model), config.loss.name
+    if args is None or not args.supports_labels:
+        return
+    labels: int | None = getattr(args, "num_labels", None)
+    has_labels = labels is not None
+    if has_labels and name not in ("cross_entropy", "reward"):
+        reason = f'is for language models, but model.args.num_labels is {labels}; set "cross_entropy" or "reward"'
+        yield Problem(_NAME, reason, name, also=(("model", "args", "num_labels"),))
+    elif name == "reward" and labels != 1:
+        reason = 'must be 1 for loss.name = "reward", which reads one number for each answer'
+        yield args_problem(config, ("num_labels",), reason, also=(_NAME,))
+    for source, data in sources_of(config):
+        also = (("model", "args", "num_labels"), _NAME)
+        if isinstance(data, ClassificationData) and labels != len(data.labels):
+            reason = f"must be {len(data.labels)}, the number of labels in {format_key((*source, 'labels'))}"
+            yield args_problem(config, ("num_labels",), reason, also=((*source, "labels"),))
+        elif isinstance(data, PreferenceData) and (data.train_on == "end") != (name == "reward"):
+            needed = "end" if name == "reward" else "last"
+            reason = f'has targets that loss.name = "{name}" does not read; set "{needed}"'
+            yield Problem((*source, "train_on"), reason, data.train_on, also=also)
+        elif (
+            has_labels
+            and name == "cross_entropy"
+            and not isinstance(data, ClassificationData | TokensData | FactoryData)
+        ):
+            reason = f'has no labels, but model.args.num_labels is {labels}; set kind = "classification"'
             yield Problem((*source, "kind"), reason, data.kind, also=also)
 
 
@@ -203,6 +236,7 @@ LOSS_RULES = (
     loss_is_supported,
     model_loss_is_supported,
     pairs_are_for_preferences,
+    outputs_suit_the_loss,
     base_is_frozen,
     second_model_fits,
 )

@@ -114,7 +114,7 @@ def sequences_have_positions(config: JobConfig) -> Iterator[Problem]:
 
 
 def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each factory argument that JSON cannot represent, because the run folder stores the
+    """Report a problem for each model argument that JSON cannot represent, because the run folder stores the
     configuration as `config.json`."""
     values = (bool, int, float, str, *((type(None),) if config.model.name == HUGGINGFACE else ()))
     for key, value in _leaves(config.model.args, _ARGS):
@@ -128,7 +128,7 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
 
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the folder `model.weights` holds a different model, and for each model argument that differs
-    from the folder's. (A missing folder is not a problem here, because a run that resumes does not need the folder. A
+    from the folder's. (A missing folder is not a problem here, because a run that resumes may not need the folder. A
     new run reports a missing folder when it reads the weights.)"""
     model, key = config.model, ("model", "weights")
     args = known_args(model)

@@ -9,8 +9,7 @@ from titan_launch.config.optimizers import ALGORITHMS
 from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.errors import KeyPath, Problem, format_key
-from titan_launch.models.architectures import known_args
-from titan_launch.models.decoder.args import DecoderArgs
+from titan_launch.models.architectures import ARCHITECTURES, known_args
 
 _NAME: KeyPath = ("optimizer", "name")
 _GROUPS: KeyPath = ("optimizer", "param_groups")
@@ -103,23 +102,18 @@ def average_is_updated_in_the_run(config: JobConfig) -> Iterator[Problem]:
 def width_is_scaled(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if muP is not known for the model, the optimizer or the width of the job."""
     base, key, args = config.mup.base_width, ("mup", "base_width"), known_args(config.model)
-    if base is None:
+    if base is None or (args is None and config.model.name in ARCHITECTURES):
         return
-    if not isinstance(args, DecoderArgs):
+    width = None if args is None else args.width()
+    if args is None or width is None:
         reason = f"is for the decoder families of this package, not for {config.model.name}; remove this key"
         yield Problem(key, reason, base, also=(("model", "name"),))
         return
-    if args.dim % base and base % args.dim:
-        reason = f"is neither a divisor nor a multiple of the model's width, {args.dim}; set one"
+    if width % base and base % width:
+        reason = f"is neither a divisor nor a multiple of the model's width, {width}; set one"
         yield Problem(key, reason, base, also=(("model", "args", "dim"), ("model", "flavor")))
-    without_rule = (
-        (args.tie_embeddings, "a weight that embedding and output layer share; set model.args.tie_embeddings = false"),
-        (args.scale_embeddings, f"embeddings that {config.model.name} multiplies by a function of the width"),
-        (args.latent_attention is not None, f"the latent attention of {config.model.name}"),
-    )
-    for is_used, what in without_rule:
-        if is_used:
-            yield Problem(key, f"has no rule for {what}", base, also=(("model", "name"), ("model", "args")))
+    for what in args.beyond_mup():
+        yield Problem(key, f"has no rule for {what}", base, also=(("model", "name"), ("model", "args")))
     if config.lora.targets:
         reason = "has no rule for adapters; remove lora.targets, or this key"
         yield Problem(key, reason, base, also=(("lora", "targets"),))

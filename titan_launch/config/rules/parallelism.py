@@ -312,9 +312,8 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
 
 
 def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule does not support the number of microbatches per step. (With
-    `data_parallel_shard_degree = -1` and a global batch size, `plan_layout` checks the number, because the number of
-    ranks is still unknown here.)"""
+    """Report a problem if the schedule does not support the number of microbatches per step. (`plan_layout` checks the
+    number for a job with a global batch size if the number of ranks or the local batch size is still unknown here.)"""
     parallelism, training = config.parallelism, config.training
     shard, batch = parallelism.data_parallel_shard_degree, training.global_batch_size
     ranks = None if shard == -1 else shard * parallelism.data_parallel_replicate_degree

@@ -176,7 +176,7 @@ CONTRADICTIONS = (
     Contradiction(
         "training.unfreeze",
         lambda job: bool(job.training.unfreeze) and job.parallelism.pipeline_parallel_degree > 1,
-        "does not support {parallelism.pipeline_parallel_degree}: PyTorch's stages agree in the first step on the "
+        "is not supported with {parallelism.pipeline_parallel_degree}: PyTorch's stages agree in the first step on the "
         "gradients that they exchange; train from the start, or set the degree to 1",
     ),
     Contradiction(
@@ -398,8 +398,8 @@ def missing_on_cpu(config: JobConfig) -> Iterator[Problem]:
 
 
 def changed_keys(config: JobConfig, key: str) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (path, value) for the key if it is not at its default. For the name of a section, yield this for each of
-    its keys."""
+    """Yield (path, value) for the key if it is not at its default. For the name of a section, yield this pair for each
+    key of the section that is not at its default."""
     path, value = _path(key), attrgetter(key)(config)
     if isinstance(value, Section):
         yield from (((*path, name), changed) for name, changed in value.changed())

@@ -55,7 +55,7 @@ class DataSource(Section):
     order."""
 
     def own_vocabulary(self) -> int | None:
-        """Return the vocabulary size that the key `vocab_size` sets; None if the tokenizer sets it."""
+        """Return the vocabulary size that the key `vocab_size` sets; None if this kind has no such key."""
         return None
 
     @classmethod
@@ -220,14 +220,42 @@ class PreferenceData(ChatData):
 
     packing: ClassVar[Literal["documents"]] = "documents"  # type: ignore[misc] # removes the key
 
-    train_on: Literal["assistant", "last", "all"] = "last"
+    train_on: Literal["assistant", "last", "all", "end"] = "last"  # type: ignore[assignment]
     """Tokens that count as the answer; the loss uses the probabilities of these tokens. `last`: the last turn of the
-    assistant, with the token that ends it. `assistant`: all turns of the assistant. `all`: all tokens."""
+    assistant, with the token that ends it. `assistant`: all turns of the assistant. `all`: all tokens. `end`: no token;
+    the loss uses the model's output after the last token of the chat, as `loss.name = "reward"` needs it."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
     """Use of a pair whose two chats do not fit into `training.seq_len` together. `skip`: the pair is not used, and the
-    log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`:
-    tokens are removed at the end (`right`) or at the beginning (`left`) of each chat, to half of `training.seq_len`."""
+    log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`: each
+    chat is cut to at most half of `training.seq_len`. Tokens are removed at its end (`right`) or at its beginning
+    (`left`)."""
+
+
+class ClassificationData(LinesData):
+    """Texts with labels in JSON lines, for a classifier (`model.args.num_labels`). Each line is one document. Its only
+    target is its label, after the last token of the text."""
+
+    kind: Literal["classification"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    packing: ClassVar[Literal["documents"]] = "documents"  # type: ignore[misc] # removes the key
+
+    text: str = "text"
+    """Key of the text in each line's object. Dots select keys of inner objects: `meta.text`."""
+
+    label: str = "label"
+    """Key of the label in each line's object. Its value is one of `labels`, or the number of a label, counted from
+    0."""
+
+    labels: Annotated[Array[str], Field(min_length=2)]
+    """Names of all labels, in the order of the model's outputs. `model.args.num_labels` is their number. An exported
+    model has these names."""
+
+    truncation: Literal["skip", "stop", "right", "left"] = "skip"
+    """Use of a text with more than `training.seq_len` tokens. `skip`: the text is not used, and the log reports the
+    number of such texts. `stop`: the run ends with an error that names the text. `right`: tokens are removed at the end
+    of the text. `left`: tokens are removed at its beginning."""
 
 
 class ParquetData(FilesData, RecordsData):
@@ -398,7 +426,7 @@ class FactoryData(DataSource):
 
 
 def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
-    """Yield a problem for each key of `data`, a stream in the table `key`, that a stream does not support."""
+    """Yield a problem for each key that a stream does not support. `data`: the stream. `key`: path of its table."""
     if key != ("data",):
         reason = "is a stream, which can only be [data] itself, without other sources; use data with an index"
         yield Problem((*key, "kind"), reason, data.kind)
@@ -475,6 +503,7 @@ DATA_KINDS: dict[str, type[DataSource]] = {
     "jsonl": JsonlData,
     "chat": ChatData,
     "preferences": PreferenceData,
+    "classification": ClassificationData,
     "parquet": ParquetData,
     "huggingface": HuggingFaceData,
     "tokens": TokensData,
@@ -512,9 +541,9 @@ document.)"""
 
 
 def misread_as_text(path: str, names: Iterable[str]) -> str | None:
-    """Return the reason why an entry of `path` must not be read as text; None if there is none. The reason is that some
-    files contain records: the format of the records would become part of the text. `names`: names of the entry's files,
-    or of the first of them."""
+    """Return the reason why an entry of `path` must not be read as text; None if it may be. Files with records must not
+    be read as text, because the format of the records would become part of the text. `names`: names of the entry's
+    files, or of the first of them."""
     ends = count_ends(names)
     records = Counter({end: number for end, number in ends.items() if _without_compression(end) in _RECORDS})
     if not records:

@@ -103,8 +103,10 @@ class LossConfig(Section):
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and
     `orpo` are losses of pairs, with data of pairs (`data.kind = "preferences"`): the model learns to prefer one answer
-    to another. `distillation`: the distance from the probabilities of a teacher. `package.module:function`: a function
-    of your own, which is called with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
+    to another. `reward` is a loss of pairs for a reward model (`model.args.num_labels = 1`, `data.train_on = "end"`,
+    arXiv:2203.02155): -log sigmoid(reward of the chosen answer - reward of the rejected answer). `distillation`: the
+    distance from the probabilities of a teacher. `package.module:function`: a function of your own, which is called
+    with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
 
     dpo: DPOConfig | None = None
     """Settings of `dpo`."""
@@ -232,6 +234,7 @@ LOSSES: Mapping[str, LossKind] = {
     "ipo": LossKind("reference", IPOConfig, reads_pairs=True, unsupported=_WITH_SECOND_MODEL),
     "simpo": LossKind(table=SimPOConfig, reads_pairs=True, unsupported=_OF_PAIRS),
     "orpo": LossKind(table=ORPOConfig, reads_pairs=True, unsupported=_OF_PAIRS),
+    "reward": LossKind(reads_pairs=True, unsupported=_OF_PAIRS),
     "distillation": LossKind("teacher", DistillationConfig, unsupported=_WITH_SECOND_MODEL),
 }
 """The losses of this package by name. `loss/build.py` creates the objects that compute them. Rules and the data of a

@@ -35,9 +35,9 @@ class ParallelismConfig(Section):
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Reshard parameters after forward, and all-gather them again for backward. `default`: reshard all blocks but the
-    last, because backward needs the last block and the head first. With one shard, nothing is resharded, because an
-    all-gather would only copy. `always`: also reshard the last block and the head. `never`: keep all parameters
-    unsharded until backward."""
+    last, because backward needs the last block and the head first. With one shard, `default` reshards nothing, because
+    an all-gather would only copy; the exceptions are jobs with a mode `auto` or with CPU offload. `always`: also
+    reshard the last block and the head. `never`: keep all parameters unsharded until backward."""
 
     tensor_parallel_degree: Degree = 1
     """Number of ranks that share the matrices of every layer (tensor parallelism). Each rank computes a part of the

@@ -1,4 +1,5 @@
-"""`[job]`, `[metrics]`, `[debug]`, `[comm]` and `[planner]`: the run as a whole, and what it reports."""
+"""`[job]`, `[metrics]`, `[profiling]`, `[debug]`, `[prove]`, `[comm]` and `[planner]`: the run as a whole, its reports
+and its predictions."""
 
 from __future__ import annotations
 
@@ -158,8 +159,8 @@ class ProveConfig(Section):
 
 
 UNWATCHED_GROUPS = ("checkpoint",)
-"""Descriptions (`group_desc`) of process groups without timeout and hang detection. Ranks may wait in them for a long
-time while another rank writes its part of a checkpoint."""
+"""Descriptions (`group_desc`) of process groups without `comm.timeout_seconds` and hang detection. Ranks may wait in
+these groups for a long time while another rank writes its part of a checkpoint."""
 
 
 class CommConfig(Section):

@@ -22,7 +22,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     def changed(self, *names: str) -> Iterator[tuple[str, Any]]:
-        """Yield (name, value) for each field whose value differs from its default. A tuple is yielded as a list.
+        """Yield (name, value) for each field whose value differs from its default. A tuple is yielded as a list. A
+        field with a default factory is always yielded.
 
         `names`: the fields to compare; default: all. The `config.json` of a run contains every key. The presence of a
         key therefore does not show that a user set it.
@@ -71,5 +72,5 @@ DTYPE_BYTES = {
 """Bytes per element, by dtype."""
 
 Table = dict[str, Any]
-"""A table whose keys the schema of the job file does not list. The reader of the table decides which keys are valid,
-for example the model."""
+"""A table whose keys the schema of the job file does not list. The reader of the table, for example the model, decides
+which keys are valid."""

@@ -68,7 +68,8 @@ def unusable(config: TokenizerConfig, reason: str) -> ConfigError:
 
 
 def read_tokenizer_json(config: TokenizerConfig) -> bytes:
-    """Return the content of the `tokenizer.json`. Raises ConfigError on `tokenizer.path`."""
+    """Return the content of the `tokenizer.json`. Raises ConfigError for `tokenizer.path` if the file cannot be
+    read."""
     try:
         return read_regular(tokenizer_file(config), MOST_BYTES)
     except (OSError, ValueError) as error:  # ValueError: NUL in the path
@@ -78,7 +79,7 @@ def read_tokenizer_json(config: TokenizerConfig) -> bytes:
 
 
 def vocabulary_size(config: TokenizerConfig) -> int:
-    """Return the number of tokens. Raises ConfigError."""
+    """Return the number of tokens. Raises ConfigError if the tokenizer's file cannot be used."""
     return BYTES_VOCABULARY if config.kind == "bytes" else 1 + max(_tokens(config).values())
 
 

@@ -1,6 +1,7 @@
 """The classes of corpora, by the `kind` of their section."""
 
 from titan_launch.data.corpora.chat import ChatCorpus, PreferenceCorpus
+from titan_launch.data.corpora.classification import ClassificationCorpus
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
 from titan_launch.data.corpora.interface import Corpus
 from titan_launch.data.corpora.jsonl import JsonlCorpus
@@ -12,8 +13,9 @@ CORPORA: dict[str, type[Corpus]] = {
     "jsonl": JsonlCorpus,
     "chat": ChatCorpus,
     "preferences": PreferenceCorpus,
+    "classification": ClassificationCorpus,
     "parquet": ParquetCorpus,
     "huggingface": HuggingFaceCorpus,
 }
-"""The class for each kind of text. A run tokenizes the text when it starts, or `titan-launch prepare` does so
-before."""
+"""The class for each kind of corpus. Either `titan-launch prepare` tokenizes the corpus, or a run does so when it
+starts."""

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from titan_launch.config.sections.data import ChatData
+from titan_launch.config.sections.data import ChatData, PreferenceData
 from titan_launch.core.errors import KeyPath, listed
 from titan_launch.data.chat_rendering import Message, Span
 from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
+from titan_launch.data.corpora.classification import scored
 from titan_launch.data.corpora.interface import Document
 from titan_launch.data.corpora.jsonl import LinesCorpus
 from titan_launch.data.corpora.records import RecordError, utf8
@@ -56,7 +57,13 @@ class ChatCorpus(LinesCorpus):
 
     def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
         """Return all tokens of a chat. Raises RecordError. `record`: the line, which may have `tools`."""
-        train_on, tools = self.config.train_on, record.get("tools")
+        return self.rendered(messages, record, self.config.train_on)
+
+    def rendered(
+        self, messages: Sequence[Message], record: Mapping[str, Any], train_on: Literal["assistant", "last", "all"]
+    ) -> Encoded:
+        """Return all tokens of a chat with the targets that `train_on` names. Raises RecordError."""
+        tools = record.get("tools")
         if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
             raise RecordError("without a message of the assistant")
         if not isinstance(tools, list | None):
@@ -86,8 +93,22 @@ class PreferenceCorpus(ChatCorpus):
     """One pair of answers per line. Each pair is two documents: the chat with the chosen answer, and the chat with the
     rejected answer."""
 
+    config: PreferenceData
     remedy = "name files with one pair of answers per line"
     has_pairs = True
+
+    def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
+        """Return all tokens of a chat. With `train_on = "end"`, its only target follows its last token."""
+        if self.config.train_on != "end":
+            return super().tokenized(messages, record)
+        tokens = self.rendered(messages, record, "all").tokens
+        return scored(tokens, 0, len(tokens), "")
+
+    def truncated(self, chat: Encoded, longest: int) -> Encoded:
+        """Return at most `longest` tokens of a chat. Raises RecordError if no target is left."""
+        if self.config.train_on != "end":
+            return super().truncated(chat, longest)
+        return scored(chat.tokens[:-1], 0, longest - 1, self.config.truncation)
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
         """Return the tokens of a pair. Raises RecordError."""

@@ -90,7 +90,8 @@ class ChatTemplate:
             raise RecordError(error.reason, error.detail, error.key) from None
 
     def call(self, method: str, *arguments: Any, seconds: float = 0.0) -> Any:
-        """Return the result of a method of the renderer. Raises ConfigError on the key of the template."""
+        """Return the result of a method of the renderer. Raises RefusedChat, and ConfigError on the key of the template
+        if the call fails or is stopped."""
         if self.is_trusted:
             return getattr(self.renderer, method)(*arguments)
         try:
@@ -132,8 +133,8 @@ def load_template(
 ) -> ChatTemplate:
     """Return the template with its variables. Raises ConfigError on `key`.
 
-    `template`: value of the key `template`, a name in TEMPLATES or a file. None: the template in the tokenizer's folder
-    or, without one, in `further_folder`. `variables`: variables of the template besides the special tokens. `today`:
+    `template`: a name in TEMPLATES, or a file. None: the template in the tokenizer's folder or, if that folder has no
+    template, the one in `further_folder`. `variables`: variables of the template besides the special tokens. `today`:
     the date of `strftime_now`. `key`: path of the key `template`.
     """
     folder = tokenizer.folder
@@ -165,8 +166,8 @@ def _of_folders(folders: Sequence[Path], key: KeyPath) -> str:
         if isinstance(found, str):
             return found
     where = str(folders[0]) if folders else 'the tokenizer "bytes"'
-    remedy = "or name a tokenizer that has one: tokenizer.path (prepare: --tokenizer), the folder of a chat model"
-    raise config_error(key, f'must be set, because {where} has no chat template: "chatml", or a Jinja file; {remedy}')
+    remedy = "or set tokenizer.path (prepare: --tokenizer) to a folder that has one, such as that of a chat model"
+    raise config_error(key, f'must be "chatml" or a Jinja file, because {where} has no chat template; {remedy}')
 
 
 def _read(path: Path, key: KeyPath, value: str | None) -> str:

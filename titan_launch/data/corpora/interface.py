@@ -116,7 +116,7 @@ class Corpus(ABC):
         """Approximate size of a part in bytes: 1/256 of the corpus, but between 1 MiB and 1 GiB.
 
         With small parts, processes end at nearly the same time, and an interrupted preparation loses little. But each
-        part becomes a shard of several files, so their number must not be large.
+        part becomes a shard of several files, so the number of parts must not be large.
         """
         return min(max(sum(file.size for file in self.files) // _PARTS, 1 << 20), 1 << 30)
 

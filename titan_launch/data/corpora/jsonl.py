@@ -34,8 +34,8 @@ class LinesCorpus(FileCorpus, RecordCorpus):
         """Return the document of a line's object. Raises RecordError. `file`: name and size of the line's file."""
 
     def parts(self) -> list[Part]:
-        """Return groups of small and compressed files, and ranges of bytes of each large file. A line belongs to the
-        range in which it begins."""
+        """Return groups of files that are small or compressed, and ranges of bytes of each other file. A line belongs
+        to the range in which it begins."""
         parts: list[Part] = []
         small: list[File] = []
         for file in self.files:
@@ -116,14 +116,21 @@ class JsonlCorpus(LinesCorpus):
     config: JsonlData
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
-        """Return the document of a line's object. Raises RecordError if the field is missing, or not a string."""
-        found: Any = record
-        for name in self.config.field.split("."):
-            if not isinstance(found, dict) or name not in found:
-                keys = listed(list(found), most=8) if isinstance(found, dict) else ""
-                raise RecordError(f'without the key "{self.config.field}"', keys and f"its keys: {keys}", "field")
-            found = found[name]
-        return self.text_document(found, file, "field")
+        """Return the document of a line's object. Raises RecordError if the field is missing, or is not a string of
+        valid Unicode."""
+        return self.text_document(value_of(record, self.config.field, "field"), file, "field")
+
+
+def value_of(record: dict[str, Any], field: str, key: str) -> Any:
+    """Return the value of a field, whose name may have dots for inner objects. Raises RecordError if it is missing.
+    `key`: key of the section that names the field."""
+    found: Any = record
+    for name in field.split("."):
+        if not isinstance(found, dict) or name not in found:
+            keys = listed(list(found), most=8) if isinstance(found, dict) else ""
+            raise RecordError(f'without the key "{field}"', keys and f"its keys: {keys}", key)
+        found = found[name]
+    return found
 
 
 def parse_line(line: bytes) -> dict[str, Any]:

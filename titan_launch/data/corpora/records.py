@@ -1,4 +1,4 @@
-"""Corpora of records: lines, or rows of columns. Each record is one document."""
+"""Corpora of records: lines of files, or rows of tables. Each record is one document, or a pair of documents."""
 
 from __future__ import annotations
 

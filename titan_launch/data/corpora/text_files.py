@@ -56,7 +56,7 @@ class FileCorpus(Corpus):
 
     @property
     def left_out(self) -> str:
-        """Text with the number of files in the folders that are not read, by the ends of their names."""
+        """Text with the number of unread files in the folders, by the ends of their names; "" if there are none."""
         return describe_ends(files_left_out(self.config.path, self.config.suffixes))
 
     def parts(self) -> list[Part]:

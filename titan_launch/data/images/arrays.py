@@ -61,8 +61,8 @@ class ArrayImages:
         return self._images.shape
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
-        """Return a description of the chosen images as one file, for a fingerprint: dtype and shape of an image as the
-        name, and the size in bytes."""
+        """Describe the chosen images as one file, for a fingerprint. Return its name, which is the dtype and the shape
+        of an image, and its size in bytes."""
         images, labels = self._images, self.labels
         image_bytes = images.dtype.itemsize * int(np.prod(images.shape[1:]))
         return f"{images.dtype} {images.shape[1:]}", len(chosen) * (image_bytes + labels.itemsize)
@@ -80,7 +80,8 @@ class ArrayImages:
         return self._images[index].tobytes()
 
     def pixels(self, index: int, resize: int | None) -> Tensor:
-        """Return an image `[channels, height, width]`, uint8 or float32. `resize` is not used."""
+        """Return an image `[channels, height, width]`, uint8 or float32. `resize` is not used. Raises UserError for a
+        pixel that is not finite."""
         import torch  # imported here, because `init` and `check` only count images
 
         stored = self._images[index]
@@ -98,7 +99,10 @@ def index_hashes(number: int) -> npt.NDArray[np.uint32]:
 
 
 def open_digits(path_key: KeyPath) -> ArrayImages:
-    """Return the digits of scikit-learn. Only its file is read, because an import of `sklearn.datasets` takes 1.6 s."""
+    """Return the digits of scikit-learn. Raises ConfigError if scikit-learn is not installed.
+
+    The file of the digits is read directly, because an import of `sklearn.datasets` takes 1.6 s.
+    """
     package = find_spec("sklearn")
     try:
         if package is None or package.origin is None:
@@ -116,7 +120,7 @@ class ArrayFileError(Exception):
 
 
 def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
-    """Return the images of an `.npz` file. Raises ConfigError for other files."""
+    """Return the images of an `.npz` file. Raises ConfigError for a file that cannot be read, or has other content."""
     remedy = "the file with numpy.savez(path, images=..., labels=...)"
     try:
         arrays = map_npz(Path(path), ("images", "labels"))

@@ -35,7 +35,7 @@ from titan_launch.data.images.pixel_formats import CHANNELS, decode
 
 _INDEX_VERSION = 2
 _SAMPLE_BYTES = 1 << 20
-"""Bytes of each of the 64 samples of the shards' content that are read to detect changed shards."""
+"""Size of a sample in bytes. To detect changed shards, 64 samples of their content are read."""
 
 _INDEX_FILE = "index.npz"
 
@@ -101,7 +101,7 @@ class _Listing:
 
 
 class EncodedImages:
-    """Images that Pillow decodes. Each read opens a file, so that processes share nothing."""
+    """Images that Pillow decodes. Each read opens the file again, so processes share no open files."""
 
     def __init__(self, root: Path, index: Path, channels: int):
         """`root`: the folder to which the names in the index are relative."""
@@ -112,15 +112,16 @@ class EncodedImages:
         self._arrays = arrays
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
-        """Return a description of the chosen images as one file, for a fingerprint: a digest of the images' names,
-        sizes and classes as the name, and the size in bytes."""
+        """Describe the chosen images as one file, for a fingerprint. Return its name, which is a digest of the hashes,
+        sizes and classes of the images, and its size in bytes."""
         digest = hashlib.blake2b(digest_size=16)
         for column in ("hashes", "sizes", "labels"):
             digest.update(self._arrays[column][chosen].tobytes())
         return digest.hexdigest(), int(self._arrays["sizes"][chosen].sum())
 
     def hashes(self) -> npt.NDArray[np.uint32]:
-        """Return a hash of each image: of its name in a folder, and of its index in shards."""
+        """Return a hash of each image. In a folder it is the hash of the image's path, and in shards that of its
+        index."""
         return self._arrays["hashes"]
 
     def name(self, index: int) -> str:
@@ -138,7 +139,8 @@ class EncodedImages:
         return one_line(f"{member} in {path}")
 
     def content(self, index: int) -> bytes:
-        """Return the encoded image. Raises UserError if its file cannot be read, or has changed."""
+        """Return the encoded image. Raises UserError if its file cannot be read or has changed, or if the image is too
+        large."""
         size, offset = int(self._arrays["sizes"][index]), int(self._arrays["offsets"][index])
         if size > MOST_BYTES:
             limit = f"{MOST_BYTES // MIB} MiB, the limit of an image file"
@@ -160,7 +162,7 @@ class EncodedImages:
 
     def pixels(self, index: int, resize: int | None) -> Tensor:
         """Return an image `[channels, height, width]`, upright: uint8, or float32 for 16-bit gray. Raises UserError if
-        Pillow cannot decode the image, or if `pixel_formats` refuses it.
+        `content` fails, if Pillow cannot decode the image, or if `pixel_formats` refuses it.
 
         `resize`: the size to which the shorter side will be scaled. A JPEG of at least four times this size is scaled
         by 1/2, 1/4 or 1/8 while it is decoded, which is much faster.
@@ -183,7 +185,7 @@ _ARRAYS = ("labels", "files", "offsets", "sizes", "hashes", "names", "name_ends"
 
 
 def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
-    """Return the images of a folder of class folders."""
+    """Return the images of a folder of class folders. Raises ConfigError on `path_key`."""
     root = Path(path).resolve()
     classes = class_folders(path)
     if not classes:
@@ -222,7 +224,8 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
 
 
 def open_shards(path: str, label_field: str | None, channels: int, path_key: KeyPath) -> EncodedImages:
-    """Return the images of WebDataset shards. `label_field`: field of KEY.json with the class; None: KEY.cls has it."""
+    """Return the images of WebDataset shards. `label_field`: field of KEY.json that contains the class; None: KEY.cls
+    contains the class. Raises ConfigError on `path_key`."""
     try:
         shards = tar_shards(path)
     except FileNotFoundError as error:
@@ -275,7 +278,7 @@ def _folders(folder: Path) -> Iterator[Path]:
     while rest:
         folder = rest.pop()
         yield folder
-        if folder.stat().st_nlink == 2:  # its name and `.`: on ext4 and XFS, it has no folders in it
+        if folder.stat().st_nlink == 2:  # its name and its `.`, so on ext4 and XFS it contains no folders
             continue
         with os.scandir(folder) as entries:
             below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."]

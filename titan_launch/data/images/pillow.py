@@ -30,8 +30,8 @@ MOST_PIXELS = 50_000_000
 """Limit of the pixels that are decoded. Decoding and normalization take up to 20 bytes for each pixel."""
 
 _MOST_STORED = 125_000_000
-"""Limit of the stored pixels of a JPEG. A JPEG of more than MOST_PIXELS must be scaled down while it is decoded, such
-as a photo of a telephone with 108 million pixels. For a progressive JPEG, libjpeg takes up to 8 bytes for each
+"""Limit of the stored pixels of a JPEG. Some telephones take photos of 108 million pixels. A JPEG of more than
+MOST_PIXELS must be scaled down while it is decoded. For a progressive JPEG, libjpeg takes up to 8 bytes for each
 pixel."""
 
 _MOST_SCANS = 20
@@ -47,8 +47,8 @@ _READ_TWICE = 2 * MIB
 same bytes, which are then read again and again."""
 
 _LEAST_READ, _MOST_SMALL_READS = 256, 50_000
-"""Pillow may read a file in 50,000 reads, and in one more for every 256 bytes of the file. A file may have very many
-very small parts."""
+"""Limit of the number of Pillow's reads of a file: 50,000, and one more for every 256 bytes of the file. A file may
+consist of very many very small parts."""
 
 _OWN_WARNINGS = re.compile(r"PIL\b")
 

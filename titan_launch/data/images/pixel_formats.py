@@ -69,8 +69,8 @@ _EIGHT_BITS = "convert it to 8 bits per channel, or save arrays in an .npz file"
 
 
 def decode(image: Image, channels: int) -> Tensor:
-    """Return the pixels of an opened image `[channels, height, width]`, upright: uint8, or for 16-bit gray float32 from
-    0 to 1.
+    """Return the pixels of an opened image `[channels, height, width]`, upright. They are uint8, or float32 from 0 to 1
+    if the image is 16-bit gray.
 
     Raises PixelFormatError for an image that is refused, and the errors of Pillow for a damaged image.
     """
@@ -108,7 +108,7 @@ def _problem(image: Image) -> str:
             return f"has 16-bit gray in which 0 is white; {_EIGHT_BITS}"
         return ""
     if image.mode not in (*READ_AS_UINT8, *READ_AS_FLOAT):
-        reason = REFUSED.get(image.mode, "has pixels that are not known")
+        reason = REFUSED.get(image.mode, "has an unknown kind of pixels")
         return f"{reason} (mode {image.mode} of Pillow); {_EIGHT_BITS}"
     if image.mode in READ_AS_FLOAT or (image.format in ("PNG", "TIFF") and re.search(r";(12|16)", raw)):
         return f"has more than 8 bits per channel (stored as {raw}), which Pillow would cut off; {_EIGHT_BITS}"

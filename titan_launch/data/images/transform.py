@@ -1,4 +1,4 @@
-"""Changes of stored images to samples: resize, crop, augmentation, the user's transform, and normalization.
+"""Changes that turn stored images into samples: resize, crop, augmentation, the user's transform, and normalization.
 
 The random numbers for an image are computed from its index and its position in the stream of samples. So they depend on
 neither ranks nor workers, and an image is augmented differently in every epoch.
@@ -133,9 +133,10 @@ class Transform:
         return image
 
     def normalized(self, images: Tensor) -> Tensor:
-        """Return images as float32. `images`: changed images `[..., channels, height, width]`.
+        """Return `(images - mean) / std` as float32. uint8 images are first divided by 255. `images`: the results of
+        `changed`, `[..., channels, height, width]`.
 
-        Raises ConfigError if `mean` or `std` has another number of values than the images have channels.
+        Raises ConfigError if `mean` or `std` has neither one value, nor one value for each channel.
         """
         for name, values in (("mean", self._mean), ("std", self._std)):
             if len(values) not in (1, images.shape[-3]):

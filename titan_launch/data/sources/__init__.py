@@ -48,6 +48,7 @@ SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
     "jsonl": build_corpus,
     "chat": build_corpus,
     "preferences": build_corpus,
+    "classification": build_corpus,
     "parquet": build_corpus,
     "huggingface": build_huggingface,
     "tokens": build_tokens,
@@ -71,6 +72,7 @@ def build_source(
     A sample of text is (tokens, next tokens), both int64 `[seq_len]`. A sample of images is a float32 image `[channels,
     height, width]` and its class, an int64 scalar.
 
-    Raises ConfigError if data is missing, unreadable or too small, or if it does not fit the model.
+    Raises ConfigError if data is missing, unreadable or too small, or if it does not fit the model. Raises UserError if
+    the first image cannot be read, or if the cache cannot be written.
     """
     return SOURCES[data_kind(config.kind)](config, SourceContext(tokenizer, seq_len, images_taken, key))

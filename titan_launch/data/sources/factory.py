@@ -51,7 +51,7 @@ class FactorySource:
         return fingerprint_of([], len(self), lambda index: _bytes_of(self[index]), seed)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return sample `index`. Raises UserError if it does not have the form of the first sample."""
+        """Return sample `index`. Raises UserError if `SampleCheck` refuses the sample."""
         return self._check(self._data[index], f"sample {index}")
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:

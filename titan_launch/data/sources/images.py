@@ -34,8 +34,8 @@ class Images(Protocol):
     """Text for a log line, such as the number of skipped files."""
 
     def as_file(self, chosen: Indices) -> tuple[str, int]:
-        """Return a description of the chosen images as one file, for a fingerprint: a name that changes with the
-        images, such as a digest, and the size in bytes."""
+        """Describe the chosen images as one file, for a fingerprint. Return its name, such as a digest that changes
+        with the images, and its size in bytes."""
 
     def hashes(self) -> npt.NDArray[np.uint32]:
         """Return a hash for each image, which decides to which split the image belongs."""
@@ -127,7 +127,8 @@ class ImageSource:
 
 
 def build_images(config: ImageData, context: SourceContext) -> ImageSource:
-    """Open the images of `config` and choose its split. Raises ConfigError that names a key below `context.key`."""
+    """Open the images of `config` and choose its split. Raises ConfigError on a key below `context.key`, and UserError
+    if the first image cannot be read."""
     key, taken = context.key, context.images_taken
     images = _open(config, 3 if taken is None else taken.channels, (*key, "path"))
     chosen = _choose_split(images, config, key)

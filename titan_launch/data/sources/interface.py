@@ -18,10 +18,10 @@ from titan_launch.data.token_files import Tokens
 from titan_launch.data.tokenizers import Tokenizer
 
 Sample = tuple[Tensor, ...]
-"""A pair (input, target), or a triple (input, target, documents) of tokens.
+"""A pair (input, target). Samples of several documents are triples (input, target, documents).
 
-A target of `IGNORED_TARGET` does not count. `documents`, int32 `[seq_len]`, has a number for each token, which never
-falls along the sequence. Tokens with the same number are one document: they attend to each other only, and their
+A target of `IGNORED_TARGET` does not count. `documents`, int32 `[seq_len]`, has a number for each token. The numbers
+never fall along the sequence. Tokens with the same number are one document: they attend to each other only, and their
 positions count from 0. Padding has numbers of its own, and ignored targets.
 """
 

@@ -17,7 +17,8 @@ class MixtureSource:
     """The samples of several sources, one source after another."""
 
     def __init__(self, sources: Mapping[str, SampleSource], key: KeyPath):
-        """`sources`: the sources by name, whose samples must have the same shape. `key`: path of `[[data.sources]]`."""
+        """`sources`: the sources by name. `key`: path of `[[data.sources]]`. Raises ConfigError if the inputs of two
+        sources differ in shape or dtype."""
         self.sources = dict(sources)
         self._sources = list(sources.values())
         self._starts = [0, *accumulate(map(len, self._sources))]

@@ -38,7 +38,8 @@ class Reader(Iterator[Sample], Protocol):
 
 
 class StreamSource:
-    """A stream as a data source. Its length is a number that is never reached. Only its first sample has an index."""
+    """A stream as a data source. Its length is a number that is never reached. Only its first sample can be read by
+    index."""
 
     def __init__(self, open_part: Callable[[int, int], Reader], first: Sample, num_classes: int, description: str):
         """`open_part(part, parts)` returns a reader of one part. `first`: the first sample."""

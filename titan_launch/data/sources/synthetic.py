@@ -57,7 +57,7 @@ class SyntheticSource:
 
 
 def build_synthetic(config: SyntheticData, context: SourceContext) -> SyntheticSource:
-    """Build the source of `config`. Raises ConfigError when it needs more tokens than the tokenizer has."""
+    """Build the source of `config`. Raises ConfigError if `vocab_size` exceeds that of the tokenizer."""
     if config.vocab_size > context.tokenizer.vocab_size:
         reason = f"exceeds the tokenizer's vocabulary size; set at most {context.tokenizer.vocab_size}"
         raise config_error((*context.key, "vocab_size"), reason, config.vocab_size)

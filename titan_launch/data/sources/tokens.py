@@ -28,8 +28,8 @@ _SHOWN = 64
 class TokenSource:
     """A source whose samples are consecutive parts of one stream of tokens.
 
-    The inputs of the samples do not overlap. Each token of a sample is an input once per epoch. All tokens except the
-    first are also a target once.
+    In an epoch, each token is an input at most once, and a target at most once. Tokens at the end of the stream that do
+    not fill a sample are not used.
     """
 
     has_pairs = False
@@ -88,7 +88,7 @@ class TokenSource:
 
 def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | PackedSource:
     """Return the source of a corpus's tokens in the cache. If the cache does not have the tokens, tokenize the corpus
-    first. Raises ConfigError on a key below `context.key`."""
+    first. Raises ConfigError on a key below `context.key`, and UserError if the cache cannot be written."""
     corpus = CORPORA[config.kind](config, context.tokenizer, context.key, context.seq_len)
     folder = cached_token_files(corpus)
     header = read_header(folder)
@@ -177,7 +177,10 @@ def _check_pairs(config: CorpusData | TokensData, context: SourceContext, stream
         raise config_error((*context.key, "packing"), reason, config.packing)
     longest = longest_pair(stream.document_ends())
     if longest > context.seq_len:
-        reason = f"has pairs of {longest:,} tokens, but training.seq_len is {context.seq_len:,}; prepare it again"
+        reason = (
+            f"has a pair of answers that takes {longest:,} positions, but training.seq_len is {context.seq_len:,}; "
+            "prepare the text again"
+        )
         raise config_error((*context.key, "path"), reason, config.path, also=(("training", "seq_len"),))
 
 

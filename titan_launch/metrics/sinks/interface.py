@@ -92,7 +92,7 @@ _log = logging.getLogger(__name__)
 
 
 class GuardedSink(Sink):
-    """A wrapper around a sink, with which failures of the sink do not end the run.
+    """A wrapper around a sink. Failures of the sink do not end the run.
 
     While the disk is full, reports are lost. After any other error, the sink is closed and gets no more calls. Each of
     these failures is logged once.

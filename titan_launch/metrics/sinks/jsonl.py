@@ -19,10 +19,10 @@ METRICS_FILE = "metrics.jsonl"
 """Name of the file in the run folder."""
 
 MOST_LINE_BYTES = 32 << 20
-"""Limit of a line. A report of 500,000 metrics has 30 MiB."""
+"""Largest size of a line in bytes. The line of a report with 500,000 metrics has 30 MiB."""
 
 _MOST_VALUES = 1_000_000
-"""Limit of the values in a line. Each takes up to 500 bytes of memory while the line is parsed."""
+"""Largest number of values in a line. Each value takes up to 500 bytes of memory while the line is parsed."""
 
 _NO_LINE: tuple[int, dict[str, float | str], int] = (-1, {}, 0)
 
@@ -32,16 +32,18 @@ class JsonlSink(Sink):
 
     JSON has no NaN and no infinity, so these are written as the strings "nan", "inf" and "-inf", which `float` accepts.
 
-    A second call for a step adds to the line of the step.
+    A second call of `write` for the same step adds its metrics to the line of the step.
 
-    A resumed run deletes the lines of steps that it will run again, and an incomplete last line. A run that rolls back
-    moves the lines of later steps to the end of `metrics.rolled_back.jsonl`, because those steps used other samples.
+    A run that resumes deletes an incomplete last line, and the lines of steps that it will run again. A run that rolls
+    back to a checkpoint moves the lines of later steps to the end of `metrics.rolled_back.jsonl`. It runs these steps
+    again with other samples.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
         """Open the file. `resume_step`: step of the checkpoint that the run resumes from; 0 for a new run.
 
-        Raises UserError if a line of the file is not a report.
+        The lines of later steps, and an incomplete last line, are deleted. Raises UserError if a line up to the first
+        deleted one is not a report or is too long.
         """
         if path.exists():
             os.truncate(path, _length_until(path, resume_step))
@@ -52,7 +54,7 @@ class JsonlSink(Sink):
         """Step, content and length of the last line that this object has written."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write one line to the disk. A run that is killed afterwards does not lose the line."""
+        """Write the metrics to the line of `step`. If the run is killed afterwards, the line is not lost."""
         finite = {tag: json_number(value) for tag, value in scalars.items()}
         last_step, before, length = self._last
         if step != last_step:
@@ -89,7 +91,7 @@ def json_number(value: float) -> float | str:
 def _length_until(path: Path, last_step: int) -> int:
     """Return the number of bytes before the first line that is incomplete or belongs to a step after `last_step`.
 
-    Steps never decrease within a file.
+    Steps never decrease within a file. Raises UserError for a line that is not a report or is too long.
     """
     length = 0
     try:
@@ -103,8 +105,8 @@ def _length_until(path: Path, last_step: int) -> int:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the numbers and the lines of a file of reports. Raises OSError, and ValueError for a line that is too
-    long."""
+    """Yield (number, line) for each line of a file of reports. Numbers count from 1. Raises OSError, and ValueError for
+    a line that is too long."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(MOST_LINE_BYTES + 1):

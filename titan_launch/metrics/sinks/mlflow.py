@@ -46,7 +46,7 @@ class MlflowSink(Sink):
             self._client.log_batch(self._run_id, params=part)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send the metrics to the tracking server."""
+        """Send the metrics to the tracking server, or write them to its folder."""
         now = int(time.time() * 1000)
         metrics = (Metric(tag, value, now, step) for tag, value in scalars.items())
         while part := list(islice(metrics, _MAX_METRICS)):
@@ -57,5 +57,5 @@ class MlflowSink(Sink):
         self._client.log_text(self._run_id, text, f"{tag}.md")
 
     def close(self, failed: bool = False) -> None:
-        """Set the state of the run."""
+        """Set the state of MLflow's run: FAILED if `failed`, else FINISHED."""
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")

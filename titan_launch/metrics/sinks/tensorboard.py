@@ -19,15 +19,15 @@ from titan_launch.metrics.tags import dashboard_layout
 class TensorBoardSink(Sink):
     """A sink that writes scalars, texts and the layout of the "Custom Scalars" dashboard to one folder.
 
-    If a run resumes, restarts from step 0 or rolls back, it continues the folder. TensorBoard drops the earlier values
-    of steps that run again.
+    A run that resumes, restarts from step 0 or rolls back adds a file to the same folder. TensorBoard drops the earlier
+    values of steps that run again.
     """
 
     def __init__(self, log_dir: Path, resume_step: int = 0):
         """`resume_step`: step of the checkpoint that the run resumes from; 0 for a new run.
 
-        The event file is opened for the first scalars, after the run's first step, because TensorBoard takes long to
-        import.
+        The first call of `write` opens the event file. This is after the run's first step, because the import of
+        TensorBoard takes long.
         """
         log_dir.mkdir(parents=True, exist_ok=True)  # an error is raised here, not after the first step
         self._log_dir = log_dir
@@ -58,7 +58,8 @@ class TensorBoardSink(Sink):
             self._file()
 
     def rewind(self, step: int) -> None:
-        """Continue in a new file of the folder. The file makes TensorBoard drop later steps."""
+        """Continue in a new file of the folder. The file makes TensorBoard drop the earlier values of steps after
+        `step`."""
         self.close()
         self._resume_step = step
         self._opened = _EventFile(self._log_dir, step + 1)
@@ -79,8 +80,9 @@ class TensorBoardSink(Sink):
             if is_new:
                 later = self._description.later_metrics
                 self._opened.add(0, summary=custom_scalars(_custom_scalars({*reported, *later})))
-                # The first summary, an "experiment", is not written: TensorBoard would show the keys of one run only.
-                # Without it, TensorBoard shows the keys of all runs, and those that differ first.
+                # The first result, the summary of an "experiment", is not written: with it, TensorBoard would show the
+                # keys of one run only. Without it, TensorBoard shows the keys of all runs, and first the keys with
+                # different values.
                 _, session_start, _ = hparams(dict(self._description.settings), {})
                 self._opened.add(0, summary=session_start)
         for tag, content in self._texts:
@@ -100,7 +102,8 @@ class _EventFile:
     """
 
     def __init__(self, log_dir: Path, purge_step: int | None):
-        """`purge_step`: TensorBoard drops this step and later steps of earlier files."""
+        """`purge_step`: TensorBoard drops the values of this step and of later steps from the earlier files of the
+        folder. None: it drops no values."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         name = f"{_PREFIX}{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{{}}"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from titan_launch.core.errors import toml_string
-from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, NumTokens, Parts, TwinNeeds, Width
+from titan_launch.models.args import MOST_LAYERS, MOST_PARTS, Layers, ModelArgs, NumTokens, Parts, TwinNeeds, Width
 from titan_launch.models.decoder.attention_args import LatentAttentionArgs, PositiveFloat, RopeScaling
 from titan_launch.models.decoder.expert_args import ExpertArgs
 
@@ -28,6 +28,7 @@ class DecoderArgs(ModelArgs):
 
     supports_tensor_parallel: ClassVar[bool] = True
     supports_context_parallel: ClassVar[bool] = True  # tokens interact only in attention
+    supports_labels: ClassVar[bool] = True
 
     dim: Width
     """Width of the residual stream."""
@@ -36,7 +37,7 @@ class DecoderArgs(ModelArgs):
     """Number of blocks."""
 
     n_heads: Parts
-    """Number of query heads. Unless `head_dim` is set, it must divide `dim`."""
+    """Number of query heads. It must divide `dim`, unless `head_dim` or `latent_attention` is set."""
 
     n_kv_heads: Parts
     """Number of key and value heads (grouped-query attention). It must divide `n_heads`."""
@@ -147,6 +148,15 @@ class DecoderArgs(ModelArgs):
 
     scale_embeddings: bool = False
     """Multiply token embeddings by `sqrt(dim)` (Gemma)."""
+
+    num_labels: Annotated[int, Field(ge=1, le=MOST_PARTS)] | None = None
+    """Number of outputs of the output layer: the classes of a classifier, or 1 for a reward model. The output layer
+    then has a weight of its own, whatever `tie_embeddings` is. Unset: a language model, with `vocab_size` outputs."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs of the output layer."""
+        return self.num_labels or self.vocab_size
 
     @property
     def head_width(self) -> int:
@@ -267,7 +277,8 @@ class DecoderArgs(ModelArgs):
                 yield (name, "latent_attention"), f"{reason}; remove one of them"
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Yield (argument, reason and remedy) for each argument that other arguments leave without effect."""
+        """Yield (argument, reason and remedy) for each argument whose value is not the default, but has no effect
+        because of other arguments."""
         rope = ("rope_theta", "rope_scaling", "local_rope_theta")
         of_windows = ("full_attention_every", "full_attention_layers", "local_rope_theta")
         for names, reason, has_no_effect in (
@@ -276,6 +287,7 @@ class DecoderArgs(ModelArgs):
             (of_windows, "without sliding_window", self.sliding_window is None),
             (("head_dim",), "with latent_attention", self.latent_attention is not None),
             (("qk_norm_over",), "without qk_norm", not self.qk_norm),
+            (("logits_soft_cap",), "with num_labels", self.num_labels is not None),
         ):
             for name, _ in self.changed(*names) if has_no_effect else ():
                 yield name, f"has no effect {reason}; remove this argument"
@@ -287,8 +299,8 @@ class DecoderArgs(ModelArgs):
             yield f"experts.{name}", reason
 
     def effective(self) -> dict[str, Any]:
-        """Return the arguments with their effective values in place of unset ones, without those that have no
-        effect."""
+        """Return the arguments that have an effect. An unset argument gets the value that the model uses in its
+        place."""
         table = super().effective()
         table["head_dim"] = self.head_width
         table["query_scale"] = self.score_scale
@@ -329,11 +341,11 @@ class DecoderArgs(ModelArgs):
 
     def tied_by(self) -> str | None:
         """Return the argument that ties the output layer to the embedding."""
-        return "tie_embeddings" if self.tie_embeddings else None
+        return "tie_embeddings" if self.tie_embeddings and self.num_labels is None else None
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """Return the numbers of heads, the widths of feed-forward layers and experts, and the vocabulary size, by
-        argument."""
+        """Return the numbers of heads, the widths of feed-forward layers and experts, the vocabulary size and the
+        number of labels, by argument."""
         sizes = {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads}
         if self.num_expert_layers < self.n_layers:
             sizes["hidden_dim"] = self.hidden_dim
@@ -341,7 +353,21 @@ class DecoderArgs(ModelArgs):
             sizes["experts.hidden_dim"] = self.experts.hidden_dim
             if self.experts.shared_hidden_dim is not None:
                 sizes["experts.shared_hidden_dim"] = self.experts.shared_hidden_dim
-        return {**sizes, "vocab_size": self.vocab_size}
+        labels = {} if self.num_labels is None else {"num_labels": self.num_labels}
+        return {**sizes, "vocab_size": self.vocab_size, **labels}
+
+    def width(self) -> int | None:
+        """Return the width of the residual stream."""
+        return self.dim
+
+    def beyond_mup(self) -> Iterator[str]:
+        """Yield the features of the model for which muP has no rule."""
+        if self.tied_by() is not None:
+            yield "a weight that embedding and output layer share; set model.args.tie_embeddings = false"
+        if self.scale_embeddings:
+            yield "embeddings that are multiplied by a function of the width"
+        if self.latent_attention is not None:
+            yield "latent attention"
 
     def num_experts(self) -> int | None:
         """Return the number of experts in a layer; None for a model without experts."""
@@ -357,8 +383,8 @@ class DecoderArgs(ModelArgs):
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
 
     def twin(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments of a small twin. It has at least two layers, and every combination of window and experts
-        that the layers of this decoder have."""
+        """Return the arguments of a small twin. Its layers have every combination of window and experts that the layers
+        of this decoder have. It has at least two layers, unless this decoder has only one."""
         kv_heads = min(self.n_kv_heads, 2)
         heads = kv_heads * min(self.n_heads // self.n_kv_heads, 2)
         has_own_width = self.head_dim is not None and self.head_dim * self.n_heads != self.dim

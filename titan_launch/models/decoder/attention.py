@@ -45,12 +45,12 @@ class ScoreOptions:
     """Scores become `soft_cap * tanh(score / soft_cap)`; None for no cap."""
 
     pads_values: bool = True
-    """Plain attention pads queries, keys and values with zeros to one width. False if the chosen kernel takes values of
-    a different width."""
+    """True: plain attention pads queries, keys and values with zeros to one width. False: the chosen kernel takes
+    values of a different width."""
 
     has_many_lengths: bool = False
-    """Sequences have many lengths, as in generation and evaluation. FlexAttention is compiled for each length, so it is
-    not used."""
+    """True: sequences have many lengths, as in generation and evaluation. FlexAttention is compiled for each length, so
+    it is not used."""
 
 
 class Documents:
@@ -194,7 +194,7 @@ class KeyValueCache:
         self._num_tokens = num_tokens
 
     def _grow(self, k: Tensor, v: Tensor, needed: int) -> None:
-        """Allocate memory for at least `needed` tokens, and copy those that are kept."""
+        """Allocate memory for at least `needed` tokens, and copy the keys and values so far."""
         if needed > self._max_tokens:
             self._max_tokens = max(needed, 2 * self._max_tokens)
         grown = tuple(x.new_empty(*x.shape[:2], self._max_tokens, x.shape[3]) for x in (k, v))
@@ -307,7 +307,7 @@ _VARIANTS = 256
 
 
 def soft_capped(soft_cap: float) -> Callable[..., Tensor]:
-    """Return FlexAttention's function of a score, which is fp32 and scaled."""
+    """Return the `score_mod` of FlexAttention that caps a score. The score is fp32 and scaled."""
     return lambda score, batch, head, query, key: soft_cap * torch.tanh(score / soft_cap)
 
 
@@ -321,9 +321,9 @@ def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | Non
     `documents`: the number of each token's document (batch, tokens), which never falls along the sequence.
 
     PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here one pair of
-    tokens decides for two blocks. A block of queries and an earlier block of keys have an allowed pair if the nearest
-    pair is allowed: the first query and the last key. All pairs are allowed if the furthest pair is allowed: the last
-    query and the first key.
+    tokens decides for a pair of blocks. A block of queries and an earlier block of keys have an allowed pair if the
+    nearest pair is allowed: the first query and the last key. All pairs are allowed if the furthest pair is allowed:
+    the last query and the first key.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -361,6 +361,6 @@ def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=16)
 def _block_mask_of_length(num_tokens: int, window: int | None, device: torch.device) -> BlockMask:
-    """Return a block mask that all layers with the window share."""
+    """Return a block mask that all layers with this window share."""
     with torch.inference_mode(False):  # even if validation makes the mask: training uses it too
         return make_block_mask(num_tokens, window, None, device)

@@ -41,11 +41,11 @@ class RopeScaling(Section):
 
     beta_slow: PositiveFloat = 1.0
     """With `yarn`: channels that turn less often than this within `original_max_position` are scaled fully. Between the
-    two channels the scaling changes linearly with the number of the channel."""
+    channels of `beta_fast` and `beta_slow` the scaling changes linearly with the number of the channel."""
 
     truncate: bool = True
-    """With `yarn`: round the numbers of the two channels that `beta_fast` and `beta_slow` name, down and up. GPT-OSS
-    does not round."""
+    """With `yarn`: round the number of the channel of `beta_fast` down, and that of `beta_slow` up. GPT-OSS does not
+    round."""
 
     attention_factor: PositiveFloat | None = None
     """With `yarn`: factor of rotated queries and keys. Unset: `m(mscale) / m(mscale_all_dim)` if both are set, else
@@ -72,7 +72,8 @@ class RopeScaling(Section):
 
     @property
     def score_factor(self) -> float:
-        """Factor of the scores of latent attention: `m(mscale_all_dim) ** 2` with `yarn`; else 1."""
+        """Factor of the scores of latent attention: `m(mscale_all_dim) ** 2` if `kind` is `yarn` and `mscale_all_dim`
+        is set; else 1."""
         is_scaled = self.kind == "yarn" and self.mscale_all_dim is not None
         return self._magnitude(self.mscale_all_dim or 0.0) ** 2 if is_scaled else 1.0
 
@@ -86,7 +87,7 @@ class RopeScaling(Section):
             yield ("beta_fast", "beta_slow"), reason
 
     def unused(self) -> Iterator[str]:
-        """Yield the arguments that have no effect with this kind."""
+        """Yield the arguments whose value is not the default, but has no effect with this kind."""
         yield from (name for name, _ in self.changed(*_OF_SCALINGS) if self.kind not in _OF_SCALINGS[name])
 
 
@@ -96,7 +97,7 @@ _OF_SCALINGS = {
     "original_max_position": ("llama3", "yarn"),
     **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"), ("yarn",)),
 }
-"""Arguments of `RopeScaling` that have an effect only with some kinds, with these kinds."""
+"""Arguments of `RopeScaling` that have an effect only with some kinds, and these kinds."""
 
 
 class LatentAttentionArgs(Section):

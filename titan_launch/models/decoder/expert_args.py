@@ -92,7 +92,8 @@ class ExpertArgs(Section):
             yield ("top_k", "top_k_groups", "num_groups"), reason
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Yield (argument, reason and remedy) for each argument that other arguments leave without effect."""
+        """Yield (argument, reason and remedy) for each argument whose value is not the default, but has no effect
+        because of other arguments."""
         balance = ("selection_bias_rate", "balance_loss")
         for names, others, has_no_effect in (
             (("num_groups",), f"top_k_groups = {self.top_k_groups}, all groups", self.top_k_groups == self.num_groups),
@@ -108,8 +109,8 @@ class ExpertArgs(Section):
         return {**table, "selection_bias_rate": None if self.selection_bias_rate is None else 0.0}
 
     def twin(self) -> dict[str, Any]:
-        """Return small sizes with the same structure: 4 experts, or 8 in 2 or 4 groups. A token still uses one expert,
-        several or all, as in the job."""
+        """Return small sizes with the same structure: at most 4 experts without groups, or 8 in at most 4 groups. A
+        token still uses one expert, several or all, as in the job."""
         groups = min(self.num_groups, 4)
         experts = min(self.num_experts, 4 if groups == 1 else 8)
         top_k = experts if self.top_k == self.num_experts else min(self.top_k, 2)

@@ -1,4 +1,4 @@
-"""The classes of `transformers` that this package's models implement. No torch.
+"""The classes of `transformers` that this package's models implement. This module does not import torch.
 
 `FAMILIES` has a row for each class. A row lists every key of the class's `config.json` that changes the computation.
 A value that is not supported is an error that names the key.
@@ -6,6 +6,7 @@ A value that is not supported is an error that names the key.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,12 +51,12 @@ class Family:
     """Arguments that are the same for every `config.json` of the class."""
 
     neutral: Mapping[str, Any] = field(default_factory=dict)
-    """Keys with the only supported value of each, in addition to those of `NEUTRAL`. This value is also the class's
+    """Keys, in addition to those of `NEUTRAL`, with the only supported value of each. This value is also the class's
     default."""
 
     unused: Mapping[str, str] = field(default_factory=dict)
-    """Keys that change neither the logits nor the training of this class, with the reason, in addition to those of
-    `WITHOUT_EFFECT`."""
+    """Keys, in addition to those of `WITHOUT_EFFECT`, that change neither the logits nor the training of this class,
+    each with the reason."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys, as in the class's `attribute_map`."""
@@ -63,8 +64,17 @@ class Family:
     pad_token: int | None = None
     """The class's default of `pad_token_id`."""
 
+    classifier: str = ""
+    """Name of the class in `transformers` for classifiers and reward models; "" if it follows from `model_class`."""
+
     pads: bool = True
     """True if the class gives the row of `pad_token_id` in the embedding no gradient."""
+
+    def class_of(self, num_labels: int | None) -> str:
+        """Return the name of the class for a language model, or for a model with this number of labels."""
+        if num_labels is None:
+            return self.model_class
+        return self.classifier or re.sub("ForCausalLM|LMHeadModel", "ForSequenceClassification", self.model_class)
 
     @property
     def known_keys(self) -> frozenset[str]:
@@ -202,6 +212,7 @@ FAMILIES: dict[str, Family] = {
             "_sliding_window_pattern": "the class writes it beside layer_types, and reads sliding_window_pattern",
         },
         pad_token=0,
+        classifier="Gemma3TextForSequenceClassification",
     ),
     "gpt2": Family(
         "gpt2",
@@ -330,7 +341,8 @@ NEUTRAL: dict[str, Any] = {
     "torchscript": False,
     "use_bfloat16": False,
 }
-"""Keys of every class with the only supported value of each. Releases before 5.0 write most of them."""
+"""Keys that the `config.json` of any class may have, with the only supported value of each. Releases of `transformers`
+before 5.0 write most of these keys."""
 
 DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 """Keys of dropout rates. This package applies no dropout, and a note in the log says so."""
@@ -370,4 +382,4 @@ WITHOUT_EFFECT: dict[str, str] = {
     }.items()
     for key in keys
 }
-"""Keys that change neither the logits nor the training of a language model, with the reason."""
+"""Keys that change neither the logits nor the training of any language model, each with the reason."""

@@ -1,4 +1,5 @@
-"""Keys of Hugging Face's `config.json`, and the model arguments with the same meaning. No torch."""
+"""Keys of Hugging Face's `config.json`, and the model arguments with the same meaning. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def _lookup(config: Config, key: str, *default: Any) -> Any:
 
 def _size(config: Config, key: str, *default: int, smallest: int = 1, largest: int = MOST_TOKENS) -> int:
     """Return the value of a key, a whole number, from which arguments are computed. Without `default` the key must be
-    in `config.json`."""
+    in `config.json`. Raises WeightsError for any other value."""
     value = _lookup(config, key, *default)
     if type(value) is not int or not smallest <= value <= largest:
         raise unsupported(key, value, f"a whole number of at least {smallest} and at most {largest}")
@@ -76,7 +77,8 @@ def activation(key: str, default: str) -> Feature:
 
 
 def key_value_heads(*default: None) -> Feature:
-    """Return the feature of the number of key and value heads. Without `default` the key must be in `config.json`."""
+    """Return the feature of the number of key and value heads. Without `default` the key must be in `config.json`. With
+    the default None, an absent key or null stands for the number of query heads."""
 
     def read(config: Config) -> dict[str, Any]:
         number = _lookup(config, "num_key_value_heads", *default)
@@ -102,7 +104,8 @@ WIDTH_OF_GPT2 = Feature(
 def head_dim(default: int | None = None, may_be_null: bool = False, must_divide: bool = False) -> Feature:
     """Return the feature of the width of a head. The argument stays unset if it follows from the other sizes.
 
-    `must_divide`: the class refuses a `hidden_size` that is no multiple of the number of heads, whatever the width is.
+    `default`: the value of an absent key. `may_be_null`: True if the class accepts null. `must_divide`: True if the
+    class refuses a `hidden_size` that is no multiple of the number of heads, whatever the width is.
     """
 
     def read(config: Config) -> dict[str, Any]:
@@ -181,8 +184,9 @@ def _read_rope(
 ) -> tuple[Any, dict[str, Any] | None]:
     """Return the base and the scaling of a table of RoPE parameters.
 
-    `theta`: base if the table does not name it. `longest`: `max_position_embeddings`, which is the length of
-    pre-training if the table does not name it. `kinds`: RoPE types of the class.
+    `theta`: the base if the table has none. `longest`: `max_position_embeddings`; it is used as the sequence length of
+    pre-training if the table has none. `kinds`: RoPE types of the class. Raises WeightsError for values that are not
+    supported.
     """
     rope = dict(rope)
     theta = rope.pop("rope_theta", theta)
@@ -251,7 +255,7 @@ def _one_rope(
     if (base, scaling) != found[-1][:2]:
         raise _beside(config)
     if scaling is not None and scaling["kind"] == "yarn" and yarn_needs and config.get(yarn_needs) is None:
-        reason = f"transformers computes it for this class only with {yarn_needs}"
+        reason = f"transformers computes YaRN for this class only with {yarn_needs}"
         raise unsupported(f"{key}.rope_type", "yarn", reason)
     return {"rope_theta": base, "rope_scaling": scaling}
 
@@ -367,8 +371,8 @@ def _window_of_qwen(config: Config) -> dict[str, Any]:
 def windows_by_pattern(default: int, default_window: int, pattern: str | None = None) -> Feature:
     """Return the feature of sliding windows in all layers except every N-th. `layer_types` overrides this rule.
 
-    `default`: the class's default of N. `default_window`: its default of the window. `pattern`: the key for N, if the
-    class has one.
+    `default`: the class's default of N. `default_window`: the class's default of the window. `pattern`: the key for N,
+    if the class has one.
     """
 
     def read(config: Config) -> dict[str, Any]:
@@ -403,7 +407,7 @@ WINDOWS_OF_QWEN3_MOE = Feature(
     _window_of_qwen,
     lambda args: {"use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window},
 )
-"""All layers have the window, whatever `max_window_layers` is."""
+"""In this class all layers have the window, whatever `max_window_layers` is."""
 
 
 # Mixtures of experts. The auxiliary losses are no part of the model that a folder holds: the job sets them.
@@ -514,8 +518,8 @@ def _write_experts_of_deepseek(args: DecoderArgs) -> dict[str, Any]:
     experts = _experts(args)
     num_shared, rest = divmod(experts.shared_hidden_dim or 0, experts.hidden_dim)
     if rest or not num_shared or experts.selection_bias_rate is None:
-        reason = "whose width is a multiple of that of an expert, and selection biases"
-        raise WeightsError(f"DeepseekV3ForCausalLM of transformers needs a shared expert, {reason}")
+        reason = "and a shared expert whose width is a multiple of that of an expert"
+        raise WeightsError(f"DeepseekV3ForCausalLM of transformers needs selection biases, {reason}")
     return {
         "n_routed_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,

@@ -1,7 +1,8 @@
-"""Names and layouts of the tensors in Hugging Face files, for the parameters of this package's models. No torch.
+"""Names and layouts of the tensors in Hugging Face files, for the parameters of this package's models. This module does
+not import torch.
 
-`NAMES` has a row for each class of `transformers`. `names_in_transformers` finds the classes that fit any model, by the
-paths of its modules.
+`NAMES` has a row for each class of `transformers`. `names_in_transformers` finds the classes that fit a model, by the
+paths of the model's modules.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Piece:
     """Number of output features of other parameters before the first of this one."""
 
     step: int = 1
-    """Distance between the output features of this parameter; above 1 they alternate with those of others."""
+    """Distance between the output features of this parameter. If it is above 1, they alternate with those of other
+    parameters."""
 
     is_transposed: bool = False
 
@@ -68,7 +70,7 @@ class TensorNames:
 
     modules: Mapping[str, str]
     """Module of the file by module of this package, without `prefix`. `*` is the number of the layer. Modules with the
-    same name in the file are one tensor there, in this order."""
+    same name in the file share one tensor there, in the order of this table."""
 
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Tensor of the file by parameter of this package, without `prefix`, for parameters whose names do not follow from
@@ -91,8 +93,8 @@ class TensorNames:
     """Globs of tensors without effect, which older files have."""
 
     def tensor_of(self, pattern: str) -> str | None:
-        """Return the tensor of the file for a parameter, both with `*` as the number of the layer; None if the file has
-        none."""
+        """Return the name of the tensor of the file for a parameter; None if the file has none. In both names, `*`
+        stands for the number of the layer."""
         module, leaf = _split(pattern)
         if pattern in self.parameters:
             return self.parameters[pattern]
@@ -104,7 +106,8 @@ class TensorNames:
         return self.modules.get(pattern) or self.tensor_of(pattern)
 
 
-_HEAD = "lm_head"
+LM_HEAD, SCORE = "lm_head", "score"
+"""The output layer of a language model, and that of a classifier or a reward model."""
 
 _LLAMA = {
     "tok_embeddings": "embed_tokens",
@@ -120,7 +123,7 @@ _LLAMA = {
     "layers.*.feed_forward.w3": "layers.*.mlp.up_proj",
     "layers.*.feed_forward.w2": "layers.*.mlp.down_proj",
     "norm": "norm",
-    "output": _HEAD,
+    "output": LM_HEAD,
 }
 _GEMMA = {
     **_LLAMA,
@@ -153,7 +156,7 @@ _GPT2 = {
     "layers.*.feed_forward.w1": "h.*.mlp.c_fc",
     "layers.*.feed_forward.w2": "h.*.mlp.c_proj",
     "norm": "ln_f",
-    "output": _HEAD,
+    "output": LM_HEAD,
 }
 
 _EXPERTS, _SELECTION_BIAS = "layers.*.moe.experts", "layers.*.moe.selection_bias"
@@ -223,7 +226,7 @@ NAMES: dict[str, TensorNames] = {
         unused=("**.rotary_emb.inv_freq", "**.layers.61.**"),  # the module that predicts a second token
     ),
 }
-"""Names of the classes of `titan_launch.models.decoder.huggingface_classes.FAMILIES`, by `model_type`."""
+"""`TensorNames` of the classes in `titan_launch.models.decoder.huggingface_classes.FAMILIES`, by `model_type`."""
 
 
 def is_selection_bias(name: str) -> bool:
@@ -236,12 +239,17 @@ _ROTATED = ("wq", "wk", "q_norm", "k_norm")
 
 
 def pieces_of(
-    model_type: str | None, shapes: Mapping[str, Shape], head_width: int | None, names_in_file: Collection[str] = ()
+    model_type: str | None,
+    shapes: Mapping[str, Shape],
+    head_width: int | None,
+    names_in_file: Collection[str] = (),
+    has_labels: bool = False,
 ) -> dict[str, Piece]:
     """Return the place of each parameter in the files of a folder.
 
     `model_type`: None for a folder with the names of this package. `shapes`: shape of each parameter by full name.
-    `names_in_file`: names of the folder's tensors, to recognize files without the prefix. Names that the table does not
+    `head_width`: width of an attention head. `names_in_file`: names of the folder's tensors, to recognize files without
+    the prefix. `has_labels`: the output layer is that of a classifier or a reward model. Names that the table does not
     have, such as buffers of BatchNorm, have no piece.
     """
     if model_type is None:
@@ -253,16 +261,16 @@ def pieces_of(
     for name, shape in shapes.items():
         layer, pattern = _pattern(name)
         module, leaf = _split(pattern)
-        theirs = names.tensor_of(pattern)
+        theirs = f"{SCORE}.weight" if has_labels and pattern == "output.weight" else names.tensor_of(pattern)
         if theirs is None:
             continue
         candidates = (*names.parameters, *(f"{other}.{leaf}" for other in names.modules))
         sharing = [other for other in candidates if names.tensor_of(other) == theirs]
-        before = sharing[: sharing.index(pattern)]
+        before = sharing[: sharing.index(pattern)] if sharing else []
         is_alternating, is_of_experts = theirs.endswith(names.alternating or ("?",)), module == _EXPERTS
         sizes = [shapes[other.replace("*", layer)][int(is_of_experts)] for other in before]
         is_rotated = names.has_halves and module.rpartition(".")[2] in _ROTATED
-        own_prefix = "" if _split(theirs)[0] == _HEAD else prefix
+        own_prefix = "" if _split(theirs)[0] in (LM_HEAD, SCORE) else prefix
         pieces[name] = Piece(
             tensor=own_prefix + (theirs.replace("*", layer, 1) if layer else theirs),
             start=len(before) if is_alternating else sum(sizes),
@@ -288,7 +296,7 @@ def names_in_transformers(paths: Iterable[str]) -> dict[str, set[str]]:
     for path, (layer, pattern) in patterns.items():
         for names in classes if pattern in known else ():
             theirs = names.name_of(pattern) or ""
-            prefix = "" if theirs.partition(".")[0] == _HEAD else names.prefix
+            prefix = "" if theirs.partition(".")[0] == LM_HEAD else names.prefix
             found.setdefault(path, set()).add(prefix + (theirs.replace("*", layer, 1) if layer else theirs))
     return found
 

@@ -16,7 +16,8 @@ from titan_launch.models.decoder.attention_args import RopeScaling
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates each pair of neighbouring channels of a head by an angle proportional to the token's position.
+    """A module that rotates each pair of neighbouring channels of a head by an angle proportional to the token's
+    position.
 
     All layers share one instance. The table of angles is a buffer, not an argument: FSDP2 casts every floating argument
     of a wrapped module to the compute dtype, and bf16 cannot distinguish position 8000 from 8001. Checkpoints do not
@@ -56,7 +57,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate (batch, tokens, heads, head_dim) in fp32; the result has the input's dtype.
 
-        `positions`: (batch, tokens); None for 0, 1, 2, ... Raise ValueError for more tokens than the table has.
+        `positions`: (batch, tokens); None for consecutive positions from `self.position`. Raise ValueError if the table
+        has too few rows for the tokens.
         """
         stop, max_tokens = self.position + x.shape[1], self.table.shape[0]
         if stop > max_tokens:
@@ -71,13 +73,14 @@ class RotaryEmbedding(nn.Module):
 def _rotated(pairs: Tensor, table: Tensor) -> Tensor:
     """Return the rotated pairs, by one product of complex numbers.
 
-    In eager mode this needs a seventh of the kernels of `_rotated_by_parts`, and these are vectorized on a CPU.
+    In eager mode this function runs a seventh of the kernels that `_rotated_by_parts` runs. On a CPU, its kernels are
+    vectorized.
     """
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
 
 
 def _rotated_by_parts(pairs: Tensor, table: Tensor) -> Tensor:
-    """Return the rotated pairs, by real products. Inductor fuses these, but cannot compile complex numbers."""
+    """Return the rotated pairs, by real products. Inductor fuses real products, but cannot compile complex ones."""
     (first, second), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -88,8 +91,8 @@ def rotary_frequencies(
     """Return the angle per token of each channel pair in radians, [head_dim / 2]: theta^(-2 i / head_dim).
 
     Linear scaling divides all frequencies by `factor`. Llama 3.1 divides the frequencies of slow pairs and keeps those
-    of fast pairs. Between, it interpolates linearly by the number of turns within the original context (Meta's
-    `apply_scaling` in `llama-models`). YaRN does the same, but interpolates by the number of the pair
+    of fast pairs. For pairs between the two, it interpolates linearly by the number of turns within the original
+    context (Meta's `apply_scaling` in `llama-models`). YaRN does the same, but interpolates by the number of the pair
     (arXiv:2309.00071, section 3.2; `_compute_yarn_parameters` of `transformers`).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
@@ -141,7 +144,8 @@ class LearnedPositions(nn.Embedding):
         self.register_buffer("rows", torch.arange(max_positions), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Map (batch, tokens, dim) to the same shape. `positions`: (batch, tokens); None for 0, 1, 2, ..."""
+        """Map (batch, tokens, dim) to the same shape. `positions`: (batch, tokens); None for consecutive positions from
+        `self.position`."""
         rows = self.rows[self.position : self.position + x.shape[1]] if positions is None else positions
         return x + super().forward(rows)
 
@@ -332,7 +336,7 @@ class AllHeadsRMSNorm(RMSNorm):
 
 
 class UnitOffsetRMSNorm(RMSNorm):
-    """RMSNorm whose weight is added to 1, in the weight's dtype (Gemma)."""
+    """RMSNorm with the factor 1 + weight, which is computed in the weight's dtype (Gemma)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape."""
@@ -356,7 +360,8 @@ def build_norm(args: DecoderArgs, dim: int, eps: float | None = None) -> nn.Modu
 
 
 def build_head_norm(args: DecoderArgs, width: int) -> nn.Module:
-    """Return a norm of queries or keys (`qk_norm`). `width`: number of channels of all heads together."""
+    """Return a norm of queries or keys (`qk_norm`): over each head, or over all heads. `width`: number of channels of
+    all heads together."""
     is_over_all = args.qk_norm_over == "all_heads"
     return AllHeadsRMSNorm(width, args.norm_eps) if is_over_all else build_norm(args, args.head_width)
 

@@ -75,7 +75,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class Experts(nn.Module):
-    """The experts of a layer: feed-forward layers w2(activation(w1 x) * w3 x), whose parameters are stacked."""
+    """The experts of a layer, with stacked parameters: feed-forward layers w2(activation(w1 x) * w3 x)."""
 
     dispatch: Callable[[Compute, Tensor, Tensor], Tensor] | None = None
     """Function of (compute, rows, counts) that sends rows to the ranks that have their experts, computes there, and
@@ -147,10 +147,11 @@ multiplied by the matrix of its expert."""
 
 
 def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
-    """Return the function that multiplies rows, which are sorted by expert, by the matrices of their experts.
+    """Return a function that multiplies each row by the matrix of its expert. The rows are sorted by expert.
 
     `rows`: (rows, in). `counts`: number of rows of each expert. `weights`: stacked matrices (experts, out, in) of the
-    first product. From these, `plan.experts.is_grouped` decides whether one kernel computes all experts.
+    first product. `plan.experts.is_grouped` decides by their shape, the dtype and the device whether one kernel
+    computes all experts.
     """
     kind, (_, *widths) = rows.device.type, weights.shape
     if len(rows) and is_grouped(kind, str(rows.dtype).removeprefix("torch."), widths):
@@ -233,8 +234,8 @@ def looped_product(counts: Sequence[int]) -> ExpertProduct:
 class _Looped(torch.autograd.Function):
     """One product for each expert. Each is written to its part of the result and of the gradients, without a copy.
 
-    `F.grouped_mm` does the same on a CPU, but its meta function rejects fp32 before PyTorch 2.15, and it requires rows
-    of matrices whose size is a multiple of 16 bytes.
+    `F.grouped_mm` does the same on a CPU, but its meta function rejects fp32 before PyTorch 2.15, and it requires that
+    each row of a matrix has a multiple of 16 bytes.
     """
 
     @staticmethod
@@ -316,15 +317,17 @@ class MixtureOfExperts(nn.Module):
     """Number of choices of each expert since the last reset, in training on this rank: fp32 (experts)."""
 
     selection_bias: Tensor | None
-    """Biases that balance the load by changing the choice of experts: fp32 (experts)."""
+    """Biases that balance the load by changing the choice of experts: fp32 (experts). None without
+    `selection_bias_rate`."""
 
     auxiliary_losses: Tensor
     """Sums of the balance losses and of the z-losses since the last reset, in training on this rank, with their weights
     and `loss_scale`: fp32 (2). The sum over all ranks is this layer's part of the mean over the sequences."""
 
     loss_scale: float | None = None
-    """Factor of the auxiliary losses of a sequence, 1 / (sequences of a step), so that all microbatches and ranks of a
-    step add up to means. None: 1 / (sequences of the input). `parallel.expert_balance` sets it."""
+    """Factor of the auxiliary losses of a sequence. `parallel.expert_balance` sets it to 1 / (sequences of a step x
+    tensor-parallel ranks), so that the losses of all microbatches and ranks of a step add up to means. None: 1 /
+    (sequences of the input)."""
 
     context_group: ContextGroup | None = None
     """The ranks that have the other tokens of this rank's sequences; None: this rank has whole sequences."""
@@ -336,7 +339,7 @@ class MixtureOfExperts(nn.Module):
         activation: Callable[[Tensor], Tensor],
         shared_experts: nn.Module | None = None,
     ):
-        """`shared_experts`: the layer that computes every token."""
+        """`shared_experts`: the layer that processes every token; None if there is none."""
         super().__init__()
         self.args = args
         self.router = nn.Linear(dim, args.num_experts, bias=args.router_bias)

@@ -6,8 +6,7 @@ OLMo 2 and DeepSeek-V3.
            -> norm -> output -> logits
 
 The families are tables of arguments. A module exists only if the arguments ask for it. Module names are those of
-TorchTitan and Meta, not of Hugging Face. The arguments are in
-`titan_launch.models.decoder.args`.
+TorchTitan and Meta, not of Hugging Face. The arguments are in `titan_launch.models.decoder.args`.
 """
 
 from __future__ import annotations
@@ -94,11 +93,11 @@ class Decoder(nn.Module):
         self._windows = [args.window_of(index) for index in range(args.n_layers)]
         self.layers = nn.ModuleList(self._block(args, layer) for layer in range(args.n_layers))
         self.norm = build_norm(args, args.dim)
-        if args.logits_soft_cap is None:
-            self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.logits_soft_cap is None or args.num_labels is not None:
+            self.output = nn.Linear(args.dim, args.num_outputs, bias=False)
         else:
             self.output = CappedLinear(args.dim, args.vocab_size, args.logits_soft_cap)
-        if args.tie_embeddings:
+        if args.tied_by() is not None:
             self.output.weight = self.tok_embeddings.weight
 
     def _block(self, args: DecoderArgs, layer: int) -> TransformerBlock:
@@ -107,7 +106,7 @@ class Decoder(nn.Module):
         return TransformerBlock(args, window, self.local_rope if has_local_rope else self.rope, args.has_experts(layer))
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size).
+        """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size), or (batch, tokens, num_labels).
 
         `documents`: the number of each token's document (batch, tokens); None if each sequence is one document.
         """
@@ -129,7 +128,7 @@ def llama_values(args: DecoderArgs) -> InitTable:
     output, linear = truncated_normal(args.dim**-0.5), truncated_normal(0.02)
     return _init_table(
         args,
-        embedding=output if args.tie_embeddings else normal(1.0),
+        embedding=output if args.tied_by() is not None else normal(1.0),
         positions=linear,
         linear=linear,
         into_stream=[truncated_normal(0.02 / (2 * (index + 1)) ** 0.5) for index in range(args.n_layers)],

@@ -1,4 +1,4 @@
-"""The file `adapter_config.json` of `peft`. No torch."""
+"""The file `adapter_config.json` of `peft`. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
     "enable_lora": (None,),
 }
-"""Keys that must have one of these values, with which an adapter is plain LoRA. Any other value is refused."""
+"""Keys, each with the values that it may have. With these values, an adapter is plain LoRA. Any other value is
+refused."""
 
 _REMEDIES = {"init_lora_weights": _INITIAL}
 
@@ -80,7 +81,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "qalora_group_size": "only `use_qalora` uses it, which must be false",
     "merge_weights": "a key of `peft` 0.2: it decided when weights are merged",
 }
-"""Keys that may have any value, and the reason."""
+"""Keys that may have any value, each with the reason."""
 
 
 class Wanted(NamedTuple):
@@ -100,11 +101,11 @@ _Rank = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
 _Names = Annotated[list[str], AfterValidator(frozenset)]  # a set: each path of a model is looked up in it
 
 _MOST_PATTERN = 10_000
-"""Longest regular expression."""
+"""Largest number of characters of a regular expression."""
 
 _MATCHING_SECONDS = 2.0
-"""Limit of the CPU time for matching patterns with the names of modules. Matching usually takes milliseconds, but the
-time of some regular expressions grows exponentially with the length of a name."""
+"""Limit of the CPU time in seconds for matching patterns with the names of modules. Matching usually takes
+milliseconds, but the time of some regular expressions grows exponentially with the length of a name."""
 
 
 @contextmanager
@@ -163,7 +164,7 @@ class AdapterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _layers_are_of_names(self) -> AdapterConfig:
-        """Check that layers are not restricted in a way that `peft` refuses."""
+        """Raise ValueError if the keys that select layers are combined in a way that `peft` refuses."""
         if self.layers_to_transform is not None and isinstance(self.target_modules, str):
             raise ValueError("layers_to_transform requires that target_modules is a list")
         if self.layers_pattern and self.layers_to_transform is None:
@@ -203,7 +204,7 @@ class AdapterConfig(BaseModel):
 
     @cached_property
     def _layer_patterns(self) -> list[str]:
-        """Beginnings of the paths in numbered layers, as regular expressions."""
+        """Regular expressions for the beginning of a path, up to the number of its layer."""
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         return [rf"(?:^|.*?\.){pattern}" for pattern in patterns] if patterns else [r".*?\.[^.]*"]
 
@@ -253,7 +254,8 @@ _MOST_SHOWN = 30
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Read a folder's `adapter_config.json`. Raises WeightsError with all keys that are not supported."""
+    """Read a folder's `adapter_config.json`. Raises WeightsError if the file is missing or not valid, and with all keys
+    that are not supported, up to 30."""
     if not os.path.lexists(folder / ADAPTER_CONFIG_FILE):
         reason = f"it has no {ADAPTER_CONFIG_FILE}" if os.path.isdir(folder) else "there is no such folder"
         raise WeightsError(f"{reason}; name a folder that peft or `titan-launch export --adapter` wrote")

@@ -1,4 +1,5 @@
-"""Facts about a model of the library `transformers`, from the keys of its `config.json`. No torch.
+"""Facts about a model of the library `transformers`, from the keys of its `config.json`. This module does not import
+torch.
 
 `[model.args]` of such a model has these keys. Keys that the job does not set come from the folder `model.path`.
 """
@@ -53,10 +54,11 @@ _REFUSED = {
     **dict.fromkeys(("backbone", "backbone_kwargs", "use_pretrained_backbone", "model_args"), _LOADS),
     "quantization_config": "quantized weights cannot be trained; use the folder of the original weights",
 }
-"""Keys that must be unset, with the reason. With the first four, a class loads a second model or calls `timm`."""
+"""Keys that must be unset, each with the reason. With the first four keys, a class loads a second model or calls
+`timm`."""
 
 _TIMM = ("timm_wrapper", "timm_backbone", "gemma3n", "gemma3n_vision")
-"""Types of models that `timm` builds, which downloads and reads files by name."""
+"""Types of models that the library `timm` builds. This library downloads and reads files by name."""
 
 _KERNELS = re.compile("_?(attn|experts)_implementation(_internal)?")
 """Keys that choose kernels. Their values can be names of kernels on the Hugging Face hub."""
@@ -66,12 +68,13 @@ _COUNTS = re.compile(".*(layers?|depths?|blocks|stages|labels|experts)")
 object."""
 
 _MOST_LAYERS, _MOST_OBJECTS = 256, 1 << 17
-"""Limits of these numbers. The largest published models have about 130 layers and 22,000 classes."""
+"""Limits of the numbers of `_COUNTS`: of layers, and of other objects. The largest published models have about 130
+layers and 22,000 classes."""
 
 
 def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
-    """Yield (path, reason, value) for each argument that is never honoured because it could load code or files by name,
-    and for sizes that no model has."""
+    """Yield (path, reason, value) for each argument that is not supported because it could load code or files by name.
+    Also yield sizes that are larger than in any real model, and a `model_type` that is not a string."""
     if not isinstance(args.get("model_type", ""), str):
         yield ("model_type",), "must be a string", args["model_type"]
     for path, value in _values((), args):
@@ -94,7 +97,7 @@ def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
 
 
 def _values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield all values in nested tables and lists, also tables and lists themselves, with their paths."""
+    """Yield (path, value) for each value in nested tables and lists. The inner tables and lists are also values."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         yield (*path, key), inner
         if isinstance(inner, dict | list):
@@ -102,8 +105,9 @@ def _values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def missing_in_transformers(args: Mapping[str, Any]) -> str | None:
-    """Return the reason why the installed `transformers` has no class for a `model_type`; None if it has one. The
-    library is not imported, because its import takes seconds."""
+    """Return the reason why the library `transformers` has no class for the `model_type`, or that it is not installed.
+    Return None if it has a class, or if its list of types has an unexpected form. The library is not imported, because
+    its import takes seconds."""
     known, model_type = _model_types(), str(args["model_type"])
     if known is None:
         return not_installed("transformers")
@@ -118,7 +122,7 @@ def missing_in_transformers(args: Mapping[str, Any]) -> str | None:
 @cache
 def _model_types() -> frozenset[str] | None:
     """Return the model types that the source text of the installed `transformers` lists; None if the library is not
-    installed. Empty if the text has an unexpected form."""
+    installed. The result is empty if the text has an unexpected form."""
     found = find_spec("transformers")
     if found is None or found.origin is None:
         return None

@@ -1,10 +1,11 @@
-"""The `config.json` of a folder of weights: read into the arguments of a model, and written from them. No torch."""
+"""The `config.json` of a folder of weights: read into the arguments of a model, and written from them. This module does
+not import torch."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolv
 from titan_launch.models.args import ModelArgs
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.huggingface_classes import DROPOUT, FAMILIES, NEUTRAL, REFUSED, Family
+from titan_launch.models.huggingface.args import class_name
 from titan_launch.models.huggingface.files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -41,7 +43,7 @@ class FolderConfig:
     flavor: str
     args: Mapping[str, Any]
     model_type: str | None
-    """Row of `FAMILIES`; None for a folder in this package's own format."""
+    """Key of `FAMILIES`; None for a folder in this package's own format."""
 
     config: Config
     """The whole `config.json`."""
@@ -72,7 +74,7 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
 
 def own_config(config: Config) -> FolderConfig:
     """Return the model in a `config.json` in this package's own format. The factory of a user's model is not imported.
-    Raises WeightsError for arguments that the model cannot have."""
+    Raises WeightsError for an unknown format, model or flavor, and for arguments that the model cannot have."""
     table: Any = config.get("model")
     try:
         table = {key: table[key] for key in ("name", "flavor", "args") if key in table}
@@ -95,7 +97,7 @@ def own_config(config: Config) -> FolderConfig:
 
 
 def _unknown_name(model: ModelConfig) -> str:
-    """Return the reason why a model or flavor does not exist."""
+    """Return the error text for a model or flavor that does not exist."""
     if model.name in ARCHITECTURES:
         known = f"{model.name} has {', '.join(ARCHITECTURES[model.name].flavors)}"
         return f"its model.flavor is {as_text(model.flavor)}: unknown flavor; {known}"
@@ -112,13 +114,14 @@ def refuse_adapter(folder: Path) -> None:
 
 
 _MOST_BYTES = 4 * MIB
-"""Limit of a `config.json`. One with the names of 22,000 classes has 2 MiB."""
+"""Largest size of a `config.json` in bytes. One with the names of 22,000 classes has 2 MiB."""
 
 _REMEDIES = {name: f'; write {{"__float__": "{name}"}}, as transformers 5 does' for name in ("NaN", "Infinity")}
 
 
 def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
-    """Read a JSON object in a folder that somebody else may have made. Raises WeightsError."""
+    """Read a JSON object from a file in a folder that somebody else may have made. Raises WeightsError if the file is
+    missing, too large or not a JSON object, or if a link leads out of the folder."""
     try:
         table = json_files.read_json(file_inside(path.parent, path.name), most_bytes)
     except FileNotFoundError:
@@ -142,14 +145,18 @@ def longest_sequence(config: Config) -> int | None:
     return found if type(found) is int and found > 0 else None
 
 
+_CLASSIFIER = "ForSequenceClassification"
+"""End of the names of classes with an output for each label."""
+
 _MOST_SHOWN = 10
-"""Number of unknown keys in an error."""
+"""Largest number of unknown keys in an error."""
 
 
 def arguments_of(config: Config) -> dict[str, Any]:
-    """Return the `[model.args]` of a Hugging Face `config.json`, without those that have their default.
+    """Return the `[model.args]` of a Hugging Face `config.json`, without arguments that have their default or have no
+    effect.
 
-    Raises WeightsError with all keys that are not supported.
+    Raises WeightsError with all keys that are not supported, or for values that the model cannot have.
     """
     family = FAMILIES[config["model_type"]]
     problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key) is not None]
@@ -164,7 +171,9 @@ def arguments_of(config: Config) -> dict[str, Any]:
         if not is_equal(config.get(key, value), value):
             problems.append(str(unsupported(key, config[key], f"supported: {json.dumps(value)}")))
     given: dict[str, Any] = dict(family.fixed)
-    keys_of: dict[str, tuple[str, ...]] = {}
+    if class_name(config).endswith(_CLASSIFIER):
+        given["num_labels"] = _num_labels(config)
+    keys_of: dict[str, tuple[str, ...]] = {"num_labels": ("id2label", "num_labels")}
     for feature in family.features:
         try:
             found = feature.read(config)
@@ -192,6 +201,16 @@ def arguments_of(config: Config) -> dict[str, Any]:
     return args.model_dump(mode="json", exclude_defaults=True, exclude=without_effect)
 
 
+def _num_labels(config: Config) -> Any:
+    """Return the number of labels of a classifier: of its `id2label`, or `num_labels`, or the default of
+    `transformers`. Return 0 for an `id2label` that does not name the numbers from 0."""
+    names = config.get("id2label")
+    if names is None:
+        return config.get("num_labels", 2)
+    is_valid = isinstance(names, dict) and names.keys() == {str(index) for index in range(len(names))}
+    return len(names) if is_valid else 0
+
+
 def _keys(config: Config, keys_of: Mapping[str, tuple[str, ...]], arguments: Iterable[str]) -> str:
     """Return the keys that some arguments come from, with their values, as part of a message."""
     keys = dict.fromkeys(key for name in arguments for key in keys_of.get(name.partition(".")[0], ()))
@@ -199,7 +218,7 @@ def _keys(config: Config, keys_of: Mapping[str, tuple[str, ...]], arguments: Ite
 
 
 def _unknown(family: Family, key: str, value: Any) -> str:
-    """Return the problem of a key that the class is not known to have."""
+    """Return the error text for a key that the class is not known to have."""
     hint = did_you_mean(key, family.known_keys)
     reason = f"which is not a known key of {family.model_class}{hint}; remove the key if it has no effect"
     return f"{CONFIG_FILE} has {short_name(key)} = {as_text(value)}, {reason}"
@@ -232,13 +251,19 @@ def _check_padding(family: Family, config: Config) -> None:
 
 
 def config_of(
-    name: str, args: DecoderArgs, dtype: str, max_positions: int, original: Config | None = None
+    name: str,
+    args: DecoderArgs,
+    dtype: str,
+    max_positions: int,
+    original: Config | None = None,
+    labels: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return the Hugging Face `config.json` of a model of this package.
 
     `dtype`: dtype of the weights. `max_positions`: sequence length of training. `original`: the `config.json` that the
-    weights came with; its keys without effect on the computation (token ids, say) are kept. Raises WeightsError if no
-    class of `transformers` implements the model.
+    weights came with. If it is of the same class, its keys without effect on the computation, such as token ids, are
+    kept. `labels`: names of the outputs of a classifier; None if they are unknown. Raises WeightsError if no class of
+    `transformers` implements the model.
     """
     model_type = model_type_of(name)
     family = FAMILIES[model_type]
@@ -253,13 +278,24 @@ def config_of(
     kept, _ = _without_aliases(family, kept)
     for key in (*(key for feature in family.features for key in feature.keys), "dtype", "torch_dtype"):
         kept.pop(key, None)
-    written = {"architectures": [family.model_class], "model_type": model_type, "torch_dtype": dtype}
+    model_class = family.class_of(args.num_labels)
+    written: dict[str, Any] = {"architectures": [model_class], "model_type": model_type, "torch_dtype": dtype}
     for feature in family.features:
         written |= feature.write(args)
+    if args.num_labels is not None:
+        numbers = [str(index) for index in range(args.num_labels)]
+        before = kept.get("id2label")
+        if labels is None:
+            labels = [f"LABEL_{number}" for number in numbers]
+            if isinstance(before, dict) and [*before] == numbers:
+                labels = [*before.values()]
+        written["id2label"] = dict(zip(numbers, labels, strict=True))
+        written["label2id"] = {label: index for index, label in enumerate(labels)}
+        kept = {key: value for key, value in kept.items() if key not in ("num_labels", "problem_type")}
     config = {**kept, **written}
     if lost := _differing(args, resolve_args(name, ALL_IN_ARGS, arguments_of(config))):
         key, own, other = lost[0]
-        reason = f"{family.model_class} of transformers has no counterpart of model.args.{key} = {json.dumps(own)}"
+        reason = f"{model_class} of transformers has no counterpart of model.args.{key} = {json.dumps(own)}"
         raise WeightsError(f"{reason} (it computes with {json.dumps(other)}); --format plain writes any model")
     return config
 
@@ -280,7 +316,7 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
     folder). A larger vocabulary of the job is no difference: its last rows are padding."""
     theirs = resolve_args(folder.name, folder.flavor, folder.args)
     differing = _differing(own, theirs)
-    return [(key, a, b) for key, a, b in differing if not (key == "vocab_size" and a > b)]
+    return [(key, a, b) for key, a, b in differing if key != "num_labels" and not (key == "vocab_size" and a > b)]
 
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:

@@ -1,4 +1,5 @@
-"""The files of Hugging Face folders: their names, values of their JSON, and the error for a folder. No torch."""
+"""The files of Hugging Face folders: their names, values of their JSON, and the error for a folder. This module does
+not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def unsupported(key: str, value: Any, reason: str) -> WeightsError:
 
 
 def as_text(value: Any) -> str:
-    """Return a value of `config.json` as JSON. A text of more than 80 characters is cut."""
+    """Return a value of `config.json` as JSON. A text of more than 80 characters is cut to 80."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

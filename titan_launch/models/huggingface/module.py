@@ -116,8 +116,8 @@ def _without_code(value: Any) -> Any:
 
 
 _MOST_MODULES, _MOST_BUFFER_BYTES = 30_000, 1 << 30
-"""Limits of a class of `transformers`. A decoder has about 13 modules in a layer, since its experts are stacked.
-Buffers are tables of positions and masks."""
+"""Limits of a model of `transformers`: number of modules, and bytes of buffers. A decoder has about 13 modules in a
+layer, since its experts are stacked. Buffers are tables of positions and masks."""
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def _size_limited() -> Iterator[None]:
     def count(what: str, number: int) -> None:
         counted[what] += number
         if counted[what] > most[what]:
-            reason = f"the model would have more than {most[what]:,} {what}, as no real model has; correct its sizes"
+            reason = f"the model would have more than {most[what]:,} {what}, which no real model has; correct its sizes"
             raise TooLargeError([Problem(("model", "args"), reason)])
 
     hooks = (
@@ -147,7 +147,7 @@ def _size_limited() -> Iterator[None]:
 
 
 def _built(cls: Any, config: Any) -> Any:
-    """Return a module of a class. Raises ConfigError if the class cannot be built from the values of `config.json`."""
+    """Return a module of a class. Raises ConfigError if the class refuses the values of `config.json`."""
     try:
         return cls(config)
     except (ConfigError, MemoryError):
@@ -213,8 +213,9 @@ def _others_with_parameters(module: nn.Module, styles: Mapping[str, Any]) -> lis
 
 
 def _places_in_files(module: Any) -> PlacesInFiles:
-    """Return a function that finds the module's tensors in files of any release of `transformers`. It uses the
-    conversions that `transformers` has for the module's class."""
+    """Return a function that finds the module's tensors in files of any release of `transformers`. The function uses
+    the conversions that `transformers` has for the module's class, and raises ConfigError if a conversion is not
+    possible."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
@@ -255,7 +256,7 @@ class _Conversion:
 
     module: Any
     first: str
-    """Name of the first result."""
+    """Name of the first parameter that the conversion computes."""
 
     converter: Any
     """A `WeightConverter`."""
@@ -264,9 +265,9 @@ class _Conversion:
     """Names of the tensors in the folder, each with the converter's pattern that it matches."""
 
     def places(self, files: Mapping[str, FileTensor]) -> dict[str, Converted]:
-        """Return, by the name of each parameter that this conversion computes, its source tensors in the folder, its
-        shape, and the function that computes it. Raises ConfigError if the tensors of the folder cannot be
-        converted."""
+        """Return the place of each parameter that this conversion computes, by the parameter's name. A place has the
+        source tensors in the folder, the shape of the parameter, and the function that computes it. Raises ConfigError
+        if the tensors of the folder cannot be converted."""
         names = tuple(name for name, _ in self.sources)
         tensors = [
             torch.empty(files[name].shape, dtype=getattr(torch, FLOATS.get(files[name].dtype, "int64")), device="meta")

@@ -105,8 +105,8 @@ def _size(patch_size: int, dim: int, n_layers: int, n_heads: int, hidden_dim: in
 
 
 # The ViTs have the sizes published for ImageNet: B, L and H in arXiv:2010.11929 (table 1), Ti and S in arXiv:2012.12877
-# and arXiv:2106.10270. The number after the size is that of the patches. `debug` is for the 8x8 digits of scikit-learn
-# on a CPU.
+# and arXiv:2106.10270. The number after the size is `patch_size`. `debug` is for the 8x8 digits of scikit-learn on a
+# CPU.
 FLAVORS: dict[str, dict[str, Any]] = {
     "debug": {**_size(2, 64, 4, 4, 256), "image_size": 8, "in_channels": 1, "num_classes": 10},
     "Ti/16": _size(16, 192, 12, 3, 768),

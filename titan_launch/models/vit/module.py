@@ -3,8 +3,7 @@
     images -> embeddings -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) ]
            -> norm -> pool -> output -> logits
 
-Names of modules inside of a block are those of the decoders. The arguments are in
-`titan_launch.models.vit.args`.
+Names of modules inside of a block are those of the decoders. The arguments are in `titan_launch.models.vit.args`.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ TENSOR_PARALLEL: dict[str, TensorStyle] = {
     "norm": "sequence",
     "output": "head",
 }
-"""Needs `sequence_parallel = false`: every rank embeds all patches."""
+"""This plan requires `sequence_parallel = false`, because every rank embeds all patches."""
 
 SPEC = ModelSpec(
     build=lambda args, seq_len: ViT(args),

@@ -1,4 +1,5 @@
-"""Folders of adapters in the format of the library `peft`: names, layouts, and reads. The metadata needs no torch.
+"""Folders of adapters in the format of the library `peft`: names, layouts, and reads. The metadata is read without
+torch.
 
 A module of `transformers` may correspond to several modules of this package, such as `qkv_proj` to `wq`, `wk` and `wv`.
 Their adapters are a single adapter in `peft`. Its A has the rows of their A, one after another. Its B has their B as
@@ -27,12 +28,12 @@ from titan_launch.models.huggingface.config_json import model_type_of
 from titan_launch.models.huggingface.files import ADAPTER_CONFIG_FILE, WeightsError
 from titan_launch.models.weights.folder import (
     FLOATS,
-    VOCABULARY,
     WeightsFolder,
     in_halves,
     interleaved,
     read_file,
     read_header,
+    vocabulary_of,
 )
 from titan_launch.plan.types import parent
 
@@ -146,7 +147,7 @@ class Target:
         return scales.pop()
 
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
-        """Return the shapes of A and B in the file. `rank`: rank of the target, which may be that of several parts."""
+        """Return the shapes of A and B in the file. `rank`: rank of the adapter in the file, one of `ranks`."""
         num_in = self.parts[0].shape[0 if self.is_embedding else -1]
         rows = rank * (self.num_experts or 1)
         return (rows, num_in), (self.num_out, rows)
@@ -169,8 +170,8 @@ class Target:
         return a.reshape(experts * whole, num_in), b.permute(1, 2, 0).reshape(self.num_out, whole * experts)
 
     def _columns(self, whole: int) -> Iterator[tuple[Part, slice]]:
-        """Yield each part with its rows of A in the file. A has `whole` rows; if they are fewer than `rank`, all parts
-        share them."""
+        """Yield each part with the slice of its rows of A in the file. `whole`: number of rows of A, for one expert. If
+        `whole` is below `self.rank`, all parts share the rows."""
         start = 0
         for part in self.parts:
             yield part, slice(start, start + part.adapter.rank)
@@ -207,16 +208,16 @@ def file_places(
     """Return the shape and the place of each weight of a model in files of `transformers`.
 
     `shapes`: shape of each weight in this package. `rows`: rows of the vocabulary in the files; None if they are those
-    of `shapes`. `is_plain`: the files have the names of this package. Raises WeightsError for a model that no class of
-    `transformers` implements.
+    of `shapes`. `is_plain`: True if the files have the names of this package. Raises WeightsError for a model that no
+    class of `transformers` implements.
     """
     if is_plain or model.name == HUGGINGFACE:
         return dict(shapes), pieces_of(None, shapes, None)
     model_type = model_type_of(model.name)  # raises for models that are not decoders
     args = cast(DecoderArgs, resolve_args(model.name, model.flavor, model.args))
-    cut = {name: (rows or shapes[name][0], *shapes[name][1:]) for name in VOCABULARY if name in shapes}
+    cut = {name: (rows or shapes[name][0], *shapes[name][1:]) for name in vocabulary_of(args) if name in shapes}
     in_files = {**shapes, **cut}
-    return in_files, pieces_of(model_type, in_files, args.head_width)
+    return in_files, pieces_of(model_type, in_files, args.head_width, has_labels=args.num_labels is not None)
 
 
 def targets_of(
@@ -264,8 +265,8 @@ def targets_of(
 
 
 def _stacked(name: str, piece: Piece) -> tuple[str, str]:
-    """Return the module and the stacked parameter of `transformers` that contain a weight of experts. Its files have a
-    tensor for each expert."""
+    """Return the module and the stacked parameter of `transformers` that contain a weight of experts. This is for
+    classes whose files have a tensor for each expert."""
     layer = parent(parent(parent(name)))
     return f"{piece.tensor.partition(layer)[0]}{layer}.mlp.experts", _EXPERTS[name.rpartition(".")[2]][0]
 
@@ -334,7 +335,8 @@ class AdapterFolder:
     """A folder of `peft` with adapters."""
 
     def __init__(self, path: str | Path):
-        """Read the configuration and the header of the file. Raises WeightsError."""
+        """Read the configuration and the header of the file. Raises WeightsError if one of them cannot be read or is
+        not supported."""
         self.path = Path(path)
         self.config = read_config(self.path)
         if not os.path.lexists(self.path / FILE):
@@ -400,7 +402,8 @@ class AdapterFolder:
             raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
 
     def _targets_problems(self, targets: Sequence[Target], pieces: Mapping[str, Piece]) -> Iterator[str]:
-        """Yield a clause if `peft` would give adapters to other modules than those in the file."""
+        """Yield a clause if `peft` would ignore adapters of the file, or would give adapters to modules that the file
+        lacks."""
         modules, parameters = names_of_base(pieces)
         adapted = {*filter(self.config.adapts_module, modules), *filter(self.config.adapts_parameter, parameters)}
         in_file = {target.path for target in targets}
@@ -417,7 +420,8 @@ class AdapterFolder:
         return self.tensors[target.keys[0]].shape[0] != target.rank * (target.num_experts or 1)
 
     def read(self, target: Target) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of the adapters of a target, by their names in this package."""
+        """Yield (name, value) for each parameter of the adapters of a target, with its name in this package. Raises
+        WeightsError as `Target.from_file` does."""
         a, b = read_file(self.path / FILE, target.keys)
         yield from target.from_file(a, b)
 

@@ -24,7 +24,9 @@ from titan_launch.core.globs import matches
 from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import short_name
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
+from titan_launch.models.args import ModelArgs
 from titan_launch.models.decoder.huggingface_tensors import (
+    LM_HEAD,
     Piece,
     Shape,
     is_unused,
@@ -40,8 +42,13 @@ if TYPE_CHECKING:
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-VOCABULARY = ("tok_embeddings.weight", "output.weight")
-"""Parameters with a row for each token, which a job may pad with rows of zeros."""
+
+def vocabulary_of(args: ModelArgs | None) -> tuple[str, ...]:
+    """Return the parameters with a row for each token, which a job may pad with rows of zeros. `args`: arguments of the
+    model; None for a user's own model."""
+    has_labels = getattr(args, "num_labels", None) is not None
+    return ("tok_embeddings.weight",) if has_labels else ("tok_embeddings.weight", "output.weight")
+
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Supported dtypes of parameters, by their names in the files."""
@@ -50,13 +57,13 @@ _INTEGERS = {"I64": "int64"}  # the counters of BatchNorm
 _SAMPLE_BYTES = 4096
 
 _MOST_INDEX_BYTES = 64 * MIB
-"""Limit of an index. That of a model with 200,000 tensors has 16 MiB."""
+"""Largest size of an index in bytes. The index of a model with 200,000 tensors has 16 MiB."""
 
 _MOST_HEADER_BYTES = 16 * MIB
-"""Limit of the header of a file. It has about 100 bytes for each tensor."""
+"""Largest size of the header of a file in bytes. A header has about 100 bytes for each tensor."""
 
 _MOST_METADATA = MIB
-"""Limit of the characters of a file's metadata, which is parsed again for each tensor that is read."""
+"""Largest number of characters of a file's metadata. The metadata is parsed again for each tensor that is read."""
 
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 8, 1 << 48
 """Limits of a shape: number of dims, and size of a dim. The library does not limit the shapes of tensors without
@@ -77,9 +84,10 @@ class WeightsFolder:
     """The tensors in a folder, by the names that they have in its files."""
 
     def __init__(self, path: str | Path, of_any_class: bool = False):
-        """Read the folder's `config.json` and the headers of its files. Raises WeightsError.
+        """Read the folder's `config.json` and the headers of its files. Raises WeightsError if the folder cannot be
+        used.
 
-        `of_any_class`: do not read `config.json`, since the model is a class of `transformers` itself.
+        `of_any_class`: True if the model is a class of `transformers` itself. `config.json` is then not read.
         """
         self.path = Path(path)
         refuse_adapter(self.path)
@@ -107,8 +115,8 @@ class WeightsFolder:
                 )
 
     def _names_by_file(self) -> Mapping[str, list[str] | None]:
-        """Return the files to read, each with the names of its tensors in the index. Without an index, None takes the
-        place of the names."""
+        """Return the files to read, each with the names of its tensors in the index. Without an index, the names are
+        None."""
         if os.path.lexists(self.path / FILE):
             return {FILE: None}
         if not os.path.lexists(self.path / INDEX):
@@ -163,8 +171,8 @@ def _library() -> ModuleType:
 
 
 def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Return the tensors of a file, and its metadata. The library checks that the bytes of the tensors lie within the
-    file and do not overlap. Raises WeightsError."""
+    """Return the tensors of a file by name, and its metadata. The library checks that the bytes of the tensors lie
+    within the file and do not overlap. Raises WeightsError if the file cannot be read or is damaged."""
     library, shown = _library(), short_name(path.name)
     try:
         with open_regular(file_inside(path.parent, path.name)) as start:
@@ -225,7 +233,7 @@ class Weights:
 
     def __init__(self, folder: WeightsFolder, pieces: Places, copies: Mapping[str, Sequence[Place]] | None = None):
         """`pieces`: places of the parameters that the folder gives values to. `copies`: further places of parameters
-        that modules of the model share, but that the folder has more than once."""
+        that several modules of the model share, and that the folder has more than once."""
         self.folder = folder
         self.pieces = pieces
         self.copies = copies or {}
@@ -337,7 +345,9 @@ def find_weights(
     `places_in_files`: the model's own function, for a class of `transformers`. `folder`: the result of `open_weights`,
     if the files have already been read.
 
-    Raises ConfigError, with all missing, unexpected and misshapen tensors at once. Reads no values, and needs no torch.
+    Raises ConfigError with all tensors that are missing, unexpected, or of another shape or dtype. Also raises it if
+    the folder cannot be read, or if a glob of `model.exclude_from_weights` matches nothing. Only headers are read.
+    Torch is needed only by `places_in_files`.
     """
     folder = open_weights(config) if folder is None else folder
     excluded, own = config.exclude_from_weights, dict(_own_tensors(inventory))
@@ -346,10 +356,12 @@ def find_weights(
     args, width = known_args(config), None
     if args is not None:
         width = getattr(args, "head_width", None)
-        rows = getattr(resolve_args(folder.config.name, folder.config.flavor, folder.config.args), "vocab_size", None)
-        shapes |= {name: (rows, *shapes[name][1:]) for name in VOCABULARY if rows and name in shapes}
-    found: dict[str, Place] = dict(pieces_of(folder.config.model_type, shapes, width, folder.tensors))
-    ignored: Collection[str] = ()
+        theirs = resolve_args(folder.config.name, folder.config.flavor, folder.config.args)
+        rows = getattr(theirs, "vocab_size", None)
+        shapes |= {name: (rows, *shapes[name][1:]) for name in vocabulary_of(args) if rows and name in shapes}
+    has_labels = getattr(args, "num_labels", None) is not None
+    found: dict[str, Place] = dict(pieces_of(folder.config.model_type, shapes, width, folder.tensors, has_labels))
+    ignored: Collection[str] = (f"{LM_HEAD}.weight",) if has_labels else ()
     if places_in_files is not None:
         places, ignored = places_in_files(folder.tensors, shapes)
         found |= places
@@ -412,12 +424,12 @@ def find_weights(
 
 
 _MOST_ABSENT = 200_000
-"""Largest number of missing tensors whose names are made for an error."""
+"""If more tensors than this are missing, the error has their number instead of their names."""
 
 
 def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
-    """Raise ConfigError if a model has far more tensors than its folder. This check counts the tensors of experts
-    without making their names, of which there may be too many."""
+    """Raise ConfigError if a model has far more tensors than its folder. This check does not make the names of the
+    tensors of experts, because there may be too many."""
     stacked = (place for place in places if isinstance(place, Piece) and place.has_tensor_per_expert)
     expected = len(places) + sum(place.num_experts or 0 for place in stacked)
     if expected > len(folder.tensors) + _MOST_ABSENT:
@@ -426,8 +438,8 @@ def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
 
 
 def _own_tensors(inventory: Inventory) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield (full name, tensor) of the tensors that a weights folder has: all except those of adapters, and buffers
-    that are not saved."""
+    """Yield (full name, tensor) of the tensors that a weights folder has: all saved parameters and buffers, except
+    those of adapters."""
     for module in inventory.modules:
         if module.same_as is None and not module.is_adapter:
             tensors = (*module.parameters, *module.buffers)

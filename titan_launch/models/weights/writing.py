@@ -55,7 +55,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that gets the name `path` when the block ends without an error.
 
     Until then the folder is `<path>.tmp`, so a folder with its final name is complete. Raises UserError if `path`
-    exists, unless it is an empty folder, and if `path` is inside of a folder with weights.
+    exists (except as an empty folder), is inside of a folder with weights, or cannot be written.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"error: {path} exists already; choose another name, or remove it")
@@ -82,7 +82,8 @@ def write_tensors(
     file: str = FILE,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """Write tensors into one file, or into several of at most `max_file_bytes` with an index. Return their bytes.
+    """Write tensors into one file, or into several of at most `max_file_bytes` with an index. Return the bytes of all
+    tensors.
 
     `file`: name of a single file. `metadata`: added to the header of each file.
 
@@ -151,7 +152,7 @@ def _write_file(
 
 
 def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -> Callable[[Entry], Tensor]:
-    """Return a function that makes a tensor of a file from the parameters of this package that the tensor contains.
+    """Return a function that makes a tensor of a file from the parameters that it contains.
 
     `pieces`: place of each parameter in the files. `read` returns a whole parameter by its name. Rows beyond those of
     the file are dropped. If the file has a tensor for each expert, the function keeps the last parameter of experts, so
@@ -200,7 +201,8 @@ TOKENIZER_FILES = (
 
 
 def companions_of(folder: Path) -> Path | None:
-    """Return the folder with the Hugging Face files that belong to the weights in `folder`; None if there is none."""
+    """Return the folder with the Hugging Face files that belong to the weights in `folder`; None if there is none.
+    Raises WeightsError if it is a link that leads out of `folder`."""
     try:
         file_inside(folder, COMPANIONS)
     except OSError as error:
@@ -213,12 +215,12 @@ def companions_of(folder: Path) -> Path | None:
 
 
 _MOST_COMPANION_BYTES = 256 * MIB
-"""Limit of each file that is copied. The largest `tokenizer.json` have about 35 MiB."""
+"""Largest size in bytes of a file that is copied. The largest `tokenizer.json` have about 35 MiB."""
 
 
 def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> None:
-    """Copy the files `names` of a Hugging Face folder, as far as they exist. Raises WeightsError for anything but
-    regular files, and for links out of the folder."""
+    """Copy those of the files `names` that a Hugging Face folder has. Raises WeightsError for a file that is not
+    regular or is too large, and for a link that leads out of the folder."""
     target.mkdir(exist_ok=True)
     for name in names:
         if os.path.lexists(source / name):
@@ -230,7 +232,8 @@ def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_F
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as `5GB` or `500MB`. Raises WeightsError for any other text."""
+    """Return the bytes of a size such as `5GB` or `500MB` (units: KB, MB, GB; powers of 1000). Raises WeightsError for
+    any other text."""
     number, unit = text[:-2], {"KB": 10**3, "MB": 10**6, "GB": 10**9}.get(text[-2:].upper())
     if unit is None or not number.isdecimal() or int(number) == 0:
         raise WeightsError(f'"{text}" is not a size; write 5GB or 500MB')

@@ -1,4 +1,4 @@
-"""Hook for processes with a phantom GPU: Python imports this module at its start if this folder is on its path. As soon
+"""Hook for processes with a phantom GPU. Python imports this module at startup if this folder is on the path. As soon
 as torch is imported, the module replaces PyTorch's operators. The process need not have titan_launch on its path."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The time of a rank's step, as FSDP2 orders computation and collectives. No torch.
+"""The predicted time of a rank's step, with computation and collectives in the order of FSDP2. No torch.
 
 One stream computes. FSDP2's collectives run beside it, one after another. These rules decide what waits:
 
-- An all-gather begins when the second-to-last buffer has been copied into the parameters of its unit, because FSDP2 has
-  at most two buffers.
+- An all-gather begins when the buffer of the second-to-last all-gather has been copied into parameters, because FSDP2
+  has at most two buffers.
 - A reduce-scatter begins when the gradients of its unit exist. Before that, computation waits for the previous
   reduce-scatter.
 - Computation waits for the collectives of tensor, context and expert parallelism.
@@ -20,7 +20,7 @@ from titan_launch.plan.speeds import OF_AXIS, CollectiveKind, Speeds, Work
 
 
 class Seconds(NamedTuple):
-    """Times of a rank in a step, without the bubble of a pipeline."""
+    """Times of a rank in a step, in seconds, without the bubble of a pipeline."""
 
     total: float = 0.0
     compute: float = 0.0
@@ -33,8 +33,8 @@ class Seconds(NamedTuple):
     """Lower bound of `exposed` for any microbatch size and any gradient accumulation mode."""
 
     recorded: float = 0.0
-    """Part of `compute` that the model's own operations take. The copies of FSDP2 and the update do not belong to
-    it."""
+    """Part of `compute` that the model's own operations take. It includes neither the copies and hooks of FSDP2
+    nor the update."""
 
     least_recorded: float = 0.0
     """Lower bound of `recorded` for the same number of samples in larger microbatches, which may be more efficient."""
@@ -107,17 +107,17 @@ class Clock:
         self._host(self._speeds.host_seconds("unit"))
 
     def stages(self, count: int) -> None:
-        """Let the host run the schedule of a pipeline: `count` microbatches in one stage."""
+        """Let the host run the schedule of a pipeline. `count`: number of microbatches, times stages of the rank."""
         self._host(count * self._speeds.host_seconds("stage"))
 
     def parameters(self, count: int) -> None:
-        """Let the host clip the gradients of `count` parameters and update the parameters. (`copy` counts the time of
-        the memory that this reads and writes.)"""
+        """Let the host clip the gradients of `count` parameters and update these parameters. (`copy` counts the time of
+        the reads and writes in device memory.)"""
         self._host(count * self._speeds.host_seconds("parameter"))
 
     def _host(self, seconds: float) -> float:
-        """Let the host work for some seconds. Return the part of them in which computation stands still: 0 on a GPU,
-        all on CPUs."""
+        """Let the host work for a number of seconds. Return the seconds during which computation stops: 0 on a GPU, all
+        of them on CPUs."""
         if self._speeds.overlaps:
             self._end_of_host += seconds
             return 0.0
@@ -189,8 +189,8 @@ class Clock:
         return self._now
 
     def _queue(self, seconds: float, earliest: float) -> float:
-        """Add work to FSDP2's streams beside computation. It begins when their earlier work has ended, and not before
-        `earliest`. Return the time of its end."""
+        """Add work to FSDP2's streams beside computation. The new work begins when the earlier work of these streams
+        has ended, and not before `earliest`. Return the time of its end."""
         self._end_of_links = max(self._end_of_links, earliest) + seconds
         return self._end_of_links
 

@@ -15,7 +15,7 @@ from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, enclosing, is_w
 
 _DEPTHS = (4, 5, 6)
 """Numbers of periods of the repeated blocks in the shallower models. The first and the last periods remain, so that
-prefetched parameters and late gradients exist at both ends. Of an odd number, one more remains at the front."""
+prefetched parameters and late gradients exist at both ends. If the number is odd, one more remains at the front."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,12 @@ class Shortcut:
     """The prediction for the whole model is `shorter + factor * (longer - shorter)`."""
 
     removed_for_check: tuple[str, ...]
-    """A third model to check the extrapolation, at a factor of 2."""
+    """Blocks that a third model lacks. This model checks the extrapolation, at a factor of 2."""
 
 
 def find_shortcut(plan: ModelPlan) -> Shortcut | None:
-    """Return shallower models with fewer equal blocks; None if no block repeats often enough."""
+    """Return shallower models, with fewer repetitions of equal blocks. Return None if the blocks do not repeat often
+    enough."""
     blocks, repeat = outermost(plan.inventory.blocks), longest_repeat(block_signatures(plan))
     if repeat.times <= _DEPTHS[1]:
         return None
@@ -50,8 +51,8 @@ def block_signatures(plan: ModelPlan) -> list[Hashable]:
     """Return a signature of each outer block. Blocks that compute and differentiate the same have equal signatures.
 
     A signature consists of the modules of the block with their tensors and units, the checkpointed modules among them,
-    the dtypes of the block before, and True if a parameter before the block is trained. Only in that case, backward
-    computes a gradient of the block's inputs.
+    the dtypes of the block before, and a flag: True if a parameter before the block is trained. Only then does backward
+    compute a gradient of the block's inputs.
     """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
@@ -97,7 +98,7 @@ def _unit_signature(unit: Unit, block: str) -> Hashable:
 def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
     """Return the plan without the `removed` blocks.
 
-    Raises ValueError if a remaining module is shared with a removed block.
+    Raises ValueError if a remaining module shares itself or a parameter with a removed block.
     """
     gone = frozenset(removed)
 

@@ -1,10 +1,11 @@
 """FSDP2's schedule of allocations, all-gathers, frees and reductions, unit by unit. No torch.
 
-A transcription of `torch.distributed.fsdp._fully_shard` (torch 2.13 and 2.15: `_fsdp_state`, `_fsdp_param_group`,
-`_fsdp_collectives`), with sizes instead of tensors. Names are FSDP2's, so that both can be read side by side. Lifetimes
-are also FSDP2's. Comments mark tensors that a local variable in FSDP2 keeps alive longer. The schedule is that of the
-installed release, or of the newest tested release if torch is not installed. Casts at the borders of units are on the
-tape of the model (`plan.memory.tape`), which calls the hooks here.
+This module is a transcription of `torch.distributed.fsdp._fully_shard` (torch 2.13 and 2.15: `_fsdp_state`,
+`_fsdp_param_group`, `_fsdp_collectives`), with sizes instead of tensors. Names are those of FSDP2, so that both can be
+read side by side. Lifetimes of tensors are also those of FSDP2. Comments mark tensors that a local variable in FSDP2
+keeps alive longer. The schedule is that of the installed release, or of the newest tested release if torch is not
+installed. The casts at the boundaries of units are on the tape of the model (`plan.memory.tape`). The tape also calls
+the hooks here.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from titan_launch.plan.types import TensorInfo, Unit, sharded_dim
 
 
 class Storage:
-    """Memory that is allocated while a reference to this object exists. (This relies on CPython's reference counts, as
-    the memory of a PyTorch program does.)"""
+    """Memory that the ledger counts as allocated as long as a reference to this object exists. (This relies on
+    CPython's reference counts, as the memory of a PyTorch tensor does.)"""
 
     __slots__ = ("_category", "_ledger", "dtype", "num_bytes")
 
@@ -115,7 +116,8 @@ class Context:
         self._accumulation = accumulation
         self._exchanged = exchanged
         self._is_manual = splits_backward and FINALIZES_BACKWARD
-        """True if a call of `finalize_backward` ends a backward. Otherwise a backward ends with autograd's."""
+        """True if FSDP2 ends a backward only when `finalize_backward` is called. Otherwise, FSDP2 ends a backward when
+        autograd does."""
         self._orders: dict[int, list[ShardedUnit]] = {}
         self._exchange: _Exchange | None = None
 
@@ -143,7 +145,7 @@ class Context:
 
     def finish_backward(self) -> None:
         """Finish backward, as FSDP2's `_root_post_backward_final_callback` does."""
-        # Still set if the second forward of a checkpointed block has run only a part of a unit.
+        # The root is still set if the second forward of a checkpointed block has run only a part of a unit.
         self.iter_forward_root = None
         for unit in self.units:
             if unit.parameters:
@@ -453,8 +455,8 @@ class ShardedUnit:
     # Backward
 
     def pre_backward(self) -> None:
-        """Begin the unit's backward. Called when the gradient of the unit's output exists. Start the all-gather of the
-        units that backward needs next."""
+        """Begin the unit's backward when the gradient of the unit's output exists. Start the all-gathers of the units
+        that backward needs next."""
         self.state = State.PRE_BACKWARD
         if self.parameters and self.group_state is not State.PRE_BACKWARD:
             self.group_state = State.PRE_BACKWARD
@@ -507,7 +509,7 @@ class ShardedUnit:
 
     def post_backward(self) -> None:
         """Accumulate or reduce the gradients of the unit when all of them exist."""
-        if not self.parameters:  # then FSDP2 has no group, and calls nothing
+        if not self.parameters:  # FSDP2 has no parameter group, and calls nothing
             return
         self.group_state = State.POST_BACKWARD
         for index in self._accumulated:
@@ -557,7 +559,8 @@ class ShardedUnit:
         return reduced
 
     def accumulate_in_reduce_dtype(self) -> None:
-        """Add the gradients to those of earlier microbatches, in the reduce dtype."""
+        """Add the gradients to those of earlier microbatches, in the reduce dtype. Do nothing if that is the compute
+        dtype."""
         if self.unit.reduce_dtype == self.unit.compute_dtype:
             return
         for index in sorted(self._gradients):

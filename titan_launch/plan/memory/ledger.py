@@ -115,8 +115,8 @@ class Peak(NamedTuple):
     """Bytes of each `Category` at the peak. Their sum is `total`."""
 
     by_stream: tuple[float, ...]
-    """Peak bytes of each stream. The streams may reach their peaks at different times: of a local maximum, since memory
-    was last freed; of the highest maximum, anywhere within the point."""
+    """Peak bytes of each stream. The streams may reach their peaks at different times. For a local maximum, these are
+    the peaks since memory was last freed. For the highest maximum of a point, they are the peaks of the whole point."""
 
     in_product: bool = False
     """True if this is the memory during a matrix product."""
@@ -295,11 +295,11 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
 
 
 def with_growth(footprints: Sequence[Footprint], counts: Sequence[int], num_microbatches: int) -> Footprint:
-    """Return the footprint of a step of `num_microbatches`. `footprints`: those of one or two steps, with `counts`
-    microbatches.
+    """Return the footprint of a step of `num_microbatches` microbatches. `footprints`: those of one or two steps.
+    `counts`: the numbers of microbatches of these steps.
 
-    A single footprint is returned as it is. Of two, the peak of each phase is extrapolated linearly, and the growth is
-    added to every maximum of that phase in the first footprint. The growth counts as activations.
+    A single footprint is returned unchanged. With two footprints, the peak of each phase is extrapolated linearly, and
+    its growth is added to every maximum of that phase in the first footprint. The growth counts as activations.
     """
     footprint, *others = footprints
     if not others:
@@ -377,8 +377,8 @@ def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
 
 
 def ema_bytes(config: EMAConfig, groups: Sequence[GroupSizes]) -> int:
-    """Return the bytes of the moving average of the weights, which is in float32; 0 without one. (The update of the
-    average is never the peak, because the gradients are freed before.)"""
+    """Return the bytes of the moving average of the weights, which is in float32; 0 if there is no average. (The update
+    of the average is never the peak, because the gradients are freed before it.)"""
     return 0 if config.decay is None else 4 * sum(shard.num_elements for group in groups for shard in group.shards)
 
 

@@ -49,7 +49,7 @@ class Subject:
 
 
 class Recorder(Protocol):
-    """Records with PyTorch (`trace.recorder`)."""
+    """The interface of a recorder, which runs PyTorch. `trace.recorder` implements it."""
 
     def subject(self, job: JobConfig) -> Subject:
         """Build the model of a job. Raises ConfigError as a run does."""
@@ -72,7 +72,7 @@ class Recorder(Protocol):
 
 
 _PROCESS = os.getpid()
-"""Number of the process that imported this module. A process with another number is a fork of it."""
+"""ID of the process that imported this module. A process with a different ID is a fork of this process."""
 
 
 class NotRecordedError(LookupError):
@@ -80,7 +80,7 @@ class NotRecordedError(LookupError):
 
 
 class _Packed(SyntheticData):
-    """Stands for data whose samples have document numbers."""
+    """Synthetic data in place of data whose samples have document numbers."""
 
     packing: Literal["documents"] = "documents"
 
@@ -90,9 +90,10 @@ _KEPT = ("model", "lora", "loss", "precision", "batchnorm", "kernels", "float8")
 
 
 def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
-    """Return the job that is recorded for `config`: the same model and microbatch, and nothing else of the job.
+    """Return the job that is recorded for `config`. It has only those settings on which a recording depends.
 
-    The job has one microbatch, on the fewest ranks that its context, tensor, pipeline and expert parallelism allow.
+    Its step is one microbatch. It has two shards, or more if expert parallelism needs them. With synchronized BatchNorm
+    it has the replicas and shards of `layout`, because statistics are gathered from all of them.
     """
     blank = JobConfig()
     training, parallelism, planner = config.training, config.parallelism, config.planner
@@ -122,7 +123,7 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
         data: DataSource = (_Packed if separates_documents(config.data) else SyntheticData)(
             kind="synthetic", vocab_size=2
         )
-    else:  # the shape of images matters, and a user's own model is compared with the vocabulary
+    else:  # a recording depends on the shape of images; a user's own model is checked against the vocabulary
         data, sections["tokenizer"] = config.data, config.tokenizer
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
         sections["gradient_accumulation"] = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
@@ -146,7 +147,7 @@ class TapesOf(NamedTuple):
     """Number of microbatches of each step to record. 1 without pipeline parallelism."""
 
     is_deferred: bool = False
-    """True for the first of several microbatches, whose gradients are not reduced."""
+    """True for a recording of the first of several microbatches. Its gradients are not reduced."""
 
 
 class Recordings:
@@ -219,10 +220,10 @@ class Recordings:
         return self._tapes[wanted]
 
     def record_ahead(self, wanted: Collection[TapesOf]) -> None:
-        """Record what several calls of `tapes` and `flops` will return, in one process per core, and store it in the
-        cache. Raises the error of a recording that fails.
+        """Record what several calls of `tapes` and `flops` will return, in up to four processes (`in_forks`), and store
+        it in the cache. Raises the error of a recording that fails.
 
-        The other processes are forked (`in_forks`). They record nothing if this process has run a backward.
+        The other processes are forks of this one. They record nothing if this process has run a backward.
         """
         tasks: list[Callable[[], object]] = [partial(self.tapes, one) for one in wanted]
         tasks += [partial(self.flops, mode) for mode in dict.fromkeys(one.checkpointing for one in wanted)]
@@ -245,7 +246,7 @@ class Recordings:
     ) -> tuple[Tape, ...]:
         training, subject = self.job.training, self.subject()
         assert training.global_batch_size is not None
-        batch = {"global_batch_size": training.global_batch_size * counts[0]}  # a schedule has a minimum
+        batch = {"global_batch_size": training.global_batch_size * counts[0]}  # a schedule needs that many
         job = self.job.model_copy(
             update={"activation_checkpoint": checkpointing, "training": training.model_copy(update=batch)}
         )
@@ -290,7 +291,7 @@ def _is_missing(task: Callable[[], object]) -> bool:
 def recorded_inventory(config: JobConfig, recorder: Callable[[], Recorder] | None) -> Inventory:
     """Return the table of modules of the model that `[model]` of a job names, without adapters and parallelism.
 
-    Raises NotRecordedError without `recorder`, and ConfigError as a run does."""
+    Raises NotRecordedError if the table is not in the cache and `recorder` is None, and ConfigError as a run does."""
     blank = JobConfig()
     training = blank.training.model_copy(update={"seq_len": config.training.seq_len})
     named = {name: getattr(config, name) for name in ("model", "data", "tokenizer")}
@@ -334,7 +335,7 @@ def _version(package: str) -> str | None:
 
 @cache
 def _package_digest() -> str:
-    """Return a digest of the states of this package's files, so that a recording of other code is not used."""
+    """Return a digest of the states of this package's files. With it, a recording that other code made is not used."""
     root = Path(__file__).parent.parent.parent
     states = sorted((str(path.relative_to(root)), file_state(path)) for path in root.rglob("*.py"))
     return _digest(json.dumps(states).encode())
@@ -358,8 +359,8 @@ def _files_named_in(value: Any) -> list[Any]:
 
 
 def _entry(key: str) -> Path:
-    """Return the file of an entry. Its first line has the digest of the value and the states of files; the value
-    follows."""
+    """Return the file of an entry. Its first line has the digest of the value, and the states of the user's files. The
+    value follows."""
     return cache_folder() / "plans" / f"{key}.json"
 
 
@@ -388,7 +389,7 @@ def _store(key: str, value: dict[str, Any], files: list[str]) -> None:
 
 
 _MOST_ENTRIES = 500
-"""Entries that the cache keeps. Each has some 10 to 100 KB."""
+"""Largest number of entries in the cache. Each has some 10 to 100 KB."""
 
 
 def _oldest(folder: Path) -> Iterator[Path]:

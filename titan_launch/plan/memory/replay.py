@@ -170,13 +170,14 @@ def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[Excha
 
 @dataclass(frozen=True)
 class RankModel:
-    """The parts of a model that a rank replays, and their tape: the same for all modes of gradient accumulation."""
+    """The parts of a model that a rank replays, and their tape."""
 
     whole: ModelPlan
     """The plan of the model with all blocks and stages."""
 
     plans: tuple[ModelPlan, ...]
-    """The plan of the model with the blocks on the tape, or of each pipeline stage of the rank."""
+    """The plan of the model with only the blocks on the tape. With pipeline parallelism, the plan of each stage of the
+    rank."""
 
     tape: Tape
     first: Tape | None
@@ -224,9 +225,9 @@ class Replay:
         self._contexts: dict[str, Context] = {}
         """FSDP2's state of each root, by the path of the root on the tape."""
         self._units: dict[str, ShardedUnit] = {}
-        """The unit of each module that FSDP2 wraps, by its path on the tape."""
+        """The unit of each module that FSDP2 wraps, by the path of the module on the tape."""
         self._places: dict[str, tuple[ShardedUnit, int]] = {}
-        """The unit of each parameter that FSDP2 manages, and its index there, by full name."""
+        """For each parameter that FSDP2 manages, by full name: its unit, and its index in the unit's `parameters`."""
         for index, plan in enumerate(model.local_plans):
             self._add(root_path(index if layout.pipeline > 1 else None), config, plan)
         if second is not None:

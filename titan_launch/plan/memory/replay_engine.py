@@ -41,11 +41,12 @@ class Parts(NamedTuple):
     """The plan of each part."""
 
     shortcut: Shortcut | None
-    """The shallower models from which the memory of a single part is extrapolated."""
+    """The shallower models from which the memory is extrapolated. None: there are several parts, or the blocks do not
+    repeat often enough."""
 
 
 class ReplayEngine:
-    """Predicts a job's step under the modes of a `Choice`."""
+    """A predictor of a job's step with the modes of a `Choice`."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class ReplayEngine:
         return replace(fullest, seconds=max((step.seconds for step in ranks if step.seconds is not None), default=None))
 
     def predict_ahead(self, choices: Sequence[Choice]) -> None:
-        """Predict several choices, in one process per core, so that a later call is a look-up."""
+        """Predict several choices, in up to four processes (`in_forks`), and keep the results for later calls."""
         self._steps |= zip(choices, in_forks(self._predicted, choices), strict=True)
 
     def record_ahead(self, choices: Iterable[Choice]) -> None:
@@ -144,8 +145,8 @@ class ReplayEngine:
         return ReplayedStep(replace(footprint, pipeline_rank=rank), step.traffic, seconds)
 
     def _replayed(self, choice: Choice, rank: int, index: int, num_microbatches: int) -> ReplayedStep:
-        """Replay the tape with this `index` among those of the recording. Replay two shallower models and extrapolate
-        if possible, else replay the model at its own depth."""
+        """Replay the tape at `index` of the recording. If possible, replay two shallower models and extrapolate. Else,
+        replay the model at its own depth."""
         config, is_kept = with_choice(self._config, choice), bool(choice.accumulation.keep_params_unsharded)
         wanted, first = self._wanted(choice, rank)
         shortcut = self._parts(is_kept, wanted.checkpointing, rank).shortcut

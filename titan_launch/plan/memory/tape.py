@@ -1,4 +1,4 @@
-"""Tapes: what one rank allocates and frees while it trains one microbatch, without what FSDP2 allocates. No torch.
+"""Tapes: records of what one rank allocates and frees in one microbatch, without the memory of FSDP2. No torch.
 
 `trace.recorder` records a tape with PyTorch itself. `plan.memory.replay` plays it with FSDP2's own memory, under any
 mode of gradient accumulation and any number of shards and blocks: the tape does not depend on them.
@@ -48,7 +48,7 @@ class Bytes(NamedTuple):
     """Memory that is allocated or freed."""
 
     changes: tuple[tuple[Category, int], ...]
-    """Bytes by category; negative if freed. Those that are freed come first."""
+    """Pairs (category, bytes). Bytes are negative if they are freed. Freed bytes come first."""
 
     in_product: bool = False
     """True if a matrix product runs at the end of the change."""
@@ -119,11 +119,11 @@ class Blocks:
     def shortened(
         cls, paths: tuple[str, ...], kinds: Sequence[Hashable], variants: Mapping[str, Hashable] | None = None
     ) -> Blocks:
-        """Return the blocks `paths`, with the choice which of them are recorded. `kinds`: a kind for each path.
+        """Return the blocks `paths`, and choose which of them are recorded. `kinds`: a kind for each path.
 
         Of each kind, the first two and the last two blocks are recorded. The first and the last may differ from the
-        others. The second block stands for all that are not recorded. `is_uniform` checks that it equals the last but
-        one, which shows that the blocks in between are alike.
+        others. The second block stands for all that are not recorded. `is_uniform` checks that the second block equals
+        the last but one, which shows that the blocks in between are alike.
 
         `variants`: blocks of one kind allocate the same memory, but only blocks of one variant also compute the same.
         So at least one block of each variant is recorded, and stands for the others of its variant.
@@ -164,7 +164,7 @@ class Tape:
 
     reduced: Mapping[str, int] = field(default_factory=dict)
     """For each parameter whose gradient is reduced over the ranks of tensor parallelism before FSDP2 reduces it: the
-    number of elements that this rank sends for that, by full name."""
+    number of elements that this rank sends in this reduction, by full name."""
 
     @cached_property
     def sent(self) -> Counter[str]:
@@ -304,8 +304,8 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
 
 
 def _not_recorded_after(part: Blocks) -> dict[str, list[str]]:
-    """Return, for each recorded block, the blocks that follow it up to the next recorded block. They were not
-    recorded."""
+    """Return, for each recorded block, the blocks without a recording that follow it, up to the next recorded
+    block."""
     found: dict[str, list[str]] = {}
     for path in part.paths:
         if path not in part.likes:

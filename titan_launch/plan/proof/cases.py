@@ -1,4 +1,5 @@
-"""The runs of a proof: one process in the plainest way, and the layouts that are compared with it. No torch."""
+"""The runs of a proof: layouts of the twin (`plan.proof.twin`), and the single process that they are compared with. No
+torch."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ AXES = (*DEGREES, "sharded optimizer")
 """Parts of a layout that a run may have or lack. "sharded optimizer" needs "replicas"."""
 
 MODES = ("accumulation", "checkpointing", "chunks", "compile")
-"""Parts of a job that are no axes, by the names that a certificate uses."""
+"""Other parts of a job that a run may have or lack, by the names that a certificate uses."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run of the twin that is compared with one process."""
+    """A run of the twin that is compared with a single process."""
 
     config: JobConfig
     parts: tuple[str, ...]
-    """The axes and modes by which the run differs from one process in the plainest way."""
+    """The axes and modes by which the run differs from the single process (`reference`)."""
 
     is_exact: bool = True
     """True if the run is in fp32, False if it is in the precision of the job."""
@@ -46,10 +47,10 @@ class Case:
         return ", ".join(_in_words(self.config, part) for part in self.parts) or "one process"
 
     def reference(self, has_batch_norm: bool) -> JobConfig:
-        """Return the job of one process that trains the same global batch. Its step is one microbatch.
+        """Return the job of the single process, which trains the same global batch without any axis or mode.
 
-        With BatchNorm, it has the same microbatches as the case, because these decide the batch statistics. With
-        synchronized statistics, a microbatch has the samples of all ranks.
+        Without BatchNorm, its step is one microbatch. With BatchNorm, it has the same microbatches as the case, because
+        these decide the batch statistics. With synchronized statistics, a microbatch has the samples of all ranks.
         """
         training, degrees = self.config.training, self.config.parallelism
         size = GLOBAL_BATCH
@@ -63,8 +64,9 @@ class Case:
 
 
 def cases(twin: JobConfig) -> Iterator[Case]:
-    """Yield the runs of a twin: first its modes on one process, then its layout in every mode that the job may take. If
-    the layout has more than `MOST_RANKS` ranks, yield pairs of its axes instead."""
+    """Yield the runs of a twin. The first is one process with the first of the job's modes (`_choices`). The others
+    have the twin's layout, one for each of the job's modes. If the layout has more than `MOST_RANKS` ranks, they have
+    pairs of its axes instead."""
     choices = list(_choices(twin))
     axes = tuple(_axes(twin))
     own_modes = tuple(_modes(choices[0]))
@@ -101,7 +103,7 @@ def single_parts(case: Case) -> list[Case]:
 
 
 def pairs_of_parts(case: Case) -> list[Case]:
-    """Return the runs that have two parts of a case each."""
+    """Return the runs that have two parts of a case each, for a bisection."""
     found = []
     for pair in combinations(case.parts, 2):
         kept = _with_needed(pair)
@@ -111,7 +113,7 @@ def pairs_of_parts(case: Case) -> list[Case]:
 
 
 def _with_needed(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the parts, with the axes that they need added."""
+    """Return the parts, and the axes that they need."""
     added = list(parts)
     if "expert" in parts and not {"shards", "context"} & {*parts}:
         added.append("shards")
@@ -121,7 +123,7 @@ def _with_needed(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
-    """Return a twin without the given axes and modes. Its batch is divided anew over the ranks that remain."""
+    """Return a twin without the given axes and modes. Its batch is divided over the remaining ranks."""
     degrees: dict[str, Any] = {DEGREES[part]: 1 for part in parts if part in DEGREES}
     if {"sharded optimizer", "replicas"} & {*parts}:
         degrees["shard_optimizer_over_replicas"] = False
@@ -171,8 +173,8 @@ def _axes(config: JobConfig) -> Iterator[str]:
 
 
 def _modes(config: JobConfig) -> Iterator[str]:
-    """Yield the names in `MODES` by which a twin differs from the plainest run. "accumulation" is always among them,
-    because every run accumulates gradients."""
+    """Yield the modes of a twin, by their names in `MODES`. "accumulation" is always among them, because every run
+    accumulates gradients."""
     yield "accumulation"
     if config.activation_checkpoint.mode != "none":
         yield "checkpointing"
@@ -183,8 +185,8 @@ def _modes(config: JobConfig) -> Iterator[str]:
 
 
 def _choices(twin: JobConfig) -> Iterator[JobConfig]:
-    """Yield the twin in every accumulation mode and checkpointing mode that `auto` may choose, each at least once.
-    Checkpointing `none` is not among them, because the other modes compute the same and more."""
+    """Yield the twin with the accumulation and checkpointing modes that the job sets. For `auto`, yield all modes that
+    it may choose, each at least once, except checkpointing `none`: the other modes compute the same and more."""
     accumulation, checkpointing = twin.gradient_accumulation, twin.activation_checkpoint
     if splits_backward(twin.parallelism):
         modes = [_ONCE]
@@ -217,7 +219,7 @@ def in_precision(case: Case, twin: JobConfig) -> Case:
 
 
 def has_compiler(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this host has a compiler of C++, which inductor needs."""
+    """Return True if this host has a C++ compiler, which inductor needs."""
     return any(shutil.which(name) for name in (environment.get("CXX"), "g++", "clang++") if name)
 
 

@@ -12,7 +12,7 @@ Verdict = Literal["proven", "differs", "cannot be proven"]
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the twin beside one process."""
+    """The comparison of one run of the twin with a single process."""
 
     name: str
     """The axes and modes of the run."""
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The place where a run departs from one process."""
+    """The first place where a run departs from the single process."""
 
     run: str
     result: str
@@ -47,17 +47,18 @@ class Finding:
     step: int
     error: float
     ratio: float
-    """Norm of the result, relative to that of one process."""
+    """Norm of the result, divided by its norm on the single process."""
 
     cosine: float
     module: str
-    """The first module that departs."""
+    """The first module in which tensors depart."""
 
     how: str
     """The tensor of the module that departs, and by how much: `its output departs by 1.6e-01`."""
 
     parts: tuple[str, ...]
-    """The runs with a single axis or mode that show the difference, or else the runs with two of them."""
+    """Names of the runs with a single axis or mode that show the difference. If there are none: of the runs with two of
+    them."""
 
     is_alone: bool = True
     """False if no run with a single axis or mode shows the difference."""
@@ -82,7 +83,8 @@ class Certificate:
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...]
     problems: tuple[str, ...]
-    """Reasons other than a difference: dead parameters, a model that is not deterministic."""
+    """Reasons why the layout cannot be proven: dead parameters, a model that is not deterministic. A difference is not
+    among them."""
 
     unshrunk: tuple[str, ...]
     unproven: tuple[str, ...]

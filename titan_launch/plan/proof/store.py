@@ -1,7 +1,8 @@
 """Certificates in the user's cache, or in a file that the job names. No torch.
 
-A certificate is found by a digest of the twin that it proves, and of all code that computed it. The digest does not
-depend on how large a degree above 1 is, on sizes, or on the host. So it is the same on the laptop and on the cluster.
+A certificate is found by a digest of the twin that it proves, and of the code that computed it. The digest does not
+depend on the host, and usually not on sizes or on how large a degree above 1 is. (It does depend on whether parameters
+can be sharded evenly.) So a job may be proven on a laptop and run on a cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CERTIFICATE = TypeAdapter(Certificate)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that compute a step, without the parts that name a build."""
+    """Return the versions of the packages that compute a step, without local labels such as `+cu130`."""
     found = {}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -48,8 +49,8 @@ def digest_of(config: JobConfig) -> str:
 
 
 def _digest_of_weights(config: JobConfig) -> str | None:
-    """Return the digest of the folder in `model.weights`, whose values are part of a proof. None: there is no folder,
-    or it cannot be read."""
+    """Return a digest of the safetensors files in the folder `model.weights`. A proof also compares these values. None:
+    there is no folder, or it cannot be read."""
     if config.model.weights is None:
         return None
     files = sorted(Path(config.model.weights).glob("*.safetensors"))
@@ -76,7 +77,7 @@ def digests_of_files(files: Iterable[str]) -> dict[str, str]:
 
 def find(config: JobConfig) -> Certificate | None:
     """Return the certificate of a job: from `prove.certificate` if the job sets it, else from the cache. None if there
-    is no certificate, or if it belongs to a different structure or to different code.
+    is no certificate, if it belongs to a different twin or to different code, or if the job has no twin.
 
     Raises ConfigError if `prove.certificate` cannot be read.
     """

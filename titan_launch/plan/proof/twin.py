@@ -39,7 +39,7 @@ _UNKNOWN_SHARDS = 8
 """Number of shards to assume for `data_parallel_shard_degree = -1`. Usual numbers of GPUs are multiples of 8."""
 
 SECOND = "TWIN_OF_SECOND_MODEL"
-"""Stands for the folder of the second model's twin, which is written for each proof."""
+"""Placeholder for the folder of the second model's twin. Each proof writes that folder anew."""
 
 DEGREES = {
     "pipeline": "pipeline_parallel_degree",
@@ -66,7 +66,7 @@ class Twin:
     """Sentences about everything that has not been shrunk."""
 
     unproven: tuple[str, ...]
-    """Sentences about the parts of the job that no CPU run can show."""
+    """Sentences about the parts of the job that a proof does not cover."""
 
     second: ModelConfig | None = None
     """The second model of the loss, whose folder the twin's loss names as `SECOND`; None if there is none."""
@@ -122,7 +122,7 @@ def twin_of(config: JobConfig) -> Twin:
 
 
 def in_fp32(precision: PrecisionConfig) -> PrecisionConfig:
-    """Return a section with the same rules, so that the FSDP2 units are the same, all in float32."""
+    """Return the section with all dtypes set to float32. Its rules stay, so that the FSDP2 units are the same."""
 
     def exact(section: Any) -> dict[str, Any]:
         return {name: "float32" for name, value in section.changed() if name.endswith("dtype") and value is not None}
@@ -151,8 +151,8 @@ def _small_ranks(lora: LoRAConfig) -> dict[str, Any]:
 
 
 def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> ParallelismConfig:
-    """Return the same axes with 2 ranks each. Expert parallelism needs no ranks of its own: it uses those of shards or
-    of context."""
+    """Return the same axes of parallelism with 2 ranks each. Expert parallelism has no ranks of its own: it uses those
+    of the shard or the context axis."""
     degrees = {key: 1 if getattr(parallelism, key) == 1 else 2 for key in DEGREES.values()}
     if parallelism.pipeline_parallel_split_points:
         unshrunk.append("parallelism.pipeline_parallel_split_points: the twin's stages are divided evenly")
@@ -231,7 +231,7 @@ _NUMBERED = re.compile(r"[.\[]\d")
 
 
 def _names_layers(config: JobConfig) -> bool:
-    """Return True if a glob of the job has the number of a layer, which a twin with fewer layers may lack."""
+    """Return True if a glob of the job contains the number of a layer. A twin with fewer layers may lack this layer."""
 
     def texts(value: Any) -> Iterator[str]:
         if isinstance(value, str):
@@ -277,8 +277,8 @@ _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 def _of_transformers(
     config: JobConfig, model: ModelConfig, wanted: dict[str, Any], seq_len: int, unshrunk: list[str]
 ) -> ModelConfig:
-    """Return the config of a class of `transformers` with small sizes: keys of `_SIZES`, no dropout, and one layer of
-    each type."""
+    """Return the config of a class of `transformers` with the sizes of `_SIZES`, without dropout, and with one layer of
+    each type, but at least one for each pipeline stage. If globs of the job name layers by number, sizes stay."""
     args = dict(model.args)
     if _names_layers(config):
         kept = f"the twin keeps the arguments of model {args.get('model_type')}"
@@ -332,7 +332,7 @@ def _without_dropout(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
     """Return a section `[data]` with random samples of the same form as the job's. Samples have different numbers of
-    ignored targets."""
+    ignored targets. If the size of images is unknown, return the job's own section."""
     if config.data.unit == "images":
         taken = images_taken(model)
         if taken is None or taken.height is None or taken.width is None:
@@ -346,14 +346,16 @@ def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
 
 
 def _vocabulary(config: JobConfig, model: ModelConfig) -> int:
-    """Return the number of different tokens: at most 64, and at most as many as the model's embedding has rows."""
+    """Return the number of different tokens: at most `VOCABULARY`, and at most the number of rows of the model's
+    embedding."""
     known = config.prove.vocab_size or vocabulary_taken(model) or model.args.get("vocab_size")
     known = known if isinstance(known, int) else config.data.own_vocabulary() or BYTES_VOCABULARY
     return min(known, VOCABULARY)
 
 
 def _unproven(config: JobConfig) -> Iterator[str]:
-    """Yield a sentence for each part of the job that a run on a CPU does not show."""
+    """Yield a sentence for each part of the job that a proof does not cover, because all its runs are on CPUs or for
+    another reason."""
     if config.job.device != "cpu":
         yield "kernels of CUDA and NCCL: all runs were on CPUs with gloo"
     if config.float8.enable:
@@ -384,5 +386,5 @@ def structure(config: JobConfig) -> str:
 
 
 def world_size(parallelism: ParallelismConfig) -> int:
-    """Return the number of ranks of a twin. Expert parallelism shares the ranks of shards and of context."""
+    """Return the number of ranks of a twin. Expert parallelism uses the ranks of the shard and context axes."""
     return prod(getattr(parallelism, key) for axis, key in DEGREES.items() if axis != "expert")

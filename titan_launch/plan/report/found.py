@@ -40,7 +40,8 @@ def _grid(layout: Layout) -> str:
 
 
 def format_result(result: Result, hardware: Hardware) -> str:
-    """Return the best jobs as a table, after a sentence about the parts of the first job's step time."""
+    """Return the best jobs as a table, after a sentence about the parts of the first job's step time. If no job fits,
+    return only a sentence."""
     best = result.best
     counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or are not faster."
     refused = sum(result.refused.values())
@@ -94,8 +95,8 @@ def describe_result(result: Result) -> dict[str, Any]:
 
 
 def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
-    """Return the keys in which `config` differs from `base`, as a job file that extends the file of `base`. If a key
-    must be unset, which such a file cannot do, return a whole job file."""
+    """Return the keys in which `config` differs from `base`, as a job file that extends `extends`, the file of `base`.
+    Such a file cannot unset a key. If a key must be unset, return a complete job file."""
     lines = [f"extends = {toml_value(extends)}"]
     try:
         tables = list(_tables(base, config))

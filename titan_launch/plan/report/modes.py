@@ -21,7 +21,7 @@ from titan_launch.plan.types import Inventory
 
 
 class Engine(Protocol):
-    """Predicts a step with the modes of a `Choice`: the replay of recordings, or the trace of the whole step."""
+    """A predictor of a step with the modes of a `Choice`: the replay of recordings, or the trace of the whole step."""
 
     def __call__(self, choice: Choice) -> Footprint:
         """Return the active memory of the rank with the highest peak. Raises ConfigError as a run would."""
@@ -64,8 +64,8 @@ class Row:
     traffic: Traffic
     link_traffic: LinkTraffic
     flops_per_rank: int | None
-    """FLOPs of a step, including those that activation checkpointing adds; None if unknown. It is the mean over the
-    ranks that work on the same samples."""
+    """FLOPs of a step, including those that activation checkpointing adds, as the mean over the ranks that work on the
+    same samples. None if unknown."""
 
     time: StepTime
 

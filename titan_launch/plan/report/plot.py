@@ -18,7 +18,8 @@ _FAR = 4
 
 
 def check_plot(path: str) -> None:
-    """Raise UserError if the picture `path` cannot be written. Called before all computation, to fail early."""
+    """Raise UserError if the picture `path` cannot be written. Call this function before all computation, to fail
+    early."""
     if Path(path).suffix not in FORMATS:
         raise UserError(f"error: --plot {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if not Path(path).parent.is_dir():

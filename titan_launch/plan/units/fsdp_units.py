@@ -1,9 +1,9 @@
 """The FSDP2 units of a model, from its precision rules. No torch: the trainer and the planner read the same table.
 
-A `fully_shard` call has one policy, but from torch 2.15 on, single parameters may keep their storage dtype for
-computation. So most rules are carried out **in place**: the parameters stay in the unit of their block, and hooks cast
-inputs and outputs of the modules. That costs no collective. Trained modules inside of frozen blocks, such as adapters,
-are in place too. Each of these blocks then reduces gradients.
+A `fully_shard` call has one policy. But from torch 2.15 on, single parameters may compute in their storage dtype. So
+most rules are carried out **in place**: the parameters stay in the unit of their block, and hooks cast the inputs and
+outputs of the modules. This adds no collective. Trained modules inside of frozen blocks, such as adapters, are in place
+too. Each of these blocks then reduces gradients.
 
 Other rules need units of their own, wrapped before their parents, and so do experts that are divided over ranks (expert
 parallelism). By default all modules of a rule share **one** unit, which does not reshard after forward: it adds 2
@@ -74,9 +74,10 @@ def plan_model(
 ) -> ModelPlan:
     """Return the units of a model, and the dtypes of its buffers.
 
-    Raises ConfigError for four kinds of problems: a rule that matches nothing or only modules without tensors,
-    combinations of dtypes that kernels do not support, tied parameters that would be in two units, and experts that
-    cannot be divided.
+    Raises ConfigError for a rule that matches nothing or only modules without tensors, for combinations of dtypes that
+    kernels do not support, for parameters that are not floating, for rules that cannot be in place although
+    `precision.placement` requires it, for tied parameters that would be in two units, and for experts that cannot be
+    divided.
     """
     limits = limits or UnitLimits()
     check_experts(inventory, limits.expert_parallel)
@@ -117,8 +118,8 @@ def _kept(phases: Iterable[_Phase]) -> _Phase:
 
 
 def _without_casts(policy: Policy) -> Policy:
-    """Return the policy of a module that is taken out of a unit, and that lies inside of one of the unit's modules. It
-    casts neither inputs nor outputs, so that both are the same as if the module had stayed in the unit."""
+    """Return the policy of a module that is taken out of a unit, and that lies inside of one of the unit's modules.
+    This policy casts neither inputs nor outputs, as if the module had stayed in the unit."""
     return replace(policy, output_dtype=None, cast_forward_inputs=False)
 
 
@@ -171,8 +172,8 @@ class _UnitPlanner:
         ]
 
     def _not_in_place(self, drafts: Sequence[Unit]) -> dict[str, str]:
-        """Return the reasons why rules that `drafts` assume to be in place cannot be, by rule. Raises ConfigError if
-        the job requires these rules to be in place."""
+        """Return, by rule, the reason why a rule cannot be in place. Only rules that `drafts` treat as in place are
+        checked. Raises ConfigError if `precision.placement` requires such a rule to be in place."""
         owners, parameters = unit_by_module(self.inventory, drafts), parameters_by_unit(self.inventory, drafts)
         around: list[set[_Phase]] = [set() for _ in drafts]
         for (index, _), phase in self._kept_phases(drafts, [*drafts, *self._in_place_units()]).items():
@@ -243,7 +244,7 @@ class _UnitPlanner:
         if one == other:
             return None
         if {one, other} != {None, 0}:
-            return "other parameters of the unit around are not trained in the same steps"
+            return "the other parameters of the enclosing unit are not trained in the same steps"
         if self._why_nothing_in_place is None and not unit.unshard_in_backward:
             return f"backward does not all-gather the parameters of {unit.name}"
         return self._why_nothing_in_place
@@ -323,8 +324,8 @@ class _UnitPlanner:
         return ruled or frozen or self.precision.storage_dtype
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit], share: bool) -> tuple[list[Unit], list[Unit]]:
-        """Return the units, and the rules in place in them, divided so that all parameters of an entry have the same
-        phase. `rules`: the rules in place before the division.
+        """Return the units, and the rules in place in them. Both are divided so that all parameters of an entry have
+        the same phase. `rules`: the rules in place before the division.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
         frozen modules, or they are in place in it. Modules that are taken out of equal units share a unit, like the
@@ -383,8 +384,8 @@ class _UnitPlanner:
 
     @cached_property
     def _phases(self) -> dict[str, _Phase]:
-        """The phase of each module with parameters, by path. If its parameters have several phases, the one in which
-        training begins first."""
+        """The phase of each module with parameters, by path. If the parameters of a module have several phases, this is
+        the phase whose training begins first."""
         return {
             module.path: max(map(_phase, module.parameters), key=_latest_first)
             for module in self.inventory.modules
@@ -565,9 +566,9 @@ class _UnitPlanner:
         return self._reshard_near(modules)
 
     def _reshard_near(self, modules: Sequence[str]) -> bool:
-        """Return True if a unit reshards after forward. All its modules are in one block, or it is a single module
-        outside of blocks. A unit with modules of the last block or the head has the setting `Resharding.late`, because
-        its backward follows soon after its forward. Other units have `Resharding.blocks`."""
+        """Return whether a unit reshards after forward. `modules`: modules of one block, or a single module outside of
+        blocks. A unit with modules of the last block or the head has the setting `Resharding.late`, because its
+        backward follows soon after its forward. Other units have `Resharding.blocks`."""
         is_late = any(is_within(path, last) for path in modules for last in self._last)
         return self.resharding.late if is_late else self.resharding.blocks
 
@@ -581,7 +582,7 @@ class _UnitPlanner:
         return Policy(
             param_dtype=rule.param_dtype,
             reduce_dtype=rule.reduce_dtype or self.precision.reduce_dtype,
-            # output_dtype of a rule holds for the modules that the rule matches, not for blocks inside them.
+            # `output_dtype` of a rule applies to the modules that the rule matches, not to blocks inside them.
             output_dtype=(rule.output_dtype if path in self.assignments.own else None) or self._consumer_dtype(path),
             cast_forward_inputs=rule.cast_forward_inputs,
         )

@@ -1,4 +1,4 @@
-"""The order in which units are wrapped, prefetched in backward, and resharded after forward. No torch."""
+"""The order in which units are wrapped and prefetched, and the units that reshard after forward. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from titan_launch.plan.types import Inventory, ModelPlan, Unit, is_within, outwa
 def in_wrapping_order(units: Sequence[Unit]) -> tuple[Unit, ...]:
     """Return the units, inner units first.
 
-    If each of two units has a module inside a module of the other, both are divided into one unit per module.
+    If each of two units has a module inside a module of the other, both are divided into one unit per module. The same
+    applies to a longer cycle of units.
     """
     graph = _inner_units(units)
     try:
@@ -41,7 +42,7 @@ def _split(unit: Unit) -> list[Unit]:
 
 
 _OWN_PLACE = ("block", "head", "embedding", "root")
-"""Reasons of the units that exist without precision rules."""
+"""Values of `Unit.reason` for units that exist without precision rules, expert parallelism and frozen parameters."""
 
 
 def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
@@ -53,7 +54,7 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
     prefetches the divided experts of that block, too (expert parallelism), because the backward of a block begins with
     its experts.
 
-    The result is empty without precision rules and expert parallelism, because FSDP2's default is sufficient then.
+    If all units have a reason of `_OWN_PLACE`, the result is empty, because FSDP2's default is then sufficient.
     """
     blocks = plan.inventory.blocks
     order: dict[str, tuple[str, ...]] = {}
@@ -130,7 +131,8 @@ class Resharding:
 
 
 def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:
-    """Return the settings that follow from `[parallelism]` and `[gradient_accumulation]`."""
+    """Return the settings that follow from `[parallelism]` and `[gradient_accumulation]`. Raises ValueError if the mode
+    is `auto` and `keep_params_unsharded` is unset."""
     if accumulation.mode == "auto" and accumulation.keep_params_unsharded is None:
         raise ValueError("keep_params_unsharded is unset: resolve `auto` first (plan.auto_mode)")
     choice = parallelism.fsdp_reshard_after_forward

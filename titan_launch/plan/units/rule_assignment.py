@@ -101,12 +101,12 @@ def is_batch_norm(module: ModuleInfo) -> bool:
 
 
 def is_mixture_of_experts(module: ModuleInfo) -> bool:
-    """Return whether a module is a mixture of experts of this package, or of a subclass."""
+    """Return whether a module is of this package's class `MixtureOfExperts`, or of a subclass of it."""
     return MIXTURE_OF_EXPERTS in module.classes
 
 
 def assign_rules(inventory: Inventory, precision: PrecisionConfig) -> RuleAssignments:
-    """Assign to every module the first rule that matches it."""
+    """Return the assignments of `[precision]`. The first rule that matches a module is assigned to it."""
     own: dict[str, RuleAssignment] = {}
     for assignment in candidate_assignments(precision):
         for module in assignable_modules(inventory):
@@ -166,10 +166,11 @@ def _is_class(wanted: str, full_name: str) -> bool:
 
 
 def matched_modules(inventory: Inventory, patterns: Sequence[str], key: KeyPath) -> tuple[str, ...]:
-    """Return the paths of the modules that a glob matches, in order. Modules without a forward do not match.
+    """Return the paths of the modules that any of the globs `patterns` matches, in the order of the inventory. Modules
+    without a forward do not match.
 
-    A module with several parents may match under any of its paths. It is returned under the first path. Raises
-    ConfigError with `key` and the index of the glob for every glob that matches nothing.
+    A module with several parents may match under any of its paths. It is returned under its first path. Raises
+    ConfigError with a problem for every glob that matches nothing; its key is `key` and the index of the glob.
     """
     problems = list(_unused(inventory, patterns, key))
     if problems:
@@ -194,7 +195,7 @@ def suggestion(glob: str, paths: Collection[str]) -> str:
     """Return a hint for a glob that matches none of `paths`, which are paths of modules or of parameters.
 
     The hint names the paths whose last parts match the glob, in the names of this package or of `transformers`. If
-    there are none, it names a similar path.
+    there are none, it names a similar path. If there is no similar path either, it is empty.
     """
     for ends in (glob, f"{glob}.*"):
         found = ends_in(ends, paths)

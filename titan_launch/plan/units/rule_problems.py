@@ -27,8 +27,8 @@ _MATMULS = {
 
 
 def check_rules(inventory: Inventory, precision: PrecisionConfig, assignments: RuleAssignments) -> None:
-    """Raise ConfigError with all problems: rules that match nothing or only modules without tensors, combinations of
-    dtypes that kernels do not support, and parameters that are not floating.
+    """Raise ConfigError for rules that match nothing or only modules without tensors, combinations of dtypes that
+    kernels do not support, and parameters that are not floating. Dtypes are checked only if all rules match.
 
     `assignments`: the assignments of the job's rules, without the BatchNorm default.
     """

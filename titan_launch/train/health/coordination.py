@@ -52,7 +52,8 @@ class StopRequest:
             yield
 
     def mark_run_built(self) -> None:
-        """Let later signals end the run after its current step."""
+        """From now on, do not end the process at once if its agent ends, or if SIGTERM arrives after a rank has
+        failed."""
         self._is_built.set()
 
     def _watch_agent(self) -> None:

@@ -31,11 +31,10 @@ GLOO_FOLDER = "flight_recorder_gloo"
 _PREFIX = "rank_"
 
 _MOST_BYTES = 256 * MIB
-"""Limit of a record. A record of 20,000 collectives with stack traces has about 60 MiB."""
+"""Largest size of a record in bytes. A record of 20,000 collectives with stack traces has about 60 MiB."""
 
 _MOST_OPCODES = 8_000_000
-"""Limit of the pickle opcodes in a record: the values, and the operations that build them. Each takes up to 70 bytes of
-memory."""
+"""Largest number of pickle opcodes in a record. Unpickling takes up to 70 bytes of memory for each opcode."""
 
 _LONGEST_TEXT = 1000
 
@@ -163,7 +162,7 @@ def _load(content: bytes) -> Any:
 def configure_flight_recorder(run_folder: Path, size: int) -> None:
     """Record the last `size` collectives, and let NCCL write them to the run folder after a timeout. 0 disables both.
 
-    PyTorch reads these settings when the first process group is created, so call this function before.
+    PyTorch reads these settings when the first process group is created, so call this function before that.
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(size)
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(record_path(run_folder, FOLDER, "").absolute())
@@ -178,9 +177,9 @@ def create_nccl_folder(run_folder: Path) -> None:
 def dump_flight_recorder(run_folder: Path) -> None:
     """Write this rank's collectives to `flight_recorder/rank_N`, which `torchfrtrace` reads. Any thread may call this.
 
-    In a run with NCCL, the collectives of gloo go to `flight_recorder_gloo/rank_N`. After a timeout NCCL writes its own
-    record to the same file; gloo never writes one. Errors are suppressed, because this function runs after another
-    error.
+    In a run with NCCL, the collectives of gloo go to `flight_recorder_gloo/rank_N`. After a timeout NCCL itself also
+    writes its record to `flight_recorder/rank_N`; gloo never writes a record by itself. Errors are suppressed, because
+    this function runs after another error.
     """
     folders = {FOLDER: "nccl", GLOO_FOLDER: "gloo"} if _has_nccl() else {FOLDER: "gloo"}
     for folder, backend in folders.items():
@@ -210,8 +209,7 @@ def _has_nccl() -> bool:
 
 
 def _gloo_record() -> bytes:
-    """Return gloo's record with the ranks of each group added. The comparison of the records of all ranks needs
-    them."""
+    """Return gloo's record, and add the ranks of each group. They are needed to compare the records of all ranks."""
     trace = pickle.loads(flight_record("gloo"))  # this process has just written the record
     trace["pg_config"] = {
         group.group_name: {

@@ -42,8 +42,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def report(run: Run, error: BaseException) -> str:
-    """Return the report: the failed allocation with phase and module, memory by category against the plan, and up to
-    three changes as TOML."""
+    """Return the report: the failed allocation with phase and module, the memory in use, the planned peak by category,
+    and up to three changes as TOML. If the planner fails, its error replaces the plan and the changes."""
     lines = [f"out of memory on rank {run.ranks.rank} in step {run.progress.step + 1}: {_allocation(error)}"]
     lines[0] += f" {_where(run, error)}".rstrip()
     lines += _held(run)

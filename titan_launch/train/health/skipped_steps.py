@@ -79,7 +79,8 @@ def _losses_by_rank(new_steps: SkippedSteps) -> list[list[float]]:
 
 
 def _go_back(run: Run, reason: str) -> None:
-    """Load the newest checkpoint and continue from it, with the data that follows the current step."""
+    """Load the newest checkpoint and continue from it, with the data that follows the current step. Raises RunError if
+    there is no checkpoint."""
     assert run.checkpoints is not None, "config.rules demands checkpoint.enable for debug.on_repeated_skips"
     progress = run.progress
     position, rollbacks = progress.data_position, progress.rollbacks

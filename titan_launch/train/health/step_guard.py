@@ -33,7 +33,7 @@ class SkippedStep:
 
     grad_norm: float
     loss_limit: float
-    """Largest loss that is not a spike; inf without detection of spikes."""
+    """Largest loss that is not a spike; inf if spikes are not detected, or if the history is too short."""
 
     grad_norm_limit: float
     own_loss: float
@@ -155,7 +155,7 @@ class StepGuard:
         self._stopped = torch.zeros_like(self._stopped)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state on which later decisions depend, equal on all ranks. Call `pop_skipped_steps` before."""
+        """Return the state on which later decisions depend, equal on all ranks. Call `pop_skipped_steps` first."""
         return {"history": self._history.clone(), "filled": self._filled.clone(), "skips": self._skips.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

@@ -128,7 +128,8 @@ def attempt_numbers(logs: Path) -> list[int]:
 
 
 def _agent_of(environment: Mapping[str, str]) -> AgentProcess | None:
-    """Return the torchrun agent that started this rank. Return None unless this is the first rank of its host.
+    """Return the torchrun agent that started this rank. Return None if this is not the first rank of its host, or if
+    torchrun did not start it.
 
     The agent's folder identifies the launch. It is three levels above the error file that torchrun gives this rank."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")

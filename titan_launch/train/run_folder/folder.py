@@ -33,6 +33,7 @@ from titan_launch.train.run_folder.records import (
     AUDIT_FILE,
     CONFIG_FILE,
     LAUNCH_FILE,
+    PROOF_FILE,
     ROLLED_BACK_FILE,
     UNITS_FILE,
     damage_explained,
@@ -47,10 +48,11 @@ _log = logging.getLogger(__name__)
 LOCK_FILE = "lock"
 """File that is locked while a run writes to the folder. Its modification time is the start time of the run."""
 
-_FOLDERS = ("checkpoints", "logs", "tb", "wandb", "skipped_steps", "hangs", "flight_recorder", "flight_recorder_gloo")
-_RECORDS = (CONFIG_FILE, LAUNCH_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE)
+_DIAGNOSES = ("profiling", "skipped_steps", "hangs", "flight_recorder", "flight_recorder_gloo")
+_FOLDERS = ("checkpoints", "logs", "tb", "wandb", *_DIAGNOSES)
+_RECORDS = (CONFIG_FILE, LAUNCH_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE, PROOF_FILE)
 _FILES = (*_RECORDS, LOCK_FILE, WITHOUT_VALUES_FILE)
-"""Names of all files that a run creates in its folder."""
+"""Names of all folders and files that a run writes."""
 
 Load = int | str
 """The checkpoint to load: `"latest"`, `"none"`, a step in the run folder, or the path of another run's checkpoint."""

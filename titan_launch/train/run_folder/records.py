@@ -102,7 +102,8 @@ def table_of(config: JobConfig) -> dict[str, Any]:
 
 def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
     """Return the configuration in the `config.json` of a run folder; None without that file. A key that the file lacks
-    gets its default.
+    gets its default. If the file is no valid job any more, for example because a key was removed, its content is
+    returned unchanged.
 
     Raises ConfigError if the file is not a configuration."""
     path = folder / CONFIG_FILE
@@ -113,7 +114,7 @@ def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
             return None
     try:
         return table_of(JobConfig.model_validate(saved))
-    except ValidationError:  # it has keys that do not exist any more
+    except ValidationError:  # for example, it has keys that no longer exist
         return saved
 
 
