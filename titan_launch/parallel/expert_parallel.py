@@ -103,7 +103,7 @@ def split_sizes(counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int]
     device.
 
     `counts`: number of rows that this rank sends to each expert. `there`: result of `exchanged_counts`. `num_rows`:
-    number of rows that this rank sends to all experts.
+    number of rows that this rank sends to all experts; the function by which a trace replaces this one needs it.
     """
     sent, received = torch.stack([counts.view_as(there).sum(1), there.sum(1)]).tolist()
     return sent, received

@@ -249,5 +249,4 @@ class PlannerConfig(Section):
 
     fragmentation: Annotated[float, Field(ge=0)] | None = None
     """Memory that the allocator reserves beyond the memory in use, as a fraction of the memory in use. Default: 0.15 on
-    a GPU, where PyTorch's allocator needed 0.08 to 0.15 for eager jobs; 0 on a CPU, whose allocator returns freed
-    memory."""
+    a GPU, where PyTorch's allocator needed 0.08 to 0.15 for eager jobs; 0 on a CPU."""
