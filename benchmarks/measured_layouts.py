@@ -2,8 +2,8 @@
 
     python benchmarks/measured_layouts.py [--only GLOB] [--ranks 2 4] [--kept FILE] [--write FILE]
 
-All jobs take two hours on 2 cores. With `--kept`, each row of the table is added to a file, and a later command goes
-on.
+All jobs take two hours on 2 cores, on which nothing else may run: 4 ranks share them, and any other process changes
+the order of the layouts. With `--kept`, each row of the table is added to a file, and a later command goes on.
 
 First, `titan-launch measure-device` measures the machine with as many ranks. For each job, `plan --search` finds the
 layout with the shortest expected step from these speeds. Then every layout trains some steps: all degrees of tensor,
@@ -76,8 +76,8 @@ _HELD = (
     ("activation_checkpoint", "mode"),
     ("training", "enable_cpu_offload"),
 )
-_WARM_UP = 3
-_STEPS, _STEPS_OF_FINALISTS = 6, 12
+_WARM_UP = 2
+_STEPS, _STEPS_OF_FINALISTS = 4, 10
 _FINALISTS, _ROUNDS = 8, 3
 
 

@@ -72,6 +72,9 @@ class Recipe:
     lora_rank: int = 0
     """Rank of the adapters; 0 trains all parameters."""
 
+    is_reward: bool = False
+    """True for a reward model: a decoder with one output."""
+
     weight_decay: float | None = None
     min_lr_factor: float = 0.1
 
@@ -153,6 +156,23 @@ RECIPES: dict[str, Recipe] = {
         lora_rank=16,
         weight_decay=0.0,
     ),
+    "reward": Recipe(
+        "reward model: one number for each answer, learned from pairs of answers",
+        ("A reward model. Its output after the last token of a chat is the reward.",),
+        ("preferences",),
+        PAIRS,
+        needs_model=True,
+        longest=2048,
+        tokens_per_step=2**17,
+        steps=500,
+        lr=1e-5,
+        lr_comment="usual for all parameters",
+        warmup_steps=20,
+        least_steps=50,
+        epochs=1,
+        is_reward=True,
+        weight_decay=0.0,
+    ),
     "image_classification": Recipe(
         "image classification: a ResNet from random values, or a published classifier with --model",
         ("Image classification.",),
@@ -224,7 +244,9 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
     yield Table("training", [*_training(recipe, inputs, batch), length.row])
     if recipe.lora_rank:
         yield Table("lora", list(_lora(recipe, model)))
-    if "preferences" in recipe.kinds:
+    if recipe.is_reward:
+        yield Table("loss", [Row("name", "reward")])
+    elif "preferences" in recipe.kinds:
         yield Table("loss", [Row("name", "dpo")])
         reference = Row("reference", "base", "the model without its adapters; without [lora], name a folder")
         yield Table("loss.dpo", [reference, Row("beta", 0.1, "larger values stay closer to the reference")])
@@ -293,8 +315,14 @@ def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
         comment = "REPLACE: a Hugging Face folder" if model is None else "decides name and arguments of the model"
         rows = [Row("weights", path, comment)]
         if model is not None and model.name == HUGGINGFACE:
+            if recipe.is_reward:
+                raise UserError(f"error: --model {path}: a reward model must be one of the decoders of this package")
             rows = [Row("name", HUGGINGFACE, "the class of `transformers`"), Row("weights", path)]
+        if recipe.is_reward:
+            rows.append(Row("exclude_from_weights", ["output.weight"], "a new output layer, from random values"))
         yield Table("model", rows)
+        if recipe.is_reward:
+            yield Table("model.args", [Row("num_labels", 1, "one number")])
     elif model.name == HUGGINGFACE:
         rows = [
             Row("name", HUGGINGFACE, "the class of `transformers`"),
@@ -368,6 +396,8 @@ def _data(recipe: Recipe, inputs: Inputs, is_validation: bool = False) -> Iterat
             yield Row("template", "chatml", "the folder has no chat template of its own")
         if not is_validation and recipe.kinds[0] == "chat":
             yield Row("train_on", "assistant", 'targets: the turns of the assistant; other values: "last", "all"')
+        if recipe.is_reward:
+            yield Row("train_on", "end", "the reward is the output after the last token")
         if not is_validation:
             comment = 'examples longer than seq_len are skipped; other values: "right", "left", "stop"'
             yield Row("truncation", "skip", comment)
