@@ -271,7 +271,7 @@ class _Turns:
             blocks = blocks[len(earlier) :] if turns else []
         elif len(turns) < len(answers):
             if len(blocks) != len(answers):
-                reason = "the template must have one generation block for each answer of a chat with weights"
+                reason = 'an answer has weight 0 or "train": false, so each answer needs a generation block of its own'
                 raise RefusedChat(_UNDIVIDED, reason, "template")
             blocks = [block for block, index in zip(blocks, answers, strict=True) if index in turns]
         for index in sorted(set().union(*map(self._messages_in, blocks))):

@@ -103,7 +103,7 @@ class CrossEntropy(Loss):
 
     def of_head(self, head: Any, x: Tensor, targets: Tensor, adjust: Adjust | None) -> Tensor:
         """Return the two sums that `sums` describes, from the input `x` of the output layer `head`. With tensor
-        parallelism, the result is a DTensor, like the outputs of the other layers that tensor parallelism divides."""
+        parallelism, the result is a replicated DTensor, because the output hook of ColwiseParallel needs a DTensor."""
         weight, bias = head.weight, head.bias
         self._check((*x.shape[:-1], weight.shape[0]), targets)
         if not isinstance(weight, DTensor):

@@ -39,11 +39,11 @@ tensors up to this size (mallopt(3), M_MMAP_THRESHOLD). In a CPU run, glibc keep
 sizes (`cpu/allocator.py`)."""
 
 _OLD_BYTES = 64 * MIB
-"""Total bytes of the tensors that a measured operation reads in turn: more than fit into a core's own cache. In
-training, too, an input was written some time ago and is no longer in this cache."""
+"""Total bytes of the inputs that the repeated calls of a measured operation cycle through. They do not fit into a
+core's own cache, so a call reads its input from outside of this cache, as an operation in training does."""
 
 _MOST_OLD = 4096
-"""Largest number of tensors that a measured operation reads in turn."""
+"""Largest number of these inputs."""
 
 _UNITS = 8
 """FSDP2 units of the stack that `_unit_seconds` measures."""

@@ -31,9 +31,9 @@ def update_weight(config: EMAConfig, step: int) -> float:
 
 
 class WeightEMA(Observer):
-    """The average: for each trainable parameter a float32 DTensor, sharded like the parameter. A shared parameter has
-    one average. If the optimizer is sharded over replicas, so are the averages: each is a plain tensor for this
-    replica's chunk of a parameter. Then only `in_model` communicates; otherwise nothing does."""
+    """A moving average of the trainable parameters: for each parameter a float32 DTensor, sharded like the parameter. A
+    shared parameter has one average. If the optimizer is sharded over replicas, each average is a plain tensor instead,
+    for this replica's chunk of the parameter. Only then does a method communicate: `in_model`, with an all-gather."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig):
         """Begin with the values of the parameters. If the optimizer has float32 masters, they are averaged in place of

@@ -239,8 +239,8 @@ def run_forward(
     """Run the forward of one microbatch through all stages. Collective over the pipeline.
 
     `inputs`: the input of the model, the same on all ranks of the pipeline. `arguments`: the keyword arguments of every
-    stage. The rank of the last stage returns the model's output. Other ranks return None as soon as the next stage has
-    received their output.
+    stage. The rank of the last stage returns the model's output. Other ranks send their output to the next stage and
+    return None. On GPUs they do not wait until it is received.
     """
     rank_of = {stage.index: stage.rank for stage in pipeline.plan.stages}
     boundaries = pipeline.boundaries.of(inputs)

@@ -120,7 +120,8 @@ def _divide_positions(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bo
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """Let a module get its first input, the stream, as a replicated DTensor. A divided stream is all-gathered.
+    """Let a module get its first input, the residual stream, as a replicated DTensor. If the residual stream is divided
+    over the ranks (sequence parallelism), it is all-gathered.
 
     If several matrices read this input, their gradients are added before a single reduction.
     """

@@ -218,7 +218,8 @@ class Search:
             config = with_global_batch_size(config, plan_layout(config.parallelism, config.training, world_size))
         self._config = config
         if config.activation_checkpoint.mode == "memory_budget" and not self._is_free(_CHECKPOINTING):
-            reason = "the compiler decides its FLOPs, so a search cannot compare its time; do not hold this key"
+            reason = "the compiler chooses the checkpointed operations, so a search cannot predict the step time"
+            reason += "; remove --hold activation_checkpoint.mode"
             raise config_error(_CHECKPOINTING, reason, config.activation_checkpoint.mode)
         one: dict[Key, Any] = dict.fromkeys((_TENSOR, _CONTEXT, _PIPELINE, _EXPERT), 1)
         more: dict[Key, Any] = {_REPLICAS: 1, _SHARDED: False, _BATCH: 1, ("training", "global_batch_size"): None}

@@ -73,10 +73,11 @@ def _order(result: Difference) -> int:
 def _module(
     proof: Proof, case: Case, of_step: Sequence[Difference], first: Difference, num_gradients: int
 ) -> tuple[str, str]:
-    """Return the module that departs first, and what departs there, both in words.
+    """Return two texts: the place of the first difference, and how the results there depart from the single process.
+    The place is a module path, `the whole model`, `the loss`, `gradient clipping`, `[ema]`, `the optimizer`, or ALL.
 
-    `of_step`: the results that exceed their tolerance, of the first step that has any. `num_gradients`: number of
-    gradients in a step.
+    `of_step`: the results beyond their tolerance, all of the first step that has such a result. `num_gradients`: number
+    of gradients in a step.
     """
     kind = first.name.partition(" ")[0]
     if kind in ("gradient", "loss") and first.name != "gradient norm":

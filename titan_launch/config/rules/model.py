@@ -52,8 +52,9 @@ def other_models_have_no_flavor(config: JobConfig) -> Iterator[Problem]:
 
 
 def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `huggingface` has no `config.json`, or if its `config.json` has arguments that are refused.
-    Also report a problem if `model.path` is set for another model."""
+    """With `model.name = "huggingface"`, report a problem if `model.args` has no `model_type` (usually from the
+    `config.json` in `model.path`), for each refused argument, and if transformers lacks the class. With any other
+    name, report a problem if `model.path` is set."""
     model, key = config.model, ("model", "path")
     if model.name != HUGGINGFACE:
         if model.path is not None:
@@ -128,8 +129,8 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
 
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the folder `model.weights` holds a different model, and for each model argument that differs
-    from the folder's. (A missing folder is not a problem here, because a run that resumes may not need the folder. A
-    new run reports a missing folder when it reads the weights.)"""
+    from the folder's, except `num_labels` and a larger `vocab_size`. (A missing folder is not a problem here, because a
+    run that resumes may not need the folder. A new run reports a missing folder when it reads the weights.)"""
     model, key = config.model, ("model", "weights")
     args = known_args(model)
     if model.weights is None or args is None or not os.path.exists(model.weights):

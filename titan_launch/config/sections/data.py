@@ -375,8 +375,8 @@ class ImageData(DataSource):
     """Length in pixels to which the shorter side of an image is scaled. The aspect ratio stays. Default: no scaling."""
 
     crop: Annotated[int, Field(ge=1)] | None = None
-    """Height and width in pixels of the part that is cut out of an image after `resize`: the center, or a random part
-    with `augment`. Default: the whole image."""
+    """Height and width in pixels of the part that is cut out of an image after `resize`: a random part in training if
+    `augment` has `crop` or `resized_crop`, else the center. Default: the whole image."""
 
     augment: Array[Augmentation] = ()
     """Random changes of training images, which differ in every epoch. `flip`: mirror half of the images left to right.

@@ -42,10 +42,10 @@ class ModelConfig(Section):
 
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a
-    folder that `titan-launch import` or `export --format plain` wrote. If the job sets no `flavor`, `name` and `args`
-    come from the folder. An argument that differs from the folder's is an error. The exception is a larger
-    `vocab_size`: the additional rows are zeros. A run that resumes reads only the parameters that its checkpoint omits
-    (see `checkpoint.save_frozen`)."""
+    folder that `titan-launch import` or `export --format plain` wrote. If `flavor` is not set, the folder also provides
+    `name` and `args`. An argument that differs from the folder's is an error, with two exceptions. A larger
+    `vocab_size` adds rows of zeros. A different `num_labels` needs a new head (see `exclude_from_weights`). A run that
+    resumes reads only the parameters that its checkpoint omits (see `checkpoint.save_frozen`)."""
 
     exclude_from_weights: Array[str] = ()
     """Globs of parameters that are not read from `weights` but keep the model's own initial values, such as `output.*`

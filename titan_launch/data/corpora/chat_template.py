@@ -90,8 +90,11 @@ class ChatTemplate:
             raise RecordError(error.reason, error.detail, error.key) from None
 
     def call(self, method: str, *arguments: Any, seconds: float = 0.0) -> Any:
-        """Return the result of a method of the renderer. Raises RefusedChat, and ConfigError on the key of the template
-        if the call fails or is stopped."""
+        """Return the result of a method of the renderer. Raises RefusedChat if the renderer refuses the chat, and
+        ConfigError on the key of the template if the call fails for another reason or exceeds a limit.
+
+        `seconds`: CPU time that the call may take in addition to its other limits.
+        """
         if self.is_trusted:
             return getattr(self.renderer, method)(*arguments)
         try:

@@ -1,4 +1,4 @@
-"""Images in arrays: `.npz` files, which are mapped into memory, and the digits of scikit-learn."""
+"""Images in arrays: `.npz` files, whose uncompressed arrays are mapped into memory, and the digits of scikit-learn."""
 
 from __future__ import annotations
 

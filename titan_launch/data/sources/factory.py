@@ -148,7 +148,8 @@ class SampleCheck:
             shape = tuple(first[0].shape) if isinstance(first, tuple) and isinstance(first[0], Tensor) else ()
             if len(shape) != 3:
                 wanted = "a pair of a float32 image [channels, height, width] and an int64 class"
-                raise config_error(key, f"sample 0 must be {wanted}, but is {_form(first)}", config.kind)
+                found = f"a tuple ({', '.join(map(_form, first[:4]))})" if isinstance(first, tuple) else _form(first)
+                raise config_error(key, f"sample 0 must be {wanted}, but is {found}", config.kind)
             held = ImageFormat(*shape, num_classes=classes)
             for problem in misfits(held, taken) if taken is not None else ():
                 found = problem.partition(";")[0]
